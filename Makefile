@@ -1,0 +1,74 @@
+# Every target sets up what it needs. `make` or `make help` lists them.
+
+VENV   := .venv
+PYTHON := $(VENV)/bin/python
+PYTEST := $(PYTHON) -m pytest
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench bench-gpu test-gpu install uninstall deb man completions docs lint format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## make .venv with everything that the other targets need (they call this themselves)
+	@tools/setup.sh dev
+
+demo: ## start a simulated node with a few processes and look at it
+	@tools/setup.sh dev
+	@$(PYTHON) contrib/demo/demo.py
+
+check: ## the quick part of the tests: house rules, unit, contract, simulation
+	@tools/setup.sh dev
+	$(PYTEST)
+
+test: ## all tests but those that need a GPU; end to end ones and a real systemd included
+	@tools/setup.sh full
+	$(PYTEST) -m "not gpu and not bench" -ra
+
+test-gpu: ## the tests that need real GPUs
+	@tools/setup.sh dev
+	$(PYTEST) -m gpu -ra tests/gpu
+
+bench: ## measure what needs no GPU, beside the budgets
+	@tools/setup.sh dev
+	@$(PYTHON) -m tests.bench
+
+bench-gpu: ## measure on this machine's GPUs, beside the budgets
+	@tools/setup.sh dev
+	@$(PYTHON) -m tests.gpu.bench
+
+install: man completions ## install under PREFIX (/usr/local) with its own venv and systemd units; DESTDIR is honoured
+	@packaging/install.sh
+
+uninstall: ## take away what `make install` put there
+	@packaging/uninstall.sh
+
+deb: man completions ## build dist/hegmd_VERSION_ARCH.deb
+	@packaging/deb.sh
+
+man: ## write the manual pages, from the parsers, to build/man
+	@tools/setup.sh dev
+	@$(PYTHON) -m hegmctl.pages man build/man
+
+completions: ## write the shell completions, from the parsers, to build/completions
+	@tools/setup.sh dev
+	@$(PYTHON) -m hegmctl.pages completions build/completions
+
+docs: ## write docs/protocol.md and contrib/hegmd.toml again, from the code
+	@tools/setup.sh dev
+	@$(PYTHON) -m hegmd.protocol.reference
+	@$(PYTHON) -m hegmd.config
+
+lint: ## formatter, linter, spelling and both type checkers
+	@tools/setup.sh dev
+	$(PYTEST) tests/house -n auto -q
+
+format: ## format the code and mend what the linter can
+	@tools/setup.sh dev
+	$(PYTHON) -m ruff check --fix-only --quiet .
+	$(PYTHON) -m ruff format .
+
+clean: ## take away what was built, and the caches; keeps .venv
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/stubs/build
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
