@@ -1,0 +1,1 @@
+"""The socket protocol without the socket: frames, codec, messages and who may say what when. Does no I/O."""

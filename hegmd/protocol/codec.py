@@ -1,0 +1,81 @@
+"""The payload of a frame: one msgpack map with string keys.
+
+What a peer can cost us is limited here: no extension types, no keys but strings, no map or array longer than
+`MAX_ITEMS`, no nesting deeper than `MAX_DEPTH`. Whoever decodes gets plain Python values and checks their meaning
+in `record`.
+"""
+
+from __future__ import annotations
+
+import msgpack
+
+from hegmd.errors import BAD_REQUEST, PeerError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+MAX_DEPTH = 16
+MAX_ITEMS = 65_536
+
+_PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
+_HINT = "a payload is one msgpack map with string keys and UTF-8 strings; see docs/protocol.md"
+
+
+def encode(message: Mapping[str, object]) -> bytes:
+    """The message as msgpack. Raises TypeError or ValueError for values that msgpack has no form for."""
+    return msgpack.packb(message, use_bin_type=True)
+
+
+def decode(payload: bytes) -> dict[str, object]:
+    """The map in the payload. Raises PeerError for anything else."""
+    try:
+        message: Any = msgpack.unpackb(
+            payload,
+            raw=False,
+            strict_map_key=True,
+            ext_hook=_refuse_extension,
+            max_array_len=MAX_ITEMS,
+            max_map_len=MAX_ITEMS,
+        )
+    except PeerError:
+        raise
+    except RecursionError:
+        raise _malformed("nested too deeply") from None
+    except Exception as error:  # the C and the Python unpacker raise different classes for the same bytes
+        raise _malformed(str(error) or type(error).__name__) from error
+    if type(message) is not dict:
+        raise _malformed(f"a {type(message).__name__} where a map belongs")
+    _check_shape(message)
+    return message  # pyright: ignore[reportUnknownVariableType] - its shape was checked just now
+
+
+def _check_shape(message: Any) -> None:
+    """Refuse keys that are not strings, values of other kinds, and nesting over the limit; without recursion."""
+    layer: list[Any] = [message]
+    for _ in range(MAX_DEPTH):
+        deeper: list[Any] = []
+        for value in layer:
+            kind: type[object] = type(value)
+            if kind is dict:
+                for key in value:
+                    if type(key) is not str:
+                        raise _malformed(f"a map key of type {type(key).__name__}")
+                deeper.extend(value.values())
+            elif kind is list:
+                deeper.extend(value)
+            elif kind not in _PLAIN:  # a timestamp: the one extension that msgpack turns into a value by itself
+                raise _malformed(f"a value of type {kind.__name__}")
+        if not deeper:
+            return
+        layer = deeper
+    raise _malformed(f"nested deeper than {MAX_DEPTH}")
+
+
+def _refuse_extension(code: int, data: bytes) -> object:
+    raise _malformed(f"extension type {code} of {len(data)} bytes")
+
+
+def _malformed(why: str) -> PeerError:
+    return PeerError(BAD_REQUEST, f"malformed payload: {why}", _HINT)

@@ -1,0 +1,323 @@
+"""Who may say what when, for both ends of a connection; bytes in, typed events out, and back. No sockets, no clock.
+
+A connection begins with `hello`. After it the caller may have several requests under way; each gets any number of
+events and then exactly one reply or error. Envelopes, all msgpack maps in one frame each:
+
+    request  {v, id, op, args}        reply  {id, ok}        error  {id, err}        in between  {id, event}
+
+`fds: n` in an envelope says that n descriptors came with the frame's bytes; the owner of the socket hands them out by
+that number, in order.
+
+Two ways to fail, kept apart: what the peer did wrong raises ProtocolBroken (answer it, close), what we did wrong raises
+Bug. A single request that is unknown or malformed breaks nothing: it comes out as `Unfit` and is answered like any
+other.
+"""
+
+from __future__ import annotations
+
+from hegmd.errors import BAD_REQUEST, BUSY, INCOMPATIBLE, Bug, HegmError, PeerError, code_named
+from hegmd.protocol import codec
+from hegmd.protocol.frames import FrameReader, frame
+from hegmd.protocol.messages import (
+    PROTOCOL_VERSION,
+    REQUESTS,
+    SUPPORTED_VERSIONS,
+    ErrorInfo,
+    Hello,
+    Request,
+    Welcome,
+)
+from hegmd.protocol.record import BadValue, Record
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+HELLO_FRAME_BYTES = 4096
+REPLY_FRAME_BYTES = 64 * 1024 * 1024
+MAX_ID = 2**53 - 1  # what every language can count to
+MAX_FDS = 16
+
+
+class ProtocolBroken(PeerError):
+    """The peer broke the protocol. Tell it so (under `request_id`, if known) and close."""
+
+    def __init__(self, error: HegmError, request_id: int | None = None) -> None:
+        super().__init__(error.code, error.message, error.hint, error.facts)
+        self.request_id = request_id
+
+
+class Asked:
+    """A request that fits its message; `fds` descriptors came with it."""
+
+    __slots__ = ("fds", "id", "request")
+
+    def __init__(self, request_id: int, request: Request, fds: int) -> None:
+        self.id = request_id
+        self.request = request
+        self.fds = fds
+
+
+class Unfit:
+    """A request that cannot be served, and why. Answer it with the error; `fds` descriptors are to be closed."""
+
+    __slots__ = ("error", "fds", "id")
+
+    def __init__(self, request_id: int, error: HegmError, fds: int) -> None:
+        self.id = request_id
+        self.error = error
+        self.fds = fds
+
+
+class ServerConnection:
+    """The daemon's end: requests come out, replies go in."""
+
+    def __init__(self, *, frame_bytes: int, requests_in_flight: int) -> None:
+        self._frames = FrameReader(min(HELLO_FRAME_BYTES, frame_bytes))
+        self._frame_bytes = frame_bytes
+        self._limit = requests_in_flight
+        self._in_flight: dict[int, type[Request]] = {}
+        self.hello: Hello | None = None
+        self.version = PROTOCOL_VERSION
+
+    @property
+    def mid_frame(self) -> bool:
+        """Whether the peer owes the rest of a frame."""
+        return self._frames.partial_bytes > 0
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes from the socket."""
+        self._frames.feed(data)
+
+    def next_event(self) -> Asked | Unfit | None:
+        """The next request, or None until more bytes come. Raises ProtocolBroken."""
+        try:
+            payload = self._frames.next_payload()
+            if payload is None:
+                return None
+            envelope = codec.decode(payload)
+        except PeerError as error:
+            raise ProtocolBroken(error) from error
+        request_id = self._take_id(envelope)
+        fds = _fds_of(envelope, request_id)
+        op = envelope.get("op")
+        if self.hello is None and op != Hello.op:
+            raise ProtocolBroken(_bad("the first request has to be hello", "send hello first"), request_id)
+        self._in_flight[request_id] = Request
+        try:
+            self._check_version(envelope.get("v"))
+            request = self._parse(op, envelope.get("args", {}))
+        except HegmError as error:
+            if self.hello is None:
+                raise ProtocolBroken(error, request_id) from error
+            return Unfit(request_id, error, fds)
+        self._in_flight[request_id] = type(request)
+        return Asked(request_id, request, fds)
+
+    def _take_id(self, envelope: Mapping[str, object]) -> int:
+        request_id = envelope.get("id")
+        if type(request_id) is not int or not 1 <= request_id <= MAX_ID:
+            raise ProtocolBroken(_bad("a request needs an id from 1 to 2^53-1", "count requests up from 1"))
+        if request_id in self._in_flight:
+            raise ProtocolBroken(_bad(f"request id {request_id} is still unanswered", "use each id once"), request_id)
+        return request_id
+
+    def _check_version(self, version: object) -> None:
+        # Before hello is answered the envelope is that of version 1, whatever the caller hopes for.
+        if type(version) is not int or version != self.version:
+            raise HegmError(
+                INCOMPATIBLE,
+                f"protocol version {version!r} in a request; {self.version} is in force",
+                f"send `v: {self.version}`, the version that the reply to hello names",
+            )
+
+    def _parse(self, op: object, args: object) -> Request:
+        if type(op) is not str:
+            raise _bad("a request needs an op", "name the operation in `op`")
+        message = REQUESTS.get(op)
+        if message is None:
+            raise HegmError(
+                INCOMPATIBLE,
+                f"this daemon has no operation {op[:40]!r}",
+                "`hegmctl version` compares the two versions; a newer hegmd may have it",
+                {"op": op[:40]},
+            )
+        if message is Hello and self.hello is not None:
+            raise _bad("hello was said already", "say hello once, at the start of a connection")
+        if len(self._in_flight) > self._limit:
+            raise HegmError(
+                BUSY,
+                f"{self._limit} requests of this connection are unanswered, which is the limit",
+                "wait for a reply before the next request",
+                {"limit": self._limit},
+            )
+        request = message.from_plain(args, op)
+        if isinstance(request, Hello):
+            self._accept(request)
+        return request
+
+    def _accept(self, hello: Hello) -> None:
+        common = [version for version in hello.versions if version in SUPPORTED_VERSIONS]
+        if not common:
+            raise HegmError(
+                INCOMPATIBLE,
+                f"no protocol version in common: caller {list(hello.versions)}, daemon {list(SUPPORTED_VERSIONS)}",
+                "bring hegmctl and hegmd to the same release",
+                {"caller": list(hello.versions), "daemon": list(SUPPORTED_VERSIONS)},
+            )
+        self.hello = hello
+        self.version = max(common)
+        self._frames.limit_bytes = self._frame_bytes
+
+    def reply(self, request_id: int, reply: Record, fds: int = 0) -> bytes:
+        """The frame that answers a request for good."""
+        expected = self._message_of(request_id)
+        if type(reply) is not expected.reply:
+            raise Bug(f"{expected.__name__} was answered with {type(reply).__name__}")
+        encoded = _envelope({"id": request_id, "ok": reply.to_plain()}, fds)
+        del self._in_flight[request_id]  # only now: a reply that cannot be encoded leaves the request open for an error
+        return encoded
+
+    def error(self, request_id: int | None, error: HegmError) -> bytes:
+        """The frame that ends a request with an error; with no id it speaks of the connection itself."""
+        if request_id is not None:
+            self._in_flight.pop(request_id, None)
+        info = ErrorInfo(code=error.code.name, message=error.message, hint=error.hint, facts=error.facts)
+        return _envelope({"id": request_id, "err": info.to_plain()}, 0)
+
+    def event(self, request_id: int, event: Record) -> bytes:
+        """The frame of something that happens while a request is under way."""
+        expected = self._message_of(request_id)
+        if expected.event is None or type(event) is not expected.event:
+            raise Bug(f"{expected.__name__} was sent a {type(event).__name__} in between")
+        return _envelope({"id": request_id, "event": event.to_plain()}, 0)
+
+    def _message_of(self, request_id: int) -> type[Request]:
+        if request_id not in self._in_flight:
+            raise Bug(f"request {request_id} is not under way")
+        return self._in_flight[request_id]
+
+
+class Answer:
+    """A request succeeded; this is its reply."""
+
+    __slots__ = ("fds", "id", "reply")
+
+    def __init__(self, request_id: int, reply: Record, fds: int) -> None:
+        self.id = request_id
+        self.reply = reply
+        self.fds = fds
+
+
+class Failure:
+    """A request failed, or with no id the connection as a whole."""
+
+    __slots__ = ("error", "id")
+
+    def __init__(self, request_id: int | None, error: HegmError) -> None:
+        self.id = request_id
+        self.error = error
+
+
+class Progress:
+    """Something happened while a request is under way."""
+
+    __slots__ = ("event", "id")
+
+    def __init__(self, request_id: int, event: Record) -> None:
+        self.id = request_id
+        self.event = event
+
+
+class ClientConnection:
+    """The caller's end: requests go in, answers come out."""
+
+    def __init__(self, *, frame_bytes: int = REPLY_FRAME_BYTES) -> None:
+        self._frames = FrameReader(frame_bytes)
+        self._in_flight: dict[int, type[Request]] = {}
+        self._last_id = 0
+        self.welcome: Welcome | None = None
+
+    def request(self, request: Request, fds: int = 0) -> tuple[int, bytes]:
+        """The id and the frame of a new request."""
+        if (self.welcome is None) != isinstance(request, Hello):
+            raise Bug("hello comes first, and once")
+        self._last_id += 1
+        version = PROTOCOL_VERSION if self.welcome is None else self.welcome.version
+        envelope: dict[str, object] = {"v": version, "id": self._last_id, "op": request.op, "args": request.to_plain()}
+        self._in_flight[self._last_id] = type(request)
+        return self._last_id, _envelope(envelope, fds)
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes from the socket."""
+        self._frames.feed(data)
+
+    def next_event(self) -> Answer | Failure | Progress | None:
+        """What the daemon said next, or None until more bytes come. Raises ProtocolBroken."""
+        try:
+            payload = self._frames.next_payload()
+            if payload is None:
+                return None
+            return self._interpret(codec.decode(payload))
+        except (PeerError, BadValue) as error:
+            if isinstance(error, ProtocolBroken):
+                raise
+            raise ProtocolBroken(error) from error
+
+    def _interpret(self, envelope: Mapping[str, object]) -> Answer | Failure | Progress:
+        request_id = envelope.get("id")
+        if "err" in envelope and request_id is None:
+            return Failure(None, _error_from(envelope["err"]))
+        if type(request_id) is not int or request_id not in self._in_flight:
+            raise ProtocolBroken(_bad(f"an answer to request {request_id!r}, which is not under way", _MATCH))
+        message = self._in_flight[request_id]
+        if "event" in envelope:
+            if message.event is None:
+                raise ProtocolBroken(_bad(f"an event in the middle of {message.op}", _MATCH))
+            return Progress(request_id, message.event.from_plain(envelope["event"], message.op))
+        if "err" in envelope:
+            del self._in_flight[request_id]
+            return Failure(request_id, _error_from(envelope["err"]))
+        if "ok" not in envelope:
+            raise ProtocolBroken(_bad("an answer with neither ok, err nor event", _MATCH))
+        del self._in_flight[request_id]
+        reply = message.reply.from_plain(envelope["ok"], message.op)
+        if isinstance(reply, Welcome):
+            self._enter(reply)
+        return Answer(request_id, reply, _fds_of(envelope, request_id))
+
+    def _enter(self, welcome: Welcome) -> None:
+        if welcome.version not in SUPPORTED_VERSIONS:
+            raise ProtocolBroken(_bad(f"the daemon chose version {welcome.version}, which was not offered", _MATCH))
+        self.welcome = welcome
+
+
+_MATCH = "bring hegmctl and hegmd to the same release"
+
+
+def _bad(message: str, hint: str) -> PeerError:
+    return PeerError(BAD_REQUEST, message, hint)
+
+
+def _fds_of(envelope: Mapping[str, object], request_id: int) -> int:
+    fds = envelope.get("fds", 0)
+    if type(fds) is not int or not 0 <= fds <= MAX_FDS:
+        raise ProtocolBroken(
+            _bad(f"`fds` has to be a number from 0 to {MAX_FDS}", "send fewer descriptors"), request_id
+        )
+    return fds
+
+
+def _envelope(envelope: dict[str, object], fds: int) -> bytes:
+    if fds:
+        envelope["fds"] = fds
+    payload = codec.encode(envelope)
+    if len(payload) > REPLY_FRAME_BYTES:
+        raise Bug(f"a message of {len(payload)} bytes was to be sent", facts={"limit_bytes": REPLY_FRAME_BYTES})
+    return frame(payload)
+
+
+def _error_from(value: object) -> HegmError:
+    info = ErrorInfo.from_plain(value, "err")
+    message = info.message or "the daemon gave no reason"
+    return HegmError(code_named(info.code), message, info.hint or "see the daemon's log", info.facts)

@@ -1,0 +1,238 @@
+"""Typed, frozen records with a checked plain form: what `messages` is written in.
+
+A record class names its fields with types and a sentence each; from that come the constructor, `==`, `repr`, the plain
+form for the wire, the check of what came from the wire, and the reference in docs/protocol.md. It plays the part of
+`dataclasses` (type checkers see it as one), which cannot be used here: importing it costs 13 ms, more than a whole
+Python start, and every `hegmctl` call and every worker would pay that.
+
+Field types are a small language, read from the annotations once, when a class is first decoded or described:
+int, float, bool, str, bytes, object (any plain value), the name of a record, `tuple[X, ...]`, `Mapping[str, X]`, and
+`X | None` for "may be unknown".
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hegmd.errors import BAD_REQUEST, HegmError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any, ClassVar
+
+    from typing_extensions import Self, dataclass_transform
+
+    Check = Callable[[object, str], Any]
+else:
+
+    def dataclass_transform(**_unused: object):
+        """Stands in for typing's own at run time, where it would do nothing either."""
+        return lambda cls: cls
+
+
+REQUIRED: Any = object()
+INT_MIN = -(2**63)
+INT_MAX = 2**64 - 1
+_LARGEST = sys.float_info.max
+
+
+class BadValue(HegmError):
+    """A value from the wire does not have the form that its record gives."""
+
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(BAD_REQUEST, f"{where}: {why}", "see docs/protocol.md for the fields of each message")
+
+
+class Field:
+    """One field of a record: its name, the text of its type, its default and what it means."""
+
+    __slots__ = ("default", "doc", "name", "type_text")
+
+    def __init__(self, doc: str, default: Any) -> None:
+        self.doc = doc
+        self.default = default
+        self.name = ""
+        self.type_text = ""
+
+
+def field(doc: str, *, default: Any = REQUIRED) -> Any:
+    """Declare a field; a field with a default may be left out on the wire."""
+    return Field(doc, default)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+class Record:
+    """Base of all records. Subclasses only declare fields; values are plain, so equality and copying are simple."""
+
+    fields: ClassVar[tuple[Field, ...]] = ()
+    _checks: ClassVar[tuple[tuple[str, Check, Any], ...] | None] = None
+
+    def __init_subclass__(cls) -> None:
+        own: list[Field] = []
+        annotations = cls.__dict__.get("__annotations__", {})  # noqa: RUF063 - inspect costs 10 ms to import
+        for name, type_text in annotations.items():
+            declared = cls.__dict__.get(name)
+            if isinstance(declared, Field):
+                declared.name = name
+                declared.type_text = str(type_text)
+                own.append(declared)
+                delattr(cls, name)
+        unread = [name for name, value in cls.__dict__.items() if isinstance(value, Field)]
+        if unread:
+            raise TypeError(f"{cls.__name__} declares {', '.join(unread)} without a type")
+        cls.fields = (*cls.fields, *own)
+        cls._checks = None
+
+    def __init__(self, **values: Any) -> None:
+        held = self.__dict__
+        for declared in self.fields:
+            name = declared.name
+            if name in values:
+                held[name] = values.pop(name)
+            elif declared.default is REQUIRED:
+                raise TypeError(f"{type(self).__name__} needs {name}")
+            else:
+                held[name] = declared.default
+        if values:
+            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(values))}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is frozen; {name} was not set")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__} is frozen; {name} was not deleted")
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.__dict__ == self.__dict__
+
+    def __hash__(self) -> int:
+        return hash((type(self), tuple(self.__dict__.values())))
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
+        return f"{type(self).__name__}({values})"
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed."""
+        return type(self)(**{**self.__dict__, **changes})
+
+    def to_plain(self) -> dict[str, object]:
+        """The record as a map of plain values, every field present."""
+        return {name: _plain(value) for name, value in self.__dict__.items()}
+
+    @classmethod
+    def from_plain(cls, value: object, where: str) -> Self:
+        """The record in that map. Unknown keys are ignored; anything else that does not fit raises BadValue."""
+        plain = as_map(value)
+        if plain is None:
+            raise BadValue(where, f"a map is needed, not {_kind_of(value)}")
+        if cls._checks is None:
+            module = sys.modules[cls.__module__].__dict__
+            cls._checks = tuple((f.name, check_for(f.type_text, module), f.default) for f in cls.fields)
+        values: dict[str, Any] = {}
+        for name, check, default in cls._checks:
+            if name in plain:
+                values[name] = check(plain[name], f"{where}.{name}")
+            elif default is REQUIRED:
+                raise BadValue(f"{where}.{name}", "is missing")
+        return cls(**values)
+
+
+def as_map(value: object) -> dict[str, Any] | None:
+    """The value if it is a map; its keys are strings, which `codec` saw to."""
+    return value if isinstance(value, dict) else None  # pyright: ignore[reportUnknownVariableType] - said above
+
+
+def as_list(value: object) -> list[Any] | tuple[Any, ...] | None:
+    """The value if it is a list of anything."""
+    return value if isinstance(value, (list, tuple)) else None  # pyright: ignore[reportUnknownVariableType] - said above
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Record):
+        return value.to_plain()
+    items = as_list(value)
+    if items is not None:
+        return [_plain(item) for item in items]
+    entries = as_map(value)
+    if entries is not None:
+        return {key: _plain(item) for key, item in entries.items()}
+    return value
+
+
+def _kind_of(value: object) -> str:
+    return "nil" if value is None else f"a value of type {type(value).__name__}"
+
+
+def check_for(type_text: str, scope: Mapping[str, Any]) -> Check:
+    """The check that values of that type pass through on their way in. `scope` holds the records it may name."""
+    text = type_text.strip()
+    if text.endswith(" | None"):
+        inner = check_for(text[: -len(" | None")], scope)
+        return lambda value, where: None if value is None else inner(value, where)
+    if text.startswith("tuple[") and text.endswith(", ...]"):
+        return _list_check(check_for(text[len("tuple[") : -len(", ...]")], scope))
+    if text.startswith("Mapping[str, ") and text.endswith("]"):
+        return _map_check(check_for(text[len("Mapping[str, ") : -1], scope))
+    if text in _SCALARS:
+        return _SCALARS[text]
+    record: type[Record] = scope[text]
+    return record.from_plain
+
+
+def _list_check(inner: Check) -> Check:
+    def check(value: object, where: str) -> object:
+        items = as_list(value)
+        if items is None:
+            raise BadValue(where, f"a list is needed, not {_kind_of(value)}")
+        return tuple([inner(item, f"{where}[{index}]") for index, item in enumerate(items)])
+
+    return check
+
+
+def _map_check(inner: Check) -> Check:
+    def check(value: object, where: str) -> object:
+        entries = as_map(value)
+        if entries is None:
+            raise BadValue(where, f"a map is needed, not {_kind_of(value)}")
+        return {key: inner(item, f"{where}.{key}") for key, item in entries.items()}
+
+    return check
+
+
+def _check_int(value: object, where: str) -> int:
+    if type(value) is not int:
+        raise BadValue(where, f"an integer is needed, not {_kind_of(value)}")
+    if not INT_MIN <= value <= INT_MAX:
+        raise BadValue(where, "an integer of at most 64 bits is needed")
+    return value
+
+
+def _check_float(value: object, where: str) -> float:
+    if type(value) is int:
+        return float(value)
+    if type(value) is not float:
+        raise BadValue(where, f"a number is needed, not {_kind_of(value)}")
+    if not -_LARGEST <= value <= _LARGEST:  # NaN fails both comparisons
+        raise BadValue(where, "a finite number is needed")
+    return value
+
+
+def _exactly(wanted: type, words: str) -> Check:
+    def check(value: object, where: str) -> object:
+        if type(value) is not wanted:
+            raise BadValue(where, f"{words} is needed, not {_kind_of(value)}")
+        return value
+
+    return check
+
+
+_SCALARS: dict[str, Check] = {
+    "int": _check_int,
+    "float": _check_float,
+    "bool": _exactly(bool, "true or false"),
+    "str": _exactly(str, "a string"),
+    "bytes": _exactly(bytes, "a byte string"),
+    "object": lambda value, where: value,
+}
