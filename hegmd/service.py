@@ -1,0 +1,361 @@
+"""What a service manager offers to the daemon, and what the daemon tells it: systemd's protocol, without its library.
+
+Owns the variables that systemd sets for a service (`NOTIFY_SOCKET`, `LISTEN_*`, `WATCHDOG_*`), the descriptors that it
+passes (the listening socket, and whatever an earlier run of the daemon left in the descriptor store) and the datagram
+socket on which the daemon reports. Must not decide anything: when to be ready, what to store and how to react to a
+lost watchdog is the caller's.
+
+`take_offer` reads the environment once and removes what it read, so that no child process takes itself for the
+service. Without a service manager the offer is empty and every report goes nowhere, so callers need no second path.
+Reports never raise and never wait for long: a full queue at the manager must not stop the daemon. Handing over
+descriptors does raise, because whoever stores bytes there has to know. The protocol is that of sd_notify(3) and
+sd_listen_fds(3); systemd 246 or newer is assumed.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import logging
+import os
+import select
+import socket
+import stat
+import time
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from hegmd.errors import UNAVAILABLE, USAGE, Bug, HegmError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Offer", "PassedDescriptors", "ServiceManager", "journal_reads", "take_offer", "under_systemd"]
+
+log = logging.getLogger(__name__)
+
+FIRST_PASSED_DESCRIPTOR = 3
+# The kernel's SCM_MAX_FD: no message carries more.
+DESCRIPTORS_PER_MESSAGE = 253
+# A report waits this long for room in the manager's queue. PID 1 empties it within microseconds unless it is stuck.
+SEND_LIMIT_S = 0.5
+
+_TAKEN_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
+
+
+def under_systemd(environ: Mapping[str, str]) -> bool:
+    """Whether a service manager started this process and waits for its reports. To be asked before `take_offer`."""
+    return bool(environ.get("NOTIFY_SOCKET"))
+
+
+def journal_reads(descriptor: int, environ: Mapping[str, str]) -> bool:
+    """Whether what is written to this descriptor (standard error, say) goes to the journal, by JOURNAL_STREAM."""
+    device, _, inode = environ.get("JOURNAL_STREAM", "").partition(":")
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return False
+    return (device, inode) == (str(status.st_dev), str(status.st_ino))
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the service manager gave to this process at its start."""
+
+    notify_address: str | None
+    watchdog_limit_s: float | None
+    """The manager acts when it has heard nothing for this long; report at least twice as often. None: no watchdog."""
+    descriptor_names: tuple[str, ...]
+    """The name of each passed descriptor, in the order of their numbers, which start at 3."""
+
+    def manager(self) -> ServiceManager:
+        """The way to report. Raises HegmError when the address is not of a kind that this system has."""
+        return ServiceManager(self.notify_address)
+
+    def descriptors(self, first: int = FIRST_PASSED_DESCRIPTOR) -> PassedDescriptors:
+        """Take ownership of the passed descriptors. To be called once: they are closed in children from now on."""
+        return PassedDescriptors(self.descriptor_names, first)
+
+
+def take_offer(environ: MutableMapping[str, str], pid: int) -> Offer:
+    """Read what the manager offered to the process `pid` and remove it from `environ`.
+
+    What was meant for another process (a parent that did not clean up before it started us) is removed and ignored.
+    Raises HegmError when a variable meant for us cannot be understood: starting half-connected would hide it.
+    """
+    said = {name: environ.pop(name) for name in _TAKEN_VARIABLES if name in environ}
+    return Offer(
+        notify_address=said.get("NOTIFY_SOCKET") or None,
+        watchdog_limit_s=_watchdog_limit_s(said, pid),
+        descriptor_names=_descriptor_names(said, pid),
+    )
+
+
+def _watchdog_limit_s(said: Mapping[str, str], pid: int) -> float | None:
+    if "WATCHDOG_USEC" not in said:
+        return None
+    if "WATCHDOG_PID" in said and _number(said, "WATCHDOG_PID") != pid:
+        return None
+    limit_us = _number(said, "WATCHDOG_USEC")
+    if limit_us == 0:
+        raise _misunderstood("WATCHDOG_USEC", "0")
+    return limit_us / 1e6
+
+
+def _descriptor_names(said: Mapping[str, str], pid: int) -> tuple[str, ...]:
+    if "LISTEN_FDS" not in said or "LISTEN_PID" not in said or _number(said, "LISTEN_PID") != pid:
+        return ()
+    count = _number(said, "LISTEN_FDS")
+    if "LISTEN_FDNAMES" not in said:
+        return ("unknown",) * count
+    names = tuple(said["LISTEN_FDNAMES"].split(":")) if count else ()
+    if len(names) != count:
+        raise _misunderstood("LISTEN_FDNAMES", f"{said['LISTEN_FDNAMES']} for {count} descriptors")
+    return names
+
+
+def _number(said: Mapping[str, str], name: str) -> int:
+    if not (said[name].isascii() and said[name].isdigit()):
+        raise _misunderstood(name, said[name])
+    return int(said[name])
+
+
+def _misunderstood(name: str, value: str) -> HegmError:
+    return HegmError(
+        USAGE,
+        f"the environment variable {name} makes no sense: {value!r}",
+        "start hegmd by its systemd unit, or unset the variable to start it by hand",
+        {"variable": name, "value": value},
+    )
+
+
+class PassedDescriptors:
+    """Owner of the descriptors that came with the start, until somebody takes them. Closing it closes the rest."""
+
+    def __init__(self, names: Sequence[str], first: int = FIRST_PASSED_DESCRIPTOR) -> None:
+        self._held: dict[str, list[int]] = {}
+        for descriptor, name in enumerate(names, start=first):
+            try:
+                os.set_inheritable(descriptor, False)
+            except OSError as error:
+                raise _misunderstood("LISTEN_FDS", f"{len(names)}, but {descriptor} is not open") from error
+            self._held.setdefault(name, []).append(descriptor)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which something is still held here."""
+        return tuple(self._held)
+
+    def take(self, name: str) -> list[int]:
+        """Give up all descriptors of that name, oldest first; from here on they are the caller's to close."""
+        return self._held.pop(name, [])
+
+    def take_listeners(self, name: str) -> list[socket.socket]:
+        """Give up the descriptors of that name as listening Unix stream sockets.
+
+        Raises HegmError, with nothing given up, when one of them is something else (a wrong line in the socket unit).
+        """
+        for descriptor in self._held.get(name, []):
+            if not _is_unix_listener(descriptor):
+                raise HegmError(
+                    USAGE,
+                    f"descriptor {descriptor}, passed as {name!r}, is not a listening Unix stream socket",
+                    "hegmd.socket must have a ListenStream= with a path, and Accept=no",
+                    {"descriptor": descriptor, "name": name},
+                )
+        return [socket.socket(fileno=descriptor) for descriptor in self.take(name)]
+
+    def close(self) -> None:
+        while self._held:
+            _, descriptors = self._held.popitem()
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _is_unix_listener(descriptor: int) -> bool:
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return False
+    looked_at = socket.socket(fileno=descriptor)
+    try:
+        return (
+            looked_at.family == socket.AF_UNIX
+            and looked_at.type == socket.SOCK_STREAM
+            and looked_at.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+        )
+    finally:
+        looked_at.detach()
+
+
+class ServiceManager:
+    """The daemon's reports to the service manager. With no address, every report is a quiet no-op.
+
+    The reports return whether the manager has them in its queue. None raises; a refused one is logged.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self._socket: socket.socket | None = None
+        self._address = ""
+        if address is None:
+            return
+        if address[0] not in "/@" or len(address) < 2:
+            raise _misunderstood("NOTIFY_SOCKET", address)
+        # A leading @ stands for the null byte of Linux's abstract socket names.
+        self._address = "\0" + address[1:] if address[0] == "@" else address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+
+    @property
+    def present(self) -> bool:
+        return self._socket is not None
+
+    # -- state reports -------------------------------------------------------------------------------------------------
+
+    def ready(self, status: str = "") -> bool:
+        """The daemon serves: after its start, and again after each reload."""
+        return self._report("READY=1", *_status(status))
+
+    def reloading(self, status: str = "") -> bool:
+        """The configuration is being read again; `ready` ends it. The time tells Type=notify-reload which reload."""
+        return self._report("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}", *_status(status))
+
+    def stopping(self, status: str = "") -> bool:
+        """The daemon is on its way out."""
+        return self._report("STOPPING=1", *_status(status))
+
+    def status(self, text: str) -> bool:
+        """One line for people, shown by `systemctl status`."""
+        return self._report(f"STATUS={_one_line(text)}")
+
+    def alive(self) -> bool:
+        """Feed the watchdog. Does not wait: the next one comes soon."""
+        return self._report("WATCHDOG=1", limit_s=0)
+
+    def extend_timeout(self, by_s: float) -> bool:
+        """Ask for more time to start, reload or stop, counted from now."""
+        return self._report(f"EXTEND_TIMEOUT_USEC={int(by_s * 1e6)}")
+
+    def main_process(self, pid: int) -> bool:
+        """The service's main process is this one from now on."""
+        return self._report(f"MAINPID={pid}")
+
+    # -- descriptor store ----------------------------------------------------------------------------------------------
+
+    def store(self, name: str, descriptors: Iterable[int]) -> bool:
+        """Put copies into the descriptor store, to be passed under `name` to the next run of the daemon.
+
+        True: the manager has them in its queue, where they outlive this process; `barrier` tells when it has worked
+        them off. False: there is no manager, so nothing is held. The unit must allow enough of them
+        (FileDescriptorStoreMax=): what is over that number, the manager drops with no more than a line in its log.
+        Raises HegmError when they could not be handed over; some of them may be held then.
+        """
+        wanted = list(descriptors)
+        if self._socket is None:
+            return False
+        # Without FDPOLL=0 the manager drops a descriptor as soon as it polls as hung up, which a device's may do.
+        lines = ("FDSTORE=1", f"FDNAME={_checked_name(name)}", "FDPOLL=0")
+        for start in range(0, len(wanted), DESCRIPTORS_PER_MESSAGE):
+            self._hand_over(lines, wanted[start : start + DESCRIPTORS_PER_MESSAGE], self._socket)
+        return True
+
+    def unstore(self, name: str) -> bool:
+        """Let the store drop everything under `name`."""
+        return self._report("FDSTOREREMOVE=1", f"FDNAME={_checked_name(name)}")
+
+    def barrier(self, limit_s: float) -> bool:
+        """Wait until the manager has worked off every report sent so far; False when it did not within the limit.
+
+        Blocks: call it in a thread. Raises HegmError when the manager cannot be reached at all.
+        """
+        if self._socket is None:
+            return True
+        # The manager closes its end of this pipe when it comes to the message, which must say nothing else.
+        ours, theirs = os.pipe2(os.O_CLOEXEC)
+        try:
+            try:
+                self._hand_over(("BARRIER=1",), [theirs], self._socket)
+            finally:
+                os.close(theirs)
+            poll = select.poll()
+            poll.register(ours, 0)
+            return bool(poll.poll(limit_s * 1000))
+        finally:
+            os.close(ours)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+
+    def _report(self, *lines: str, limit_s: float = SEND_LIMIT_S) -> bool:
+        if self._socket is None:
+            return False
+        try:
+            self._send(lines, (), self._socket, limit_s)
+        except OSError as error:
+            log.warning("the service manager does not take %s: %s", lines[0], error.strerror or error)
+            return False
+        return True
+
+    def _hand_over(self, lines: Sequence[str], descriptors: Sequence[int], to: socket.socket) -> None:
+        try:
+            self._send(lines, descriptors, to, SEND_LIMIT_S)
+        except OSError as error:
+            raise HegmError(
+                UNAVAILABLE,
+                f"the service manager does not take {len(descriptors)} descriptors: {error.strerror or error}",
+                "look at `systemctl status hegmd` and at the journal for what the service manager says",
+                {"errno": error.errno, "descriptors": len(descriptors)},
+            ) from error
+
+    def _send(self, lines: Sequence[str], descriptors: Sequence[int], to: socket.socket, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while not self._sent_at_once(lines, descriptors, to):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise OSError(errno.EAGAIN, "its queue is full")
+            _wait_for_room(self._address, left_s)
+
+    def _sent_at_once(self, lines: Sequence[str], descriptors: Sequence[int], to: socket.socket) -> bool:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        try:
+            to.sendmsg(["\n".join(lines).encode()], ancillary, socket.MSG_NOSIGNAL, self._address)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _wait_for_room(address: str, limit_s: float) -> None:
+    # Only a connected datagram socket polls for room at its receiver; ours stays unconnected, so that a manager that
+    # re-executes and binds anew is reached again. Hence a second one, for the rare wait.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as waiter:
+        waiter.connect(address)
+        poll = select.poll()
+        poll.register(waiter, select.POLLOUT)
+        poll.poll(limit_s * 1000)
+
+
+def _status(text: str) -> tuple[str, ...]:
+    return (f"STATUS={_one_line(text)}",) if text else ()
+
+
+def _one_line(text: str) -> str:
+    # A line break would end the value and begin a variable of somebody else's choice.
+    return " ".join(text.split())
+
+
+def _checked_name(name: str) -> str:
+    # sd_notify(3): printable ASCII without the colon, which separates the names in LISTEN_FDNAMES.
+    if not (0 < len(name) <= 255 and name.isascii() and name.isprintable() and ":" not in name):
+        raise Bug("not a name for the descriptor store", facts={"name": name})
+    return name
