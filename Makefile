@@ -15,7 +15,7 @@ setup: ## make .venv with everything that the other targets need (they call this
 	@tools/setup.sh dev
 
 demo: ## start a simulated node with a few processes and look at it
-	@tools/setup.sh dev
+	@tools/setup.sh run
 	@$(PYTHON) contrib/demo/demo.py
 
 check: ## the quick part of the tests: house rules, unit, contract, simulation
