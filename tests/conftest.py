@@ -1,0 +1,43 @@
+"""Fixtures that every test may use, and the check that no test leaves anything behind."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.leaks import Stock
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test that leaves a descriptor, thread, child process or changed process state behind.
+
+    Being the first fixture of function scope it is also torn down last, after the event loop. What wider fixtures hold
+    is already there when it takes stock. `@pytest.mark.leaks_allowed("why")` takes a test out.
+    """
+    before = Stock.take()
+    yield
+    leaks = before.leaks()
+    before.clear_children()
+    if leaks and request.node.get_closest_marker("leaks_allowed") is None:
+        pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+@pytest.fixture
+def socket_dir() -> Iterator[Path]:
+    """An empty private folder with a short path: a socket's name ends at 107 bytes, and `tmp_path` comes near it."""
+    folder = Path(tempfile.mkdtemp(prefix="hegm-", dir="/tmp"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def socket_path(socket_dir: Path) -> Path:
+    """Where a test's daemon may listen; nothing is there yet."""
+    return socket_dir / "hegmd.sock"

@@ -1,0 +1,129 @@
+"""What a test may leave behind: nothing. Takes stock of this process before a test and says what is new after it.
+
+Looks at descriptors, threads, child processes, environment variables, signal handlers and the working directory. Owns
+no fixture (tests/conftest.py does) and does not judge a test that is still running. Built to be run around every test:
+one pass costs some 0.2 ms, and the slow questions (garbage collection, psutil) are asked only once something differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+# Threads end shortly after they were told to; this is how long that may take on a busy machine.
+GRACE_S = 3.0
+
+# Set by pytest and its plugins themselves, around each phase.
+_NOT_OURS = ("PYTEST_", "HYPOTHESIS_", "COV_")
+
+_WATCHED_SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def _descriptors() -> dict[int, str]:
+    found: dict[int, str] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def _has_children() -> bool:
+    """Whether there is any child at all, dead or alive: one call, where psutil would read every process of the node."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> dict[int, str]:
+    if not _has_children():
+        return {}
+    found: dict[int, str] = {}
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[child.pid] = f"{child.name()} ({child.status()})"
+    return found
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(_NOT_OURS)}
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """What this process had at one moment."""
+
+    descriptors: dict[int, str]
+    threads: frozenset[threading.Thread]
+    children: dict[int, str]
+    environment: dict[str, str]
+    handlers: tuple[object, ...]
+    folder: Path
+
+    @classmethod
+    def take(cls) -> Stock:
+        return cls(
+            descriptors=_descriptors(),
+            threads=frozenset(threading.enumerate()),
+            children=_children(),
+            environment=_environment(),
+            handlers=tuple(signal.getsignal(number) for number in _WATCHED_SIGNALS),
+            folder=Path.cwd(),
+        )
+
+    def leaks(self, grace_s: float = GRACE_S) -> list[str]:
+        """What is there now and was not then, one line each. Waits up to `grace_s` for threads that are about to end.
+
+        Children get no such time: one that has ended and was not waited for is as much of a leak as a living one.
+        """
+        if not self._differences():
+            return []
+        gc.collect()  # what only a cycle keeps alive is no leak
+        for thread in frozenset(threading.enumerate()) - self.threads:
+            thread.join(grace_s)
+        return self._differences()
+
+    def _differences(self) -> list[str]:
+        now = Stock.take()
+        return [
+            *(
+                f"descriptor {number}: {target}"
+                for number, target in now.descriptors.items()
+                if self.descriptors.get(number) != target and not _is_kept_by_a_library(target)
+            ),
+            *(f"thread {thread.name}" for thread in now.threads - self.threads),
+            *(f"child {pid}: {what}" for pid, what in now.children.items() if pid not in self.children),
+            *_environment_changes(self.environment, now.environment),
+            *(
+                f"handler of {number.name}: {after}"
+                for number, before, after in zip(_WATCHED_SIGNALS, self.handlers, now.handlers, strict=True)
+                if before != after
+            ),
+            *([f"working directory: {now.folder}"] if now.folder != self.folder else []),
+        ]
+
+    def clear_children(self) -> None:
+        """End the children that are not in this stock, so that the next test is not blamed for them."""
+        fresh = [psutil.Process(pid) for pid in _children() if pid not in self.children and psutil.pid_exists(pid)]
+        for child in fresh:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(fresh, timeout=GRACE_S)
+
+
+def _is_kept_by_a_library(target: str) -> bool:
+    # Opened once for the life of the process: the random source, and hypothesis' own database.
+    return target in {"/dev/urandom", "/dev/random"} or "/.hypothesis/" in target
+
+
+def _environment_changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    return [f"environment: {name} was {before.get(name)!r}, is {after.get(name)!r}" for name in names]
