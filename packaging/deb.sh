@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Builds dist/hegmd_VERSION_ARCH.deb; `make deb` calls it, after `make man completions`. Needs dpkg-deb and nothing else
+# of Debian's packaging tools: the package is what install.sh stages for PREFIX=/usr, and the few files of packaging/deb.
+#
+# It brings its own libraries and runs them with the interpreter of the distribution, so it fits the distribution (the
+# minor version of its Python) on which it was built. SOURCE_DATE_EPOCH, by default the time of the last commit, becomes
+# the time of every file in it: the same sources give the same package.
+set -euo pipefail
+umask 022
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source=$(dirname "$here")
+export PYTHON=${PYTHON:-/usr/bin/python3}
+
+fail() {
+    echo "deb: $*" >&2
+    exit 1
+}
+
+command -v dpkg-deb >/dev/null || fail "dpkg-deb is not installed; this works on Debian and its relatives"
+case $(readlink -f "$PYTHON") in
+/usr/bin/*) ;;
+*) fail "$PYTHON is not of the distribution: no package could be named that brings it to another machine" ;;
+esac
+: "${SOURCE_DATE_EPOCH:=$(git -C "$source" log -1 --format=%ct 2>/dev/null || stat -c %Y "$source/pyproject.toml")}"
+export SOURCE_DATE_EPOCH
+
+stage=$(mktemp -d)
+trap 'rm -rf "$stage"' EXIT
+root=$stage/root
+mkdir -m 0755 "$root"
+DESTDIR=$root PREFIX=/usr SYSCONFDIR=/etc "$here/install.sh"
+rm "$root/usr/lib/hegm/installed-files" # dpkg has its own list
+
+# ---- what a package has besides -------------------------------------------------------------------------------------
+
+documentation=$root/usr/share/doc/hegmd
+install -D -m 0644 "$here/deb/copyright" "$documentation/copyright"
+for file in README.md CHANGELOG.md docs/protocol.md; do
+    if [ -e "$source/$file" ]; then
+        gzip -9n <"$source/$file" >"$documentation/$(basename "$file").gz"
+    fi
+done
+mkdir "$root/DEBIAN"
+for script in postinst prerm postrm; do
+    install -m 0755 "$here/deb/$script" "$root/DEBIAN/$script"
+done
+(cd "$root" && find etc -type f -printf '/%p\n' | LC_ALL=C sort) >"$root/DEBIAN/conffiles"
+
+# ---- control --------------------------------------------------------------------------------------------------------
+
+# 0.2.0rc1 comes before 0.2.0; in Debian's order that needs a tilde.
+version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$source/hegmd/__init__.py" | sed -E 's/\.?(a|b|rc|dev)([0-9]*)$/~\1\2/')
+[ -n "$version" ] || fail "hegmd/__init__.py names no version"
+architecture=$(dpkg --print-architecture)
+read -r minor next < <("$PYTHON" -I -c 'import sys; a, b = sys.version_info[:2]; print(f"{a}.{b} {a}.{b + 1}")')
+# The libraries' own compiled code asks for no more of the C library than the symbol versions it names.
+glibc=$(find "$root/usr/lib/hegm" -name '*.so' -exec grep -aoh 'GLIBC_2\.[0-9]*' {} + | sort -uV | tail -n 1)
+sed -e "s/@VERSION@/$version/" -e "s/@ARCHITECTURE@/$architecture/" -e "s/@MINOR@/$minor/" -e "s/@NEXT@/$next/" \
+    -e "s/@GLIBC@/${glibc#GLIBC_}/" -e "s/@SIZE_KIB@/$(du -sk --apparent-size --exclude=DEBIAN "$root" | cut -f 1)/" \
+    "$here/deb/control" >"$root/DEBIAN/control"
+if [ -z "$glibc" ]; then sed -i 's/, libc6 (>= )//' "$root/DEBIAN/control"; fi
+(cd "$root" && find . -type f -not -path './DEBIAN/*' -printf '%P\0' | LC_ALL=C sort -z | xargs -0 md5sum) \
+    >"$root/DEBIAN/md5sums"
+
+find "$root" -newermt "@$SOURCE_DATE_EPOCH" -exec touch --no-dereference --date "@$SOURCE_DATE_EPOCH" {} +
+mkdir -p "$source/dist"
+package=$source/dist/hegmd_${version}_$architecture.deb
+dpkg-deb --root-owner-group -Zxz --build "$root" "$package" >/dev/null
+echo "$package"
