@@ -1,0 +1,186 @@
+"""What happened on this node: a bounded memory of events, and any number of readers that follow it.
+
+Owns the numbering of events and the ring that remembers them. Belongs to the event loop: nothing here may be called
+from another thread. `record` never waits, so whoever reports is never held up by whoever reads.
+
+A reader is a place in the ring and not a queue of its own. So a thousand readers cost nothing for an event but a
+wake-up, and a slow one has no backlog that could grow: when the ring has moved on past its place, it gets one
+`events.missed` with the number of events that it lost, and goes on with the oldest that is remembered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import anyio
+
+from hegmd.errors import Bug
+from hegmd.protocol.snapshots import Event
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["MISSED", "EventLog", "Subscription"]
+
+MISSED = "events.missed"
+SEVERITIES = ("info", "warning", "error")
+FIRST_SEQ = 1
+
+
+class EventLog:
+    """The node's events, numbered from 1 in the order in which they were recorded."""
+
+    def __init__(self, capacity: int = 1000, *, clock: Callable[[], float] = time.time) -> None:
+        self._ring: deque[Event] = deque(maxlen=capacity)
+        self._clock = clock
+        self._more = anyio.Event()
+        self._waiting = 0
+        self.next_seq = FIRST_SEQ
+        #: How many of each kind were recorded since the start, forgotten ones included.
+        self.counts: dict[str, int] = {}
+
+    @property
+    def oldest_seq(self) -> int:
+        """The number of the oldest event that is remembered; `next_seq` when there is none."""
+        return self._ring[0].seq if self._ring else self.next_seq
+
+    def record(
+        self,
+        kind: str,
+        severity: str,
+        message: str,
+        *,
+        gpu: str | None = None,
+        pid: int | None = None,
+        facts: Mapping[str, object] | None = None,
+    ) -> Event:
+        """Remember that this happened, now, and wake the readers. `facts` are plain values."""
+        if severity not in SEVERITIES:
+            raise Bug("an event was recorded with an unknown severity", facts={"kind": kind, "severity": severity})
+        event = Event(
+            seq=self.next_seq,
+            time_utc=self._clock(),
+            kind=kind,
+            severity=severity,
+            message=message,
+            gpu=gpu,
+            pid=pid,
+            facts=dict(facts or {}),
+        )
+        self.next_seq += 1
+        self._ring.append(event)
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        if self._waiting:
+            self._more.set()
+            self._more = anyio.Event()
+        return event
+
+    def resize(self, capacity: int) -> None:
+        """Remember that many from now on; the newest are kept."""
+        self._ring = deque(self._ring, maxlen=capacity)
+
+    def remembered(self, since: int = 0, kinds: Sequence[str] = ()) -> tuple[Event, ...]:
+        """The remembered events from number `since` on, of these kinds (all when empty).
+
+        Where events before them are forgotten that the caller asked for, an `events.missed` comes first.
+        """
+        reader = Subscription(self, since, kinds)
+        found: list[Event] = []
+        while (event := reader.next_nowait()) is not None:
+            found.append(event)
+        return tuple(found)
+
+    def subscribe(self, since: int = 0, kinds: Sequence[str] = ()) -> Subscription:
+        """Follow the events from number `since` on: the remembered ones first, then each as it is recorded.
+
+        With `since` 0 whatever is remembered comes first; with `since=log.next_seq` only what is yet to come.
+        """
+        return Subscription(self, since, kinds)
+
+    async def wait_beyond(self, seq: int) -> None:
+        """Wait until the event of that number is recorded."""
+        while seq >= self.next_seq:
+            self._waiting += 1
+            try:
+                await self._more.wait()
+            finally:
+                self._waiting -= 1
+
+    def from_seq(self, seq: int) -> Event | None:
+        """The event of that number; None if it is yet to come or was forgotten."""
+        index = seq - self.oldest_seq
+        return self._ring[index] if 0 <= index < len(self._ring) else None
+
+    def missed(self, count: int | None, message: str) -> Event:
+        """An event that stands for those that a reader lost. It takes the number before the oldest remembered one."""
+        return Event(
+            seq=self.oldest_seq - 1,
+            time_utc=self._clock(),
+            kind=MISSED,
+            severity="warning",
+            message=message,
+            facts={"count": count, "next_seq": self.oldest_seq},
+        )
+
+
+class Subscription:
+    """One reader's place among the events. An asynchronous iterator that ends when its `async with` block does.
+
+    Cancelling a wait loses nothing: the place moves only when an event is handed out.
+    """
+
+    def __init__(self, log: EventLog, since: int, kinds: Sequence[str]) -> None:
+        self._log = log
+        self._kinds = tuple(kinds)
+        self._closed = False
+        # Numbers start again with the daemon. A reader that comes with a number from before has lost its place.
+        self._lost_place = since > log.next_seq
+        self._next = log.oldest_seq if since <= 0 or self._lost_place else since
+
+    @property
+    def next_seq(self) -> int:
+        """The `since` with which a later subscription goes on without a gap."""
+        return self._next
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._closed:
+            event = self.next_nowait()
+            if event is not None:
+                return event
+            await self._log.wait_beyond(self._next)
+        raise StopAsyncIteration
+
+    def next_nowait(self) -> Event | None:
+        """The next event if there is one already."""
+        if self._lost_place:
+            self._lost_place = False
+            text = "events are counted from 1 again since hegmd was started; all that it remembers follows"
+            return self._log.missed(None, text)
+        oldest = self._log.oldest_seq
+        if self._next < oldest:
+            count = oldest - self._next
+            self._next = oldest
+            return self._log.missed(count, f"{count} events are no longer remembered")
+        while (event := self._log.from_seq(self._next)) is not None:
+            self._next += 1
+            if self._wanted(event.kind):
+                return event
+        return None
+
+    def _wanted(self, kind: str) -> bool:
+        return not self._kinds or any(kind == wanted or kind.startswith(f"{wanted}.") for wanted in self._kinds)

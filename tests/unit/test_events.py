@@ -1,0 +1,182 @@
+"""The event log: numbering, forgetting, and readers that are early, late, slow or gone."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from anyio import wait_all_tasks_blocked
+from anyio.lowlevel import checkpoint
+
+from hegmd.errors import Bug
+from hegmd.events import MISSED, EventLog
+from hegmd.protocol.snapshots import Event
+
+
+def log_with(count: int, capacity: int = 1000) -> EventLog:
+    log = EventLog(capacity, clock=lambda: 1000.0)
+    for number in range(1, count + 1):
+        log.record("gpu.lost" if number % 2 else "process.started", "info", f"number {number}")
+    return log
+
+
+def seqs(events: tuple[Event, ...]) -> list[int]:
+    return [event.seq for event in events]
+
+
+def test_events_are_numbered_from_one_and_keep_what_they_were_given() -> None:
+    log = EventLog(clock=lambda: 12.5)
+    event = log.record("gpu.lost", "error", "gpu0 is gone", gpu="gpu0", pid=7, facts={"uuid": "GPU-1"})
+    assert event == Event(
+        seq=1,
+        time_utc=12.5,
+        kind="gpu.lost",
+        severity="error",
+        message="gpu0 is gone",
+        gpu="gpu0",
+        pid=7,
+        facts={"uuid": "GPU-1"},
+    )
+    assert log.next_seq == 2
+    assert log.remembered() == (event,)
+
+
+def test_an_unknown_severity_is_a_bug() -> None:
+    log = EventLog()
+    with pytest.raises(Bug):
+        log.record("gpu.lost", "catastrophe", "boom")
+    assert log.next_seq == 1
+
+
+def test_the_oldest_are_forgotten_and_counted_all_the_same() -> None:
+    log = log_with(10, capacity=4)
+    assert seqs(log.remembered()) == [7, 8, 9, 10]
+    assert log.counts == {"gpu.lost": 5, "process.started": 5}
+
+
+def test_all_that_is_remembered_is_no_gap() -> None:
+    assert [event.kind for event in log_with(10, capacity=4).remembered(since=0)].count(MISSED) == 0
+
+
+def test_asking_for_forgotten_events_is_answered_with_a_count() -> None:
+    missed, *rest = log_with(10, capacity=4).remembered(since=3)
+    assert (missed.kind, missed.severity, missed.facts) == (MISSED, "warning", {"count": 4, "next_seq": 7})
+    assert missed.seq == 6
+    assert [event.seq for event in rest] == [7, 8, 9, 10]
+
+
+def test_a_number_from_before_the_daemons_restart_gets_everything_and_a_word() -> None:
+    missed, *rest = log_with(3).remembered(since=500)
+    assert (missed.kind, missed.facts["count"]) == (MISSED, None)
+    assert [event.seq for event in rest] == [1, 2, 3]
+
+
+def test_kinds_choose_by_name_or_by_family() -> None:
+    log = log_with(4)
+    log.record("gpu_like.thing", "info", "not of the family")
+    assert seqs(log.remembered(kinds=("gpu",))) == [1, 3]
+    assert seqs(log.remembered(kinds=("process.started",))) == [2, 4]
+    assert seqs(log.remembered(since=3, kinds=("gpu", "process"))) == [3, 4]
+    assert log.remembered(kinds=("gpu.los",)) == ()
+
+
+def test_a_gap_is_told_whatever_kinds_were_asked_for() -> None:
+    events = log_with(10, capacity=4).remembered(since=1, kinds=("inventory",))
+    assert [event.kind for event in events] == [MISSED]
+
+
+def test_resizing_keeps_the_newest() -> None:
+    log = log_with(10)
+    log.resize(3)
+    assert seqs(log.remembered()) == [8, 9, 10]
+    log.record("gpu.back", "info", "and one more")
+    assert seqs(log.remembered()) == [9, 10, 11]
+
+
+async def test_a_reader_gets_the_past_and_then_what_comes() -> None:
+    log = log_with(2)
+    got: list[int] = []
+
+    async def read() -> None:
+        async with log.subscribe() as events:
+            async for event in events:
+                got.append(event.seq)
+                if event.seq == 4:
+                    return
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read)
+        await wait_all_tasks_blocked()
+        assert got == [1, 2]
+        log.record("gpu.lost", "info", "three")
+        await wait_all_tasks_blocked()
+        assert got == [1, 2, 3]
+        log.record("gpu.back", "info", "four")
+    assert got == [1, 2, 3, 4]
+
+
+async def test_a_slow_reader_is_told_how_many_it_lost_and_holds_up_nobody() -> None:
+    log = EventLog(capacity=3)
+    quick: list[int] = []
+
+    async def read_quickly() -> None:
+        async with log.subscribe() as events:
+            async for event in events:
+                quick.append(event.seq)
+                if event.seq == 10:
+                    return
+
+    async with anyio.create_task_group() as tasks, log.subscribe() as slow:
+        tasks.start_soon(read_quickly)
+        for number in range(1, 11):
+            log.record("gpu.lost", "info", f"number {number}")
+            await wait_all_tasks_blocked()
+        missed = await anext(slow)
+        assert (missed.kind, missed.facts["count"]) == (MISSED, 7)
+        assert [(await anext(slow)).seq for _ in range(3)] == [8, 9, 10]
+    assert quick == list(range(1, 11))
+
+
+async def test_a_cancelled_wait_loses_nothing() -> None:
+    log = EventLog()
+    async with log.subscribe() as events:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await anext(events)
+        assert scope.cancelled_caught
+        log.record("gpu.lost", "info", "one")
+        log.record("gpu.back", "info", "two")
+        assert [(await anext(events)).seq for _ in range(2)] == [1, 2]
+        assert events.next_seq == 3
+
+
+async def test_a_subscription_from_next_seq_sees_only_what_is_to_come() -> None:
+    log = log_with(5)
+    async with log.subscribe(since=log.next_seq) as events:
+        log.record("gpu.lost", "info", "six")
+        assert (await anext(events)).seq == 6
+
+
+async def test_reading_after_the_end_of_the_block_stops() -> None:
+    log = log_with(2)
+    async with log.subscribe() as events:
+        pass
+    await checkpoint()
+    assert [event async for event in events] == []
+
+
+async def test_events_of_other_kinds_do_not_end_a_wait() -> None:
+    log = EventLog()
+    got: list[int] = []
+
+    async def read_one() -> None:
+        async with log.subscribe(kinds=("gpu",)) as events:
+            got.append((await anext(events)).seq)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read_one)
+        await wait_all_tasks_blocked()
+        log.record("process.started", "info", "another matter")
+        await wait_all_tasks_blocked()
+        assert got == []
+        log.record("gpu.lost", "info", "this one")
+    assert got == [2]
