@@ -57,7 +57,7 @@ def _check_shape(message: Any) -> None:
     for _ in range(MAX_DEPTH):
         deeper: list[Any] = []
         for value in layer:
-            kind: type[object] = type(value)
+            kind = value.__class__
             if kind is dict:
                 for key in value:
                     if type(key) is not str:

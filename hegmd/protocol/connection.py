@@ -311,7 +311,10 @@ def _fds_of(envelope: Mapping[str, object], request_id: int) -> int:
 def _envelope(envelope: dict[str, object], fds: int) -> bytes:
     if fds:
         envelope["fds"] = fds
-    payload = codec.encode(envelope)
+    try:
+        payload = codec.encode(envelope)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Bug(f"a message that msgpack cannot hold was to be sent: {error}") from error
     if len(payload) > REPLY_FRAME_BYTES:
         raise Bug(f"a message of {len(payload)} bytes was to be sent", facts={"limit_bytes": REPLY_FRAME_BYTES})
     return frame(payload)
