@@ -1,0 +1,394 @@
+"""Every setting of the daemon: one row each, with its type, default, bounds, meaning, and whether a reload changes it.
+
+Owns the table and the kinds of value in it, and no more: where values come from, and what is said of bad ones, is in
+`config`. A row is a field of one of the section classes below, so that the rest of the program sees typed attributes
+and there is still one place to add a setting: everything else (the check of a file, `hegmctl config`, the shipped
+example) is read from here.
+"""
+
+# ruff: noqa: RUF009 - `setting` declares a field as dataclasses.field does; its value is read-only
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+# Linux takes paths of 4096 bytes, and sun_path has 108, each with its closing zero.
+PATH_BYTES = 4095
+SOCKET_PATH_BYTES = 107
+
+
+class Unfit(Exception):
+    """A value that a setting cannot have: why, and what to write instead."""
+
+    def __init__(self, why: str, hint: str) -> None:
+        super().__init__(why)
+        self.why = why
+        self.hint = hint
+
+
+class Kind(Protocol):
+    """What values a setting takes. `form` describes them in a few words."""
+
+    @property
+    def form(self) -> str: ...
+
+    def parse(self, value: object) -> object:
+        """The value as the program uses it, from TOML, environment or command line. Raises Unfit."""
+        ...
+
+    def show(self, value: Any) -> str | int | float:
+        """The value as a person would write it in the file."""
+        ...
+
+
+def quoted(text: str) -> str:
+    """That text on one line, cut where it is long, for a message."""
+    return json.dumps(text if len(text) <= 80 else f"{text[:80]}...", ensure_ascii=False)
+
+
+def name_of_type(value: object) -> str:
+    """What TOML calls the type of that value."""
+    names: dict[type, str] = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number with a fraction",
+        str: "text",
+        list: "a list",
+        dict: "a table",
+    }
+    return names.get(type(value), "a date or time")
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of a few words."""
+
+    words: tuple[str, ...]
+
+    @property
+    def form(self) -> str:
+        return "One of " + ", ".join(f'"{word}"' for word in self.words)
+
+    def parse(self, value: object) -> object:
+        if isinstance(value, str) and value in self.words:
+            return value
+        written = quoted(value) if isinstance(value, str) else name_of_type(value)
+        raise Unfit(f"{written} is not one of its values", "write " + self.form[0].lower() + self.form[1:])
+
+    def show(self, value: Any) -> str:
+        return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A number within bounds; whole, or with a fraction."""
+
+    minimum: float
+    maximum: float
+    whole: bool = True
+
+    @property
+    def form(self) -> str:
+        return f"{'A whole' if self.whole else 'A'} number from {self.minimum} to {self.maximum}"
+
+    def parse(self, value: object) -> object:
+        hint = "write " + self.form[0].lower() + self.form[1:]
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or (self.whole and isinstance(value, float)):
+            quoted = ", without quotes" if isinstance(value, str) else ""
+            raise Unfit(f"a {'whole ' if self.whole else ''}number is needed, not {name_of_type(value)}", hint + quoted)
+        if not self.minimum <= value <= self.maximum:  # a float that is not a number fails this as well
+            raise Unfit(f"{value} is out of bounds", hint)
+        return value if self.whole else float(value)
+
+    def show(self, value: Any) -> int | float:
+        return int(value) if self.whole else float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class PathName:
+    """An absolute path, or none."""
+
+    optional: bool = False
+    ending: str = ""
+    most_bytes: int = PATH_BYTES
+
+    @property
+    def form(self) -> str:
+        ending = f" that ends in {self.ending}" if self.ending else ""
+        most = f" of at most {self.most_bytes} bytes" if self.most_bytes < PATH_BYTES else ""
+        none = ', or "" for none' if self.optional else ""
+        return f"An absolute path{ending}{most}{none}"
+
+    def parse(self, value: object) -> object:
+        hint = "write " + self.form[0].lower() + self.form[1:]
+        if not isinstance(value, str):
+            raise Unfit(f"a path is needed, not {name_of_type(value)}", hint)
+        if not value and self.optional:
+            return None
+        if not value.startswith("/") or "\0" in value:
+            raise Unfit(f"{quoted(value)} is not an absolute path", hint)
+        size_bytes = len(value.encode(errors="surrogateescape"))
+        if size_bytes > self.most_bytes:
+            raise Unfit(f"the path is {size_bytes} bytes long and {self.most_bytes} is the most", hint)
+        if not value.endswith(self.ending) or value.endswith("/"):
+            raise Unfit(f"{quoted(value)} is not the path of such a file", hint)
+        return Path(value)
+
+    def show(self, value: Any) -> str:
+        return "" if value is None else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Permission bits, written in octal as a text, since TOML's bare 660 would be another number."""
+
+    form: str = 'Permissions in octal and in quotes, from "0600" to "0777"'
+
+    def parse(self, value: object) -> object:
+        hint = 'write it as text, such as "0660"'
+        if not isinstance(value, str):
+            raise Unfit(f"permissions are needed as text, not {name_of_type(value)}", hint)
+        if not re.fullmatch(r"0?[0-7]{3}", value):
+            raise Unfit(f"{quoted(value)} is not a mode of three octal digits", hint)
+        if int(value, 8) & 0o600 != 0o600:
+            raise Unfit(f'"{value}" shuts out the daemon itself', "let the first digit be 6 or 7")
+        return int(value, 8)
+
+    def show(self, value: Any) -> str:
+        return f"{value:04o}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupName:
+    """The name of a group, or none."""
+
+    form: str = 'A group, or "" to leave the group as it is'
+
+    def parse(self, value: object) -> object:
+        if not isinstance(value, str) or not re.fullmatch(r"[^\x00-\x1f\x7f:,/]*", value):
+            raise Unfit("the name of a group is needed", 'write it as text, such as "hegm"')
+        return value
+
+    def show(self, value: Any) -> str:
+        return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One setting. Defaults are written as in the file; `$XDG_...` in them is filled in by `config`."""
+
+    section: str
+    name: str
+    kind: Kind
+    default: str | int | float
+    user_default: str | int | float
+    doc: str
+    reloads: bool
+    variable: str | None
+    flag: str | None
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.{self.name}"
+
+
+def setting(
+    kind: Kind,
+    default: str | float,
+    doc: str,
+    *,
+    reloads: bool,
+    user_default: str | float | None = None,
+    variable: str | None = None,
+    flag: str | None = None,
+) -> Any:
+    """Declare a row. Its key is the name of the field behind that of the section."""
+    row = Row("", "", kind, default, default if user_default is None else user_default, doc, reloads, variable, flag)
+    return field(default=kind.parse(default), metadata={"row": row})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonSettings:
+    """Where the daemon is found, and where it keeps things."""
+
+    socket: Path = setting(
+        PathName(most_bytes=SOCKET_PATH_BYTES),
+        "/run/hegm/hegmd.sock",
+        "The Unix socket at which the daemon listens; systemd's own, when it hands one over, comes first.",
+        user_default="$XDG_RUNTIME_DIR/hegm/hegmd.sock",
+        variable="HEGM_SOCKET",
+        flag="--socket",
+        reloads=False,
+    )
+    state_dir: Path = setting(
+        PathName(),
+        "/var/lib/hegm",
+        "The directory for what has to survive a restart of the daemon.",
+        user_default="$XDG_STATE_HOME/hegm",
+        variable="HEGM_STATE_DIR",
+        flag="--state-dir",
+        reloads=False,
+    )
+    group: str = setting(
+        GroupName(),
+        "hegm",
+        "The group that owns the socket; its members may act on every process, as root may.",
+        user_default="",
+        reloads=False,
+    )
+    socket_mode: int = setting(
+        Mode(),
+        "0660",
+        "Permissions of the socket; with 0666 everybody may connect and act on processes of their own.",
+        user_default="0600",
+        reloads=False,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InventorySettings:
+    """How GPUs and their processes are watched."""
+
+    refresh_s: float = setting(
+        Amount(1, 3600, whole=False),
+        10.0,
+        "Seconds between two looks at the GPUs when nobody asks; a request that needs newer facts gets them.",
+        reloads=True,
+    )
+    query_deadline_s: float = setting(
+        Amount(0.05, 60, whole=False),
+        1.0,
+        "Seconds that a vendor's library may take; after that, what is known already is shown and marked as old.",
+        reloads=True,
+    )
+    nvidia: str = setting(
+        OneOf(("auto", "off")), "auto", "NVIDIA GPUs, through NVML: looked for, or left alone.", reloads=False
+    )
+    amd: str = setting(
+        OneOf(("auto", "off")),
+        "auto",
+        "AMD GPUs, through AMD SMI or, without it, through the kernel: looked for, or left alone.",
+        reloads=False,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitSettings:
+    """What one caller may cost, so that no caller costs the others anything."""
+
+    frame_bytes: int = setting(
+        Amount(4096, 16777216), 262144, "The largest frame that is accepted, in bytes.", reloads=False
+    )
+    clients: int = setting(Amount(1, 65536), 4096, "Connections at a time, from all users together.", reloads=False)
+    clients_per_uid: int = setting(Amount(1, 65536), 1024, "Connections at a time from one user.", reloads=False)
+    requests_in_flight: int = setting(
+        Amount(1, 1024), 32, "Requests of one connection that may be unanswered at a time.", reloads=False
+    )
+    hello_deadline_s: float = setting(
+        Amount(0.05, 600, whole=False), 5.0, "Seconds after connecting within which a caller says hello.", reloads=False
+    )
+    frame_deadline_s: float = setting(
+        Amount(0.05, 600, whole=False), 10.0, "Seconds within which a frame that was begun is complete.", reloads=False
+    )
+    send_deadline_s: float = setting(
+        Amount(0.05, 600, whole=False), 10.0, "Seconds within which a caller takes what is sent to it.", reloads=False
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    """What is logged, and how it is written."""
+
+    level: str = setting(
+        OneOf(("debug", "info", "warning", "error")),
+        "info",
+        "The least important records that are kept.",
+        variable="HEGM_LOG_LEVEL",
+        flag="--log-level",
+        reloads=True,
+    )
+    format: str = setting(
+        OneOf(("auto", "journal", "json", "text")),
+        "auto",
+        "The journal with its fields, lines of JSON, or lines of text; auto is the journal where stderr goes there.",
+        variable="HEGM_LOG_FORMAT",
+        flag="--log-format",
+        reloads=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditSettings:
+    """Who changed what."""
+
+    file: Path | None = setting(
+        PathName(optional=True),
+        "",
+        "A file to which each request that changes something is appended as a line of JSON, besides the log.",
+        reloads=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsSettings:
+    """Prometheus metrics besides those at the socket (`hegmctl metrics`)."""
+
+    textfile: Path | None = setting(
+        PathName(optional=True, ending=".prom"),
+        "",
+        "A file for node_exporter's textfile collector, which reads files of that ending only.",
+        reloads=True,
+    )
+    textfile_interval_s: float = setting(
+        Amount(1, 3600, whole=False), 15.0, "Seconds between two writings of that file.", reloads=True
+    )
+    port: int = setting(
+        Amount(0, 65535),
+        0,
+        "A TCP port on the loopback addresses that answers GET /metrics to every local user; 0 for none.",
+        reloads=False,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsSettings:
+    """What `hegmctl events` can look back on."""
+
+    remembered: int = setting(Amount(1, 1000000), 1000, "Events that are kept in memory.", reloads=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorSettings:
+    """What `hegmctl doctor` looks at."""
+
+    image_dir: Path | None = setting(
+        PathName(optional=True),
+        "",
+        "The directory that is to hold images of processes, so that its space is checked.",
+        reloads=True,
+    )
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "daemon": DaemonSettings,
+    "inventory": InventorySettings,
+    "limits": LimitSettings,
+    "log": LogSettings,
+    "audit": AuditSettings,
+    "metrics": MetricsSettings,
+    "events": EventsSettings,
+    "doctor": DoctorSettings,
+}
+
+
+def _rows() -> dict[str, Row]:
+    declared = [(section, each.name, each.metadata["row"]) for section, cls in SECTIONS.items() for each in fields(cls)]
+    rows = [replace(row, section=section, name=name) for section, name, row in declared]
+    return {row.key: row for row in rows}
+
+
+ROWS: dict[str, Row] = _rows()
