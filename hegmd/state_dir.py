@@ -1,0 +1,82 @@
+"""The daemon's state directory: made private, and held by one daemon at a time.
+
+The lock is a flock on a file in it, so that it goes with the process that held it, however that ended. Two daemons on
+one directory would each believe that the jobs in it were theirs.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from hegmd.errors import REFUSED, HegmError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+LOCK_NAME = "lock"
+
+
+class StateDir:
+    """Owns the lock on the directory until it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._refuse_if_others_may_write(path)
+            self._lock_fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise HegmError(
+                REFUSED,
+                f"the state directory {path} cannot be used: {error.strerror or error}",
+                "name a directory that this user may write with --state-dir, or free space on its disk",
+            ) from error
+        try:
+            self._take_lock()
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+
+    @staticmethod
+    def _refuse_if_others_may_write(path: Path) -> None:
+        found = path.stat()
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise HegmError(
+                REFUSED,
+                f"the state directory {path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}, "
+                f"owner uid {found.st_uid})",
+                f"make it private: chown {os.geteuid()} {path} && chmod 0700 {path}",
+            )
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
+                raise
+            holder = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            raise HegmError(
+                REFUSED,
+                f"another hegmd (pid {holder}) holds the state directory {self.path}",
+                "stop it first, or give this one a --state-dir and a --socket of its own",
+            ) from error
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+
+    def close(self) -> None:
+        """Let go of the directory. Closing twice is fine."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

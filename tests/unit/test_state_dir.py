@@ -1,0 +1,60 @@
+"""One daemon to a state directory, and none in a directory that others can write."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hegmd.errors import REFUSED, HegmError
+from hegmd.state_dir import StateDir
+
+
+def test_it_is_made_private(tmp_path: Path) -> None:
+    with StateDir(tmp_path / "a" / "b") as state:
+        assert state.path.stat().st_mode & 0o777 == 0o700
+        assert (state.path / "lock").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_second_daemon_is_refused_by_the_pid_of_the_first(tmp_path: Path) -> None:
+    with StateDir(tmp_path / "s"), pytest.raises(HegmError, match=f"pid {os.getpid()}") as caught:
+        StateDir(tmp_path / "s")
+    assert caught.value.code is REFUSED
+    with StateDir(tmp_path / "s"):  # the first one is gone
+        pass
+
+
+def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
+    holder = f"import os, pathlib; from hegmd.state_dir import StateDir; StateDir(pathlib.Path({str(tmp_path / 's')!r}))"
+    subprocess.run([sys.executable, "-c", f"{holder}; os.kill(os.getpid(), 9)"], check=False, timeout=15)
+    with StateDir(tmp_path / "s"):
+        pass
+
+
+def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(HegmError, match="written by others") as caught:
+        StateDir(shared)
+    assert "chmod 0700" in caught.value.hint
+
+
+def test_a_path_that_is_no_directory_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(HegmError, match="cannot be used") as caught:
+        StateDir(file)
+    assert "--state-dir" in caught.value.hint
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    state = tmp_path / "s"
+    state.mkdir(mode=0o700)
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (state / "lock").symlink_to(victim)
+    with pytest.raises(HegmError):
+        StateDir(state)
+    assert victim.read_text() == "precious"
