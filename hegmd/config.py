@@ -3,7 +3,7 @@
 Owns where values come from, which of them wins, and what is said when something is wrong: every problem at once, each
 with its place and what to write instead, so that nobody mends a file one run at a time. What settings there are is in
 `settings`. Only `app` and `__main__` read a Config; other parts are given the values they need. Run as a program, it
-prints the example that is shipped as contrib/hegmd.toml.
+writes the example that is shipped, contrib/hegmd.toml.
 """
 
 from __future__ import annotations
@@ -354,4 +354,4 @@ def _toml(value: str | float) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(example())
+    Path(sys.argv[1] if len(sys.argv) > 1 else "contrib/hegmd.toml").write_text(example())

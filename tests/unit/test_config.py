@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hegmd import arguments
 from hegmd.config import Config, after_reload, changes, example, load
-from hegmd.errors import BAD_CONFIG, HegmError
+from hegmd.errors import HegmError
 from hegmd.settings import ROWS, Amount, GroupName, LimitSettings, Mode, OneOf, PathName
 
 ROOT = Path(__file__).parents[2]
@@ -28,17 +25,6 @@ def file(tmp_path: Path) -> Path:
 def loaded(file: Path, text: str | bytes, **environ: str) -> Config:
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     return load(path=str(file), environ=environ)
-
-
-def complaints(file: Path, text: str | bytes, **environ: str) -> list[str]:
-    """The lines of the error that this configuration gives, with the path taken out."""
-    with pytest.raises(HegmError) as caught:
-        loaded(file, text, **environ)
-    assert caught.value.code is BAD_CONFIG
-    lines = caught.value.message.splitlines()
-    assert len(caught.value.facts["problems"]) == len(lines)  # type: ignore[arg-type]  # a list, by construction
-    assert "--check-config" in caught.value.hint
-    return [line.replace(str(file), "FILE") for line in lines]
 
 
 def test_without_a_file_everything_is_at_the_default_of_a_system_daemon() -> None:
@@ -118,177 +104,8 @@ def test_values_arrive_in_the_types_that_the_program_uses(file: Path) -> None:
     assert type(config.inventory.refresh_s) is float
 
 
-def test_every_problem_is_told_at_once_in_the_order_of_the_file(file: Path) -> None:
-    text = """\
-# hegmd
-[inventory]
-refresh = 5
-query_deadline_s = "1"
-
-[demon]
-socket = "/x"
-
-[limits]
-clients = 0
-requests_in_flight = 1.5
-
-[log]
-format = "xml"
-"""
-    numbers, words = "write a whole number from 1 to", 'write one of "auto", "journal", "json", "text"'
-    assert [
-        complaint.split("; ")
-        for complaint in complaints(file, text, HEGM_LOG_FORMAT="verbose", HEGM_SOCKET="/" + "x" * 120)
-    ] == [
-        ["FILE:3: there is no setting inventory.refresh", "did you mean inventory.refresh_s?"],
-        [
-            "FILE:4: inventory.query_deadline_s: a number is needed, not text",
-            "write a number from 0.05 to 60, without quotes",
-        ],
-        ["FILE:6: there is no section [demon]", "did you mean [daemon]?"],
-        ["FILE:10: limits.clients: 0 is out of bounds", f"{numbers} 65536"],
-        [
-            "FILE:11: limits.requests_in_flight: a whole number is needed, not a number with a fraction",
-            f"{numbers} 1024",
-        ],
-        ['FILE:14: log.format: "xml" is not one of its values', words],
-        [
-            "HEGM_SOCKET in the environment: the path is 121 bytes long and 107 is the most",
-            "write an absolute path of at most 107 bytes",
-        ],
-        ['HEGM_LOG_FORMAT in the environment: "verbose" is not one of its values', words],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "what", "hint"),
-    [
-        ("refresh_s = 1", "1: there is no setting refresh_s", "did you mean inventory.refresh_s?"),
-        ("[log]\nport = 1", "2: there is no setting log.port", "did you mean metrics.port?"),
-        ("[log]\ncolour = true", "2: there is no setting log.colour", "in [log] there are level, format"),
-        (
-            "colour = true",
-            "1: there is no setting colour",
-            "settings stand below the name of their section, such as [log]",
-        ),
-        ('[log]\n"a\\nb" = 1', '2: there is no setting log."a\\nb"', "in [log] there are level, format"),
-        ('["l.og"]', '1: there is no section ["l.og"]', "did you mean [log]?"),
-        (
-            '[log]\nlevel = "a\\nb"',
-            '2: log.level: "a\\nb" is not one of its values',
-            'write one of "debug", "info", "warning", "error"',
-        ),
-        (
-            "[zzz]\n",
-            "1: there is no section [zzz]",
-            "there are [daemon], [inventory], [limits], [log], [audit], [metrics], [events], [doctor]",
-        ),
-        ('log = "debug"', "1: log is a section, not text", "write [log], and its settings on the lines below"),
-        ("[[log]]\n", "1: log is a section, not a list", "write [log], and its settings on the lines below"),
-        (
-            "[log.level]\n",
-            "1: log.level: a table is not one of its values",
-            'write one of "debug", "info", "warning", "error"',
-        ),
-        (
-            "[audit]\nfile = true",
-            "2: audit.file: a path is needed, not true or false",
-            'write an absolute path, or "" for none',
-        ),
-        (
-            "[metrics]\nport = true",
-            "2: metrics.port: a whole number is needed, not true or false",
-            "write a whole number from 0 to 65535",
-        ),
-        (
-            "[metrics]\nport = 1970-01-01",
-            "2: metrics.port: a whole number is needed, not a date or time",
-            "write a whole number from 0 to 65535",
-        ),
-        (
-            "[inventory]\nrefresh_s = nan",
-            "2: inventory.refresh_s: nan is out of bounds",
-            "write a number from 1 to 3600",
-        ),
-        (
-            "[inventory]\nrefresh_s = inf",
-            "2: inventory.refresh_s: inf is out of bounds",
-            "write a number from 1 to 3600",
-        ),
-        (
-            '[daemon]\nsocket = "hegmd.sock"',
-            '2: daemon.socket: "hegmd.sock" is not an absolute path',
-            "write an absolute path of at most 107 bytes",
-        ),
-        (
-            '[daemon]\nsocket = ""',
-            '2: daemon.socket: "" is not an absolute path',
-            "write an absolute path of at most 107 bytes",
-        ),
-        (
-            '[daemon]\nstate_dir = "/a\\u0000b"',
-            '2: daemon.state_dir: "/a\\u0000b" is not an absolute path',
-            "write an absolute path",
-        ),
-        (
-            '[metrics]\ntextfile = "/t/hegmd.txt"',
-            '2: metrics.textfile: "/t/hegmd.txt" is not the path of such a file',
-            'write an absolute path that ends in .prom, or "" for none',
-        ),
-        (
-            "[daemon]\nsocket_mode = 660",
-            "2: daemon.socket_mode: permissions are needed as text, not a whole number",
-            'write it as text, such as "0660"',
-        ),
-        (
-            '[daemon]\nsocket_mode = "rw-rw----"',
-            '2: daemon.socket_mode: "rw-rw----" is not a mode of three octal digits',
-            'write it as text, such as "0660"',
-        ),
-        (
-            '[daemon]\nsocket_mode = "0066"',
-            '2: daemon.socket_mode: "0066" shuts out the daemon itself',
-            "let the first digit be 6 or 7",
-        ),
-        (
-            '[daemon]\ngroup = "a:b"',
-            "2: daemon.group: the name of a group is needed",
-            'write it as text, such as "hegm"',
-        ),
-    ],
-)
-def test_one_line_says_where_what_and_what_to_write_instead(file: Path, text: str, what: str, hint: str) -> None:
-    assert complaints(file, text) == [f"FILE:{what}; {hint}"]
-
-
-@pytest.mark.parametrize(
-    ("text", "beginning"),
-    [
-        ("[log]\nlevel = debug\n", "FILE:2: is not TOML: "),
-        ("[log]\nlevel = 'debug'\nlevel = 'info'\n", "FILE:3: is not TOML: cannot overwrite a value"),
-        ("[log]\n[audit]\n[log]\n", "FILE:3: is not TOML: "),
-        ("[log]\nlevel = '''debug\n\n", "FILE:2: is not TOML: "),
-        ("\n\nx = 0xg", "FILE:3: is not TOML: "),
-        (b"[log]\n# gr\xfc\xdfe\n", "FILE:2: byte 10 (0xfc) is not UTF-8; save the file as UTF-8"),
-        (b"[log]\x00\n", "FILE:1: is not TOML: "),
-        ("x = " + "9" * 5000, "FILE: is not TOML: "),
-        ("x = " + "[" * 50000, "FILE: is not TOML: "),
-        ("#" * (1 << 20) + "#", "FILE: is larger than 1048576 bytes; name hegmd's own file"),
-    ],
-)
-def test_what_is_no_toml_is_told_with_its_line(file: Path, text: str | bytes, beginning: str) -> None:
-    [complaint] = complaints(file, text)
-    assert complaint.startswith(beginning)
-
-
-def test_a_syntax_error_does_not_hide_what_is_wrong_elsewhere(file: Path) -> None:
-    assert len(complaints(file, "[", HEGM_LOG_LEVEL="x")) == 2
-
-
 def test_a_byte_order_mark_and_line_ends_of_windows_are_no_obstacle(file: Path) -> None:
-    text = b'\xef\xbb\xbf[log]\r\nlevel = "debug"\r\n'
-    assert loaded(file, text).log.level == "debug"
-    assert complaints(file, text.replace(b"debug", b"x"))[0].startswith("FILE:2: ")
+    assert loaded(file, b'\xef\xbb\xbf[log]\r\nlevel = "debug"\r\n').log.level == "debug"
 
 
 def test_a_file_that_was_named_must_be_there(file: Path) -> None:
@@ -354,7 +171,7 @@ def test_a_reload_tells_what_changes_now_and_what_waits_for_a_restart(file: Path
 
 def test_the_shipped_example_is_what_the_table_gives() -> None:
     shipped = (ROOT / "contrib/hegmd.toml").read_text()
-    assert shipped == example(), "write it again: python3 -m hegmd.config > contrib/hegmd.toml"
+    assert shipped == example(), "write it again: python3 -m hegmd.config"
     assert max(map(len, shipped.splitlines())) <= 110
 
 
@@ -384,23 +201,3 @@ def test_every_row_shows_what_it_parses() -> None:
     for row in ROWS.values():
         assert isinstance(row.kind, (Amount, GroupName, Mode, OneOf, PathName))
         assert row.kind.show(row.kind.parse(row.default)) == row.default, row.key
-
-
-PIECES = st.sampled_from(
-    ["[", "]", "[log]\n", "level", "=", '"debug"', "'", '"""', "#", "\n", "{", "}", ",", ".", "1", "-", "\\", "\r", "é"]
-)
-
-
-@given(st.one_of(st.binary(max_size=60), st.lists(PIECES, max_size=25).map(lambda parts: "".join(parts).encode())))
-def test_no_file_whatever_is_in_it_does_more_than_be_refused(data: bytes) -> None:
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(data)
-        file.flush()
-        refused: HegmError | None = None
-        try:
-            load(path=file.name, environ={})
-        except HegmError as error:
-            refused = error
-        if refused is not None:
-            assert refused.code is BAD_CONFIG
-            assert all(line.startswith(file.name) for line in refused.message.splitlines())
