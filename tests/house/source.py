@@ -1,0 +1,128 @@
+"""The project's files as the house rules see them: found on disk, parsed once, with their imports resolved.
+
+Reads the tree and judges nothing; the rules are in rules.py and test_layers.py. Files are found by walking, not through
+git, so that the tests also run from an unpacked release.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Where Python packages start, and the name that their modules are imported by.
+PACKAGES = {"hegmd": ROOT / "hegmd", "hegmctl": ROOT / "client" / "hegmctl"}
+
+# Built or fetched, or belonging to a tool: none of it is ours to judge.
+_SKIPPED = {".git", ".venv", "build", "dist", "node_modules", "__pycache__"}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One name that a module imports, resolved to a module where that is known."""
+
+    target: str
+    line: int
+    for_types_only: bool
+
+
+@dataclass(frozen=True)
+class Module:
+    """One Python file. `name` is what it is imported by; files outside the packages have their path as a name."""
+
+    name: str
+    path: Path
+    text: str = field(repr=False)
+    tree: ast.Module = field(repr=False)
+
+    @classmethod
+    def parse(cls, name: str, path: Path, text: str) -> Module:
+        return cls(name, path, text, ast.parse(text, filename=str(path)))
+
+    @property
+    def where(self) -> str:
+        return str(self.path.relative_to(ROOT)) if self.path.is_absolute() else str(self.path)
+
+    @property
+    def lines(self) -> int:
+        return self.text.count("\n")
+
+    @property
+    def docstring(self) -> str:
+        return ast.get_docstring(self.tree) or ""
+
+    def imports(self, known: frozenset[str] = frozenset()) -> Iterator[Import]:
+        """Every import, also those inside functions and for type checkers only: a layer is a layer in all of them.
+
+        `from package import name` is the module `package.name` if that is among `known`, and `package` otherwise.
+        """
+        for_types = {
+            inner
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+            for statement in node.body
+            for inner in ast.walk(statement)
+        }
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from (Import(alias.name, node.lineno, node in for_types) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = self._absolute(node)
+                for alias in node.names:
+                    full = f"{base}.{alias.name}"
+                    yield Import(full if full in known else base, node.lineno, node in for_types)
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        parts = self.name.split(".")
+        if self.path.name == "__init__.py":
+            parts.append("__init__")
+        return ".".join([*parts[: len(parts) - node.level], *([node.module] if node.module else [])])
+
+
+def files(*suffixes: str) -> list[Path]:
+    """Every file of the project with one of the suffixes (with all files where none is given), in a stable order."""
+    found: list[Path] = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in _SKIPPED and not name.endswith(("_cache", ".egg-info", ".hypothesis"))
+        )
+        found += [Path(folder, name) for name in sorted(names) if not suffixes or name.endswith(suffixes)]
+    return found
+
+
+def _module_name(path: Path) -> str:
+    for package, folder in PACKAGES.items():
+        if path.is_relative_to(folder):
+            parts = [package, *path.relative_to(folder).with_suffix("").parts]
+            return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return str(path.relative_to(ROOT))
+
+
+@functools.cache
+def python_files() -> tuple[Module, ...]:
+    """Every Python file of the project, tests included."""
+    return tuple(Module.parse(_module_name(path), path, path.read_text()) for path in files(".py"))
+
+
+def modules(*prefixes: str) -> tuple[Module, ...]:
+    """The modules of the product, or those under the given dotted names."""
+    wanted = prefixes or tuple(PACKAGES)
+    return tuple(module for module in python_files() if any(is_within(module.name, prefix) for prefix in wanted))
+
+
+def modules_of_tests() -> tuple[Module, ...]:
+    return tuple(module for module in python_files() if module.name.startswith("tests/"))
+
+
+def is_within(name: str, room: str) -> bool:
+    """Whether a dotted name is that module or lies under it."""
+    return name == room or name.startswith(room + ".")

@@ -1,0 +1,196 @@
+"""Who may import whom: one table, which every module of the product has to be in.
+
+Read it from the top: a room sees the rooms named in its row and nothing else, whether the import is at the top, inside
+a function or for type checkers only. A package's row holds for all that is in it, unless a module has a row of its own.
+A new room gets a row here, and the row is what a reviewer looks at.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.house import rules
+from tests.house.source import Module, is_within, modules
+
+# What every part of the daemon above the protocol may use.
+GROUND = ("hegmd", "hegmd.errors", "hegmd.protocol")
+# What is looked at from outside: lines, records, figures and events. It knows of nothing that it is told about.
+SEEN = ("hegmd.log", "hegmd.audit", "hegmd.metrics", "hegmd.events")
+# The node as it is: hardware, workers, and how programs are run on it.
+NODE = ("hegmd.devices", "hegmd.external", "hegmd.workers", "hegmd.workloads")
+
+LAYERS: dict[str, tuple[str, ...]] = {
+    # What daemon, client and agent share
+    "hegmd": (),
+    "hegmd.errors": (),
+    "hegmd.protocol": ("hegmd", "hegmd.errors"),
+    # Foundations: one subject each, usable by all that is below
+    "hegmd.log": GROUND,
+    "hegmd.audit": (*GROUND, "hegmd.log"),
+    "hegmd.metrics": (*GROUND, "hegmd.log"),
+    "hegmd.events": (*GROUND, "hegmd.log"),
+    "hegmd.toml_lines": ("hegmd.errors",),
+    "hegmd.settings": ("hegmd.errors",),
+    "hegmd.service": GROUND,
+    "hegmd.state_dir": ("hegmd.errors",),
+    "hegmd.detached": (),
+    # The node
+    "hegmd.external": (*GROUND, "hegmd.log", "hegmd.detached"),
+    "hegmd.devices": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.toml_lines"),
+    "hegmd.workers": (*GROUND, "hegmd.log"),
+    "hegmd.workloads": GROUND,
+    "hegmd.processes": (*GROUND, *SEEN, *NODE),
+    "hegmd.inventory": (*GROUND, *SEEN, *NODE, "hegmd.processes"),
+    "hegmd.doctor": (*GROUND, "hegmd.log", *NODE, "hegmd.processes"),
+    # Those who ask
+    "hegmd.server": (*GROUND, *SEEN, *NODE, "hegmd.processes", "hegmd.inventory", "hegmd.doctor"),
+    "hegmd.server.auth": ("hegmd.errors", "hegmd.protocol"),
+    # Where it all comes together
+    "hegmd.config": (*GROUND, "hegmd.settings", "hegmd.toml_lines"),
+    "hegmd.arguments": (*GROUND, "hegmd.settings"),
+    "hegmd.app": ("hegmd",),
+    "hegmd.__main__": ("hegmd",),
+    # The client, which has to start in no time and may be newer or older than the daemon
+    "hegmctl": GROUND,
+}
+
+# Packages from outside and modules of the standard library that only some rooms may touch: the hardware, other
+# programs and the network each have one door.
+FENCES: dict[str, tuple[str, ...]] = {
+    "amdsmi": ("hegmd.devices.amd",),
+    "pynvml": ("hegmd.devices.nvidia",),
+    "subprocess": ("hegmd.external",),
+    "asyncio": (),
+    "multiprocessing": (),
+    "concurrent.futures": (),
+    "urllib": (),
+    "http": (),
+    "requests": (),
+}
+
+# Same arguments, same answer: these are tested without a clock, a network or a process.
+PURE = ("hegmd.errors", "hegmd.protocol", "hegmd.server.auth")
+
+# Parts get values. Only these read the configuration file's form.
+READS_CONFIG = ("hegmd.app", "hegmd.__main__", "hegmd.config")
+
+
+def row_of(name: str) -> str | None:
+    """The longest name in the table that the module is or lies under; the row of `hegmd` holds for its version only."""
+    rows = [row for row in LAYERS if is_within(name, row) and (row != "hegmd" or name == "hegmd")]
+    return max(rows, key=len, default=None)
+
+
+def layer_violations(module: Module, known: frozenset[str]) -> Iterator[str]:
+    row = row_of(module.name)
+    if row is None:
+        yield "has no row in LAYERS: say what it may import"
+        return
+    seen = LAYERS[row]
+    for found in module.imports(known):
+        if found.target.split(".")[0] not in {"hegmd", "hegmctl"}:
+            continue
+        if row_of(found.target) == row or is_within(found.target, row):
+            continue
+        # A row of "hegmd" alone means the version for a part, and everything for the two that put it all together.
+        if row in {"hegmd.app", "hegmd.__main__"} and is_within(found.target, "hegmd"):
+            continue
+        if not any(found.target == room or (room != "hegmd" and is_within(found.target, room)) for room in seen):
+            yield f"{found.line}: imports {found.target}, which is not in its row"
+
+
+def fence_violations(module: Module) -> Iterator[str]:
+    for found in module.imports():
+        for fenced, rooms in FENCES.items():
+            if is_within(found.target, fenced) and not any(is_within(module.name, room) for room in rooms):
+                yield f"{found.line}: imports {found.target}; only {', '.join(rooms) or 'nobody'} may"
+
+
+def config_violations(module: Module) -> Iterator[str]:
+    if module.name not in READS_CONFIG:
+        for found in module.imports(frozenset({"hegmd.config"})):
+            if is_within(found.target, "hegmd.config"):
+                yield f"{found.line}: imports {found.target}; parts get values"
+
+
+def _names() -> frozenset[str]:
+    return frozenset(module.name for module in modules())
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
+def test_a_module_imports_only_what_its_row_names(module: Module) -> None:
+    found = [*layer_violations(module, _names()), *fence_violations(module), *config_violations(module)]
+    assert not found, "\n".join(f"{module.where}: {line}" for line in found)
+
+
+@pytest.mark.parametrize("module", modules(*PURE), ids=lambda module: module.name)
+def test_a_pure_part_touches_nothing_outside(module: Module) -> None:
+    found = list(rules.purity(module))
+    assert not found, "\n".join(f"{module.where}: {line}" for line in found)
+
+
+def test_the_table_has_no_row_without_a_module() -> None:
+    stale = [row for row in LAYERS if not any(is_within(name, row) for name in _names())]
+    assert not stale
+
+
+def test_imports_go_one_way() -> None:
+    rows = {row: {room for room in seen if room != row} for row, seen in LAYERS.items()}
+    order = list(TopologicalSorter(rows).static_order())  # raises CycleError, naming the rooms
+    assert order.index("hegmd.errors") < order.index("hegmd.protocol") < order.index("hegmd.server")
+
+
+KNOWN = frozenset({"hegmd", "hegmd.errors", "hegmd.protocol", "hegmd.server.auth", "hegmd.inventory", "hegmd.config"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hegmd.protocol.frames", "from hegmd.server import listener"),
+        ("hegmd.protocol.frames", "from hegmd import inventory"),
+        ("hegmd.protocol.frames", "def late():\n    import hegmd.inventory"),
+        ("hegmd.protocol.frames", "from ..server import listener"),
+        ("hegmd.server.auth", "import hegmd.inventory"),
+        ("hegmctl.cli", "from hegmd.server import listener"),
+        ("hegmd.unheard_of", ""),
+        ("hegmd.inventory", "import hegmctl.cli"),
+    ],
+)
+def test_an_import_against_the_table_is_found(name: str, text: str) -> None:
+    assert list(layer_violations(Module.parse(name, Path("x.py"), text), KNOWN))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hegmd.protocol.frames", "from hegmd.errors import Bug\nfrom hegmd.protocol import codec\nimport os"),
+        ("hegmd.protocol.frames", "from . import codec"),
+        ("hegmd.server.listener", "from hegmd import __version__\nfrom hegmd.server.auth import Peer"),
+        ("hegmd.app", "from hegmd import inventory\nfrom hegmd.config import load"),
+        ("hegmctl.cli", "from hegmd import errors, protocol"),
+    ],
+)
+def test_an_import_along_the_table_is_let_through(name: str, text: str) -> None:
+    assert not list(layer_violations(Module.parse(name, Path("x.py"), text), KNOWN))
+
+
+def test_fences_and_configuration_are_held() -> None:
+    reader = Module.parse("hegmd.server.listener", Path("x.py"), "import subprocess, pynvml\nfrom hegmd import config")
+    assert [line.split()[2].rstrip(";") for line in fence_violations(reader)] == ["subprocess", "pynvml"]
+    assert list(config_violations(reader))
+    owner = Module.parse("hegmd.devices.nvidia", Path("x.py"), "import pynvml")
+    assert not list(fence_violations(owner))
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
+def test_only_declared_packages_are_imported(module: Module) -> None:
+    ours = {"hegmd", "hegmctl"}
+    declared = {"anyio", "msgpack", "pynvml", "amdsmi", "tomli"}
+    imported = {found.target.split(".")[0] for found in module.imports() if not found.for_types_only}
+    found = imported - sys.stdlib_module_names - ours - declared
+    assert not found, f"{module.where} imports {sorted(found)}, which pyproject.toml does not declare"

@@ -1,0 +1,57 @@
+"""Formatter, linter, spelling and both type checkers, as tests: what pre-commit runs, and what a change must pass.
+
+A missing tool is skipped here and nowhere else; `make test` and `make check` install all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import ROOT
+
+BIN = Path(sys.executable).parent
+
+
+def _run(*argv: str) -> None:
+    """Run a tool of this environment; its own words are the failure."""
+    if not (BIN / argv[0]).exists():
+        pytest.skip(f"{argv[0]} is not installed; `make check` installs it")
+    environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [BIN / argv[0], *argv[1:]],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_code_is_formatted() -> None:
+    _run("ruff", "format", "--check", ".")
+
+
+def test_the_linter_finds_nothing() -> None:
+    _run("ruff", "check", ".")
+
+
+def test_the_words_are_spelled_right() -> None:
+    _run("codespell")
+
+
+@pytest.mark.timeout(240)
+def test_mypy_finds_nothing() -> None:
+    _run("mypy")
+
+
+@pytest.mark.timeout(240)
+def test_pyright_finds_nothing() -> None:
+    _run("pyright")

@@ -1,0 +1,63 @@
+"""The shape of every module: its size, its name, its docstring, and what it must leave to others.
+
+The rules are in rules.py; here is to whom they apply, with every exception named and its reason beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.house import rules
+from tests.house.source import Module, modules, modules_of_tests, python_files
+
+Rule = Callable[[Module], Iterator[str]]
+
+EVERYWHERE: tuple[Rule, ...] = (
+    rules.module_size,
+    rules.function_size,
+    rules.docstring,
+    rules.name,
+    rules.asyncio_import,
+    rules.open_ends,
+    rules.ignores,
+)
+IN_THE_PRODUCT: tuple[Rule, ...] = (rules.output, rules.leaving, rules.bare_tasks, rules.hints)
+IN_TESTS: tuple[Rule, ...] = (rules.sleep, rules.patching)
+
+# (rule, module): why it may.
+EXCEPTIONS: dict[tuple[Rule, str], str] = {
+    (rules.output, "hegmctl.output"): "the sink of the command line",
+    (rules.output, "hegmctl.cli"): "hands the streams to the sink",
+    (rules.output, "hegmd.log"): "the sink of the daemon's log",
+    (rules.output, "hegmd.__main__"): "says what is wrong before there is a log",
+    (rules.output, "hegmd.config"): "run as a program, it writes the commented example",
+    (rules.leaving, "hegmctl.cli"): "the client's one exit",
+    (rules.leaving, "hegmctl.__main__"): "the client's one exit",
+    (rules.leaving, "hegmd.__main__"): "the daemon's one exit",
+}
+
+
+def _pairs(rule_set: tuple[Rule, ...], judged: tuple[Module, ...]) -> list[object]:
+    return [
+        pytest.param(rule, module, id=f"{rule.__name__}-{module.name}")
+        for module in judged
+        for rule in rule_set
+        if (rule, module.name) not in EXCEPTIONS
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rule", "module"),
+    [*_pairs(EVERYWHERE, python_files()), *_pairs(IN_THE_PRODUCT, modules()), *_pairs(IN_TESTS, modules_of_tests())],
+)
+def test_a_module_keeps_the_rule(rule: Rule, module: Module) -> None:
+    found = [f"{module.where}:{line}" if line[0].isdigit() else f"{module.where}: {line}" for line in rule(module)]
+    assert not found, "\n".join(found)
+
+
+def test_every_exception_is_still_needed() -> None:
+    by_name = {module.name: module for module in python_files()}
+    idle = [f"{rule.__name__} for {name}" for rule, name in EXCEPTIONS if not list(rule(by_name[name]))]
+    assert not idle

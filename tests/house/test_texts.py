@@ -1,0 +1,101 @@
+"""What people read: documents that link to things that exist, a change log, and no trace of one developer's machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import ROOT, files
+
+DOCUMENTS = files(".md")
+# Everything that is text and ours; test vectors and pictures are data.
+TEXTS = [
+    path
+    for path in files()
+    if path.suffix
+    in {".c", ".conf", ".h", ".js", ".json", ".md", ".mjs", ".py", ".service", ".sh", ".socket", ".toml", ""}
+]
+# Folders that exist on every system: a path under one of them says nothing about a developer.
+SYSTEM_FOLDERS = {"/", "/home", "/mnt", "/opt", "/root", "/srv", "/tmp", "/usr", "/var"}
+
+
+def _relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def own_places() -> list[str]:
+    """Where this checkout lies and who works on it: absolute paths that mean nothing anywhere else."""
+    places = {ROOT, *(parent for parent in ROOT.parents if len(parent.parts) > 1), Path.home()}
+    return sorted(str(place) for place in places if str(place) not in SYSTEM_FOLDERS)
+
+
+def mentions(text: str, places: list[str]) -> list[str]:
+    """The places that a text names, as whole paths: /job is in «cd /job/x», not in «docs/job/x» or «/jobs»."""
+    return [place for place in places if re.search(rf"(?<![\w.\-/}}]){re.escape(place)}(?![\w\-])", text)]
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=_relative)
+def test_a_file_names_no_place_of_this_machine(path: Path) -> None:
+    assert mentions(path.read_text(errors="replace"), own_places()) == []
+
+
+def test_a_place_of_this_machine_would_be_seen() -> None:
+    places = ["/checkouts", "/checkouts/hegmd", "/home/ada"]
+    assert mentions("run /checkouts/hegmd/tools/x", places) == ["/checkouts", "/checkouts/hegmd"]
+    assert mentions('HOME="/home/ada"', places) == ["/home/ada"]
+    assert mentions("docs/checkouts/x, /checkoutsmore, $HOME/checkouts, ${X}/checkouts", places) == []
+
+
+def _links(text: str) -> list[str]:
+    without_code = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    return re.findall(r"\]\(([^)\s]+)\)", without_code)
+
+
+def _anchor(heading: str) -> str:
+    kept = re.sub(r"[^\w\- ]", "", heading.strip().lower())
+    return kept.replace(" ", "-")
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    """Relative links to a file or heading that is not there. Addresses on the network are not asked."""
+    broken: list[str] = []
+    for link in _links(text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        file = (path.parent / target).resolve() if target else path
+        if not file.exists():
+            broken.append(link)
+        elif anchor and file.suffix == ".md":
+            headings = re.findall(r"(?m)^#+ (.*)$", text if file == path else file.read_text())
+            if anchor not in {_anchor(heading) for heading in headings}:
+                broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_relative)
+def test_links_lead_somewhere(path: Path) -> None:
+    assert broken_links(path, path.read_text()) == []
+
+
+def test_a_broken_link_would_be_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One thing\n[a](page.md) [b](#one-thing) [c](https://example.org) `[d](gone.md)`\n")
+    assert broken_links(page, page.read_text()) == []
+    assert broken_links(page, "[a](gone.md) [b](#two-things) [c](page.md#three)") == [
+        "gone.md",
+        "#two-things",
+        "page.md#three",
+    ]
+
+
+def test_the_change_log_has_a_place_for_the_next_change() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"(?m)^## \[?([^\]\n]+?)\]?(?: - (\d{4}-\d{2}-\d{2}))?$", text)
+    assert versions
+    assert versions[0] == ("Unreleased", "")
+    assert all(date for _, date in versions[1:])
+    kinds = set(re.findall(r"(?m)^### (.*)$", text))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
