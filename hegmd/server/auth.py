@@ -1,0 +1,76 @@
+"""Who may do what. Pure decisions from the kernel's word about a peer, all in this one place.
+
+The uid and gids come from the socket (SO_PEERCRED, SO_PEERGROUPS) and are the only credential: nothing that a peer says
+of itself counts. Root, the daemon's own user and the group `hegm` may act on every process and on the daemon; anybody
+else on their own processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hegmd.errors import DENIED, HegmError
+from hegmd.protocol.messages import Caller, Cancel, Hello, Reload, Request, SimulateFault
+from hegmd.protocol.snapshots import GpuProcess
+
+# Requests that change the node as a whole. All others may be made by whoever may connect; those that act on processes
+# check each process with `may_act_on`.
+NODE_WIDE: frozenset[type[Request]] = frozenset((Reload, SimulateFault))
+
+# What a connection needs in order to exist; nobody is refused these.
+ALWAYS: frozenset[type[Request]] = frozenset((Hello, Cancel))
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The process at the other end of a connection, as the kernel describes it, at the time of connecting."""
+
+    pid: int
+    uid: int
+    gid: int
+    groups: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Whom this daemon serves."""
+
+    daemon_uid: int
+    admin_gid: int | None = None
+    own_user_only: bool = False
+
+    def may_connect(self, peer: Peer) -> bool:
+        """Whether the peer is served at all. A user's private daemon serves that user, and root."""
+        return not self.own_user_only or peer.uid in (0, self.daemon_uid)
+
+    def may_act_on_all(self, peer: Peer) -> bool:
+        """Whether the peer may act on processes of every user, and on the daemon."""
+        if peer.uid in (0, self.daemon_uid):
+            return True
+        return self.admin_gid is not None and (peer.gid == self.admin_gid or self.admin_gid in peer.groups)
+
+    def may_act_on(self, peer: Peer, owner_uid: int | None) -> bool:
+        """Whether the peer may act on a process of that owner. An unknown owner is nobody's own."""
+        return self.may_act_on_all(peer) or (owner_uid is not None and owner_uid == peer.uid)
+
+    def check(self, peer: Peer, request: type[Request]) -> None:
+        """Raise DENIED unless the peer may make such a request."""
+        if request in ALWAYS:
+            return
+        if request in NODE_WIDE and not self.may_act_on_all(peer):
+            raise HegmError(
+                DENIED,
+                f"{request.op} is for root and the group that administers hegmd; you are uid {peer.uid}",
+                "run it with sudo, or have an administrator add you to the group: usermod -aG hegm USER",
+                {"uid": peer.uid, "op": request.op},
+            )
+
+    def describe(self, peer: Peer) -> Caller:
+        """What the peer is told that it is taken for."""
+        return Caller(uid=peer.uid, gid=peer.gid, pid=peer.pid, may_act_on_all=self.may_act_on_all(peer))
+
+    def visible(self, peer: Peer, process: GpuProcess) -> GpuProcess:
+        """The process as the peer may see it: command lines hold secrets, so other users' are kept back."""
+        if process.command is None or self.may_act_on(peer, process.uid):
+            return process
+        return process.replace(command=None, note="command line hidden: another user's process")

@@ -1,0 +1,198 @@
+"""The Unix socket: taken from systemd or bound here, one session per connection, and a limit on how many.
+
+Binding is atomic: the socket appears under its name with its owner and mode already set, so nobody can connect in
+between. A socket file that nobody listens on is replaced; one that is answered means another daemon, and this one
+refuses to start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import stat
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+
+from hegmd.errors import BUSY, DENIED, REFUSED, HegmError
+from hegmd.log import limited
+from hegmd.protocol.connection import ServerConnection
+from hegmd.server.auth import Peer, Policy
+from hegmd.server.peers import peer_of
+from hegmd.server.session import Session
+from hegmd.server.stream import PeerStream
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 1024
+# Out of descriptors or memory: the connection stays in the backlog, and trying again at once would spin.
+_PRESSED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+_PRESSED_PAUSE_S = 0.1
+
+
+def bind(path: Path, mode: int, group_id: int | None) -> socket.socket:
+    """A listening socket at that path. Raises HegmError when another daemon listens there or the path is unusable."""
+    _clear(path)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            fresh.unlink()
+        listening.bind(str(fresh))
+        fresh.chmod(mode)
+        if group_id is not None:
+            os.chown(fresh, -1, group_id)
+        listening.listen(BACKLOG)
+        fresh.rename(path)
+    except OSError as error:
+        listening.close()
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise HegmError(
+            REFUSED,
+            f"cannot listen at {path}: {error.strerror or error}",
+            "choose another path with --socket, or make its directory writable for this user",
+        ) from error
+    return listening
+
+
+def _clear(path: Path) -> None:
+    """See to it that the path is free or holds a socket that nobody listens on."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise HegmError(REFUSED, f"{path} exists and is no socket", "move it away, or choose another --socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return
+    raise HegmError(
+        REFUSED,
+        f"another hegmd listens at {path}",
+        "stop it first (systemctl stop hegmd.socket hegmd.service), or choose another --socket",
+    )
+
+
+class Admission:
+    """How many connections there are, and whether one more is let in."""
+
+    def __init__(self, policy: Policy, clients: int, clients_per_uid: int) -> None:
+        self.policy = policy
+        self.clients = clients
+        self.clients_per_uid = clients_per_uid
+        self._by_uid: Counter[int] = Counter()
+
+    @property
+    def current(self) -> int:
+        return self._by_uid.total()
+
+    def enter(self, peer: Peer) -> None:
+        """Count the peer in. Raises DENIED or BUSY, counting nothing."""
+        if not self.policy.may_connect(peer):
+            raise HegmError(
+                DENIED,
+                f"this daemon is private to uid {self.policy.daemon_uid}; you are uid {peer.uid}",
+                "start your own with `hegmd --user`, or use the system's: systemctl start hegmd",
+            )
+        if self.current >= self.clients:
+            raise HegmError(BUSY, f"{self.clients} clients are connected, which is the limit", "try again later")
+        if self._by_uid[peer.uid] >= self.clients_per_uid:
+            raise HegmError(
+                BUSY,
+                f"uid {peer.uid} has {self.clients_per_uid} connections, which is the limit for one user",
+                "close some, or have limits.clients_per_uid raised in hegmd.toml",
+            )
+        self._by_uid[peer.uid] += 1
+
+    def leave(self, peer: Peer) -> None:
+        self._by_uid[peer.uid] -= 1
+        if not self._by_uid[peer.uid]:
+            del self._by_uid[peer.uid]
+
+
+class Listener:
+    """Accepts on one listening socket, which it owns, until it is stopped."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        admission: Admission,
+        open_session: Callable[[PeerStream, Peer], Session],
+        on_refused: Callable[[HegmError], None],
+    ) -> None:
+        listening.setblocking(False)
+        self._listening = listening
+        self._admission = admission
+        self._open_session = open_session
+        self._on_refused = on_refused
+        self._sessions: set[Session] = set()
+        self._accepting = anyio.CancelScope()
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Accept until `stop`, which lets every session say goodbye. Cancelled, it ends them without a word."""
+        with self._listening:
+            async with anyio.create_task_group() as tasks:
+                task_status.started()
+                with self._accepting:
+                    while True:
+                        await self._accept(tasks)
+                for session in list(self._sessions):
+                    tasks.start_soon(session.stop)
+
+    def stop(self) -> None:
+        """Accept no more, tell every peer, and let `run` return."""
+        self._accepting.cancel()
+
+    async def _accept(self, tasks: anyio.abc.TaskGroup) -> None:
+        try:
+            connection, _ = self._listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            await anyio.wait_readable(self._listening)
+            return
+        except OSError as error:
+            if error.errno not in _PRESSED:
+                raise
+            limited(logger, "accept", logging.ERROR, "cannot accept connections: %s", error.strerror)
+            await anyio.sleep(_PRESSED_PAUSE_S)
+            return
+        await anyio.lowlevel.checkpoint()  # a storm of connections does not starve those that are there
+        self._admit(connection, tasks)
+
+    def _admit(self, connection: socket.socket, tasks: anyio.abc.TaskGroup) -> None:
+        try:
+            peer = peer_of(connection)
+            self._admission.enter(peer)
+        except OSError:
+            connection.close()
+        except HegmError as error:
+            self._turn_away(connection, error)
+        else:
+            tasks.start_soon(self._serve, PeerStream(connection), peer, name=f"session of pid {peer.pid}")
+
+    def _turn_away(self, connection: socket.socket, error: HegmError) -> None:
+        """Say why, as far as that goes without waiting, and close."""
+        self._on_refused(error)
+        limited(logger, f"refused-{error.code.name}", logging.WARNING, "connection refused: %s", error.message)
+        told = ServerConnection(frame_bytes=0, requests_in_flight=0).error(None, error)
+        with connection, contextlib.suppress(OSError):
+            connection.setblocking(False)
+            connection.send(told, socket.MSG_NOSIGNAL)
+
+    async def _serve(self, stream: PeerStream, peer: Peer) -> None:
+        session = self._open_session(stream, peer)
+        self._sessions.add(session)
+        try:
+            await session.serve()
+        finally:
+            self._sessions.discard(session)
+            self._admission.leave(peer)

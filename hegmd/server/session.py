@@ -1,0 +1,195 @@
+"""One connection from hello to its end: reads requests, runs each in a task of its own, and writes what they answer.
+
+A peer can be slow, hostile or gone; what it costs is bounded here: time to say hello, time to finish a frame it began,
+time to read what it asked for, requests under way, bytes and descriptors held. Whatever happens to this connection, no
+other one notices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+
+from hegmd.errors import CANCELLED, TIMEOUT, UNAVAILABLE, HegmError, PeerError
+from hegmd.log import limited
+from hegmd.protocol.connection import Asked, ProtocolBroken, ServerConnection, Unfit
+from hegmd.protocol.messages import Cancel, CancelReply, Hello, Request
+from hegmd.protocol.record import Record
+from hegmd.server.auth import Peer
+from hegmd.server.stream import Descriptors, PeerStream
+
+logger = logging.getLogger(__name__)
+
+_GONE = (OSError, anyio.ClosedResourceError)  # the peer vanished, or `stop` closed the stream
+
+# After so many frames of one read the other connections get their turn.
+_FRAMES_A_TURN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """What one connection may cost."""
+
+    frame_bytes: int
+    requests_in_flight: int
+    hello_deadline_s: float
+    frame_deadline_s: float
+    send_deadline_s: float
+
+
+class Call:
+    """One request under way, as its handler sees it."""
+
+    def __init__(self, session: Session, request_id: int, request: Request, fds: Descriptors) -> None:
+        self.session = session
+        self.id = request_id
+        self.request = request
+        self.fds = fds
+        self.scope = anyio.CancelScope()
+
+    @property
+    def peer(self) -> Peer:
+        return self.session.peer
+
+    async def emit(self, event: Record) -> None:
+        """Send something in between."""
+        await self.session.send(self.session.protocol.event(self.id, event))
+
+
+Answerer = Callable[[Call], Awaitable[Record]]
+
+
+class Session:
+    """Owns one connection. `answer` turns a request into its reply; it may raise HegmError and nothing else."""
+
+    def __init__(self, stream: PeerStream, peer: Peer, answer: Answerer, limits: SessionLimits) -> None:
+        self.peer = peer
+        self.limits = limits
+        self.protocol = ServerConnection(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight)
+        self.closing = contextlib.ExitStack()  # what handlers want undone when the connection ends
+        self._stream = stream
+        self._answer = answer
+        self._calls: dict[int, Call] = {}
+
+    @property
+    def hello(self) -> Hello | None:
+        return self.protocol.hello
+
+    async def serve(self) -> None:
+        """Serve until the peer leaves, breaks the protocol, or `stop` is called. Raises nothing but cancellation."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                try:
+                    await self._read(tasks)
+                except HegmError as error:
+                    await self._part(error)
+                except _GONE:
+                    pass
+                tasks.cancel_scope.cancel()
+        finally:
+            self._stream.close()
+            self.closing.close()
+
+    async def send(self, data: bytes) -> None:
+        """Write one frame. A peer that does not take it within the limit loses the connection, nothing else."""
+        try:
+            await self._stream.send(data, self.limits.send_deadline_s)
+        except HegmError as error:
+            limited(logger, f"slow-{self.peer.uid}", logging.WARNING, "connection dropped: %s", error.message)
+            raise anyio.ClosedResourceError from error
+
+    async def stop(self) -> None:
+        """The daemon ends: tell the peer, then close. Requests under way are cancelled."""
+        await self._part(HegmError(UNAVAILABLE, "hegmd is stopping", "connect again when it is back"))
+        self._stream.close()
+
+    async def _read(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Take requests until the stream ends."""
+        hello_deadline = anyio.current_time() + self.limits.hello_deadline_s
+        frame_deadline: float | None = None
+        while True:
+            deadline = hello_deadline if self.hello is None else frame_deadline
+            data = await self._receive(deadline)
+            if not data:
+                return
+            self.protocol.feed(data)
+            if await self._take_requests(tasks) or frame_deadline is None:
+                frame_deadline = anyio.current_time() + self.limits.frame_deadline_s
+            if not self.protocol.mid_frame:
+                frame_deadline = None
+
+    async def _receive(self, deadline: float | None) -> bytes:
+        if deadline is None:
+            return await self._stream.receive()
+        with anyio.move_on_after(max(0.0, deadline - anyio.current_time())):
+            return await self._stream.receive()
+        waited_for = "hello" if self.hello is None else "the rest of a frame"
+        raise HegmError(TIMEOUT, f"waited too long for {waited_for}", "send whole frames, and hello at once")
+
+    async def _take_requests(self, tasks: anyio.abc.TaskGroup) -> int:
+        """Start every request that is complete; how many there were."""
+        taken = 0
+        while (event := self.protocol.next_event()) is not None:
+            taken += 1
+            fds = self._stream.claim(event.fds)
+            if isinstance(event, Unfit):
+                fds.close()
+                await self.send(self.protocol.error(event.id, event.error))
+            elif isinstance(event.request, Cancel):
+                fds.close()
+                await self._cancel(event.id, event.request)
+            else:
+                await self._start(tasks, event, fds)
+            if taken % _FRAMES_A_TURN == 0:
+                await anyio.lowlevel.checkpoint()
+        return taken
+
+    async def _start(self, tasks: anyio.abc.TaskGroup, event: Asked, fds: Descriptors) -> None:
+        call = Call(self, event.id, event.request, fds)
+        self._calls[event.id] = call
+        if isinstance(event.request, Hello):
+            await self._run(call)  # what follows hello in the same read relies on its having been accepted
+        else:
+            tasks.start_soon(self._run_alone, call, name=f"request {event.request.op}")
+
+    async def _run_alone(self, call: Call) -> None:
+        try:
+            await self._run(call)
+        except _GONE:
+            self._stream.close()  # which ends the reading, and with it the session
+
+    async def _run(self, call: Call) -> None:
+        """Answer the request once, whatever becomes of it."""
+        frame: bytes | None = None
+        with call.scope, call.fds:
+            try:
+                frame = self.protocol.reply(call.id, await self._answer(call))
+            except HegmError as error:
+                if isinstance(call.request, Hello):  # refused: there is no connection to go on with
+                    raise ProtocolBroken(error, call.id) from error
+                frame = self.protocol.error(call.id, error)
+        del self._calls[call.id]
+        if frame is None:
+            cancelled = HegmError(CANCELLED, f"{call.request.op} was cancelled", "nothing needs to be done")
+            frame = self.protocol.error(call.id, cancelled)
+        await self.send(frame)
+
+    async def _cancel(self, request_id: int, request: Cancel) -> None:
+        call = self._calls.get(request.request)
+        if call is not None:
+            call.scope.cancel()
+        await self.send(self.protocol.reply(request_id, CancelReply(found=call is not None)))
+
+    async def _part(self, error: HegmError) -> None:
+        """Tell the peer why its connection ends, if it listens; no longer than a moment."""
+        request_id = error.request_id if isinstance(error, ProtocolBroken) else None
+        if isinstance(error, PeerError):
+            limited(logger, f"broken-{self.peer.uid}", logging.WARNING, "connection dropped: %s", error.message)
+        with anyio.move_on_after(1, shield=True), contextlib.suppress(OSError, anyio.ClosedResourceError, HegmError):
+            await self._stream.send(self.protocol.error(request_id, error), 1)

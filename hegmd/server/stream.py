@@ -1,0 +1,142 @@
+"""One connected Unix stream socket for the event loop: bytes and descriptors, both ways, each with one owner.
+
+anyio's own Unix stream is not used because it leaves received descriptors open across exec (no MSG_CMSG_CLOEXEC): they
+would leak into the programs that the daemon starts.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+from collections import deque
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import anyio
+
+from hegmd.errors import BAD_REQUEST, TIMEOUT, HegmError, PeerError
+from hegmd.protocol.connection import MAX_FDS
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+READ_BYTES = 16 * 1024
+_WRITE_BYTES = 256 * 1024
+_MOST_UNCLAIMED = 2 * MAX_FDS
+
+
+class Descriptors:
+    """Received descriptors with an owner: whatever is not taken out is closed. Closing twice is fine."""
+
+    def __init__(self, fds: list[int]) -> None:
+        self._fds = fds
+
+    def __len__(self) -> int:
+        return len(self._fds)
+
+    def take(self) -> list[int]:
+        """All of them, now the caller's to close."""
+        fds, self._fds = self._fds, []
+        return fds
+
+    def close(self) -> None:
+        for fd in self.take():
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class PeerStream:
+    """Owns the socket and every descriptor that came in and nobody claimed yet."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._unclaimed: deque[int] = deque()
+        self._sending = anyio.Lock()
+        self._closed = False
+
+    async def receive(self) -> bytes:
+        """The next bytes; empty at the end of the stream. Descriptors that come along wait for `claim`."""
+        while True:
+            try:
+                data, ancillary, flags, _ = self._socket.recvmsg(
+                    READ_BYTES, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                await anyio.wait_readable(self._socket)
+                continue
+            except InterruptedError:
+                continue
+            except ConnectionError:
+                return b""
+            self._keep(ancillary)
+            if flags & socket.MSG_CTRUNC or len(self._unclaimed) > _MOST_UNCLAIMED:
+                raise PeerError(
+                    BAD_REQUEST,
+                    "more descriptors were sent than any message names",
+                    f"send at most {MAX_FDS} with a frame, and say how many in `fds`",
+                )
+            return data
+
+    def _keep(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+                self._unclaimed.extend(fds)
+
+    def claim(self, count: int) -> Descriptors:
+        """The oldest `count` descriptors. Raises PeerError when fewer came than the message names."""
+        if count > len(self._unclaimed):
+            raise PeerError(
+                BAD_REQUEST,
+                f"{count} descriptors were named, {len(self._unclaimed)} came",
+                "send the descriptors with the first byte of the frame that names them",
+            )
+        return Descriptors([self._unclaimed.popleft() for _ in range(count)])
+
+    async def send(self, data: bytes, deadline_s: float) -> None:
+        """Send it all, one caller at a time. Raises TIMEOUT, and closes, when the peer does not take it in that time.
+
+        A frame that was begun is finished even if the caller is cancelled: half a frame would end the connection for
+        every other request on it. Only `close` and the deadline cut it short.
+        """
+        async with self._sending:
+            sent = self._send_now(data)
+            if sent == len(data):
+                return
+            try:
+                with anyio.fail_after(deadline_s, shield=True):
+                    while sent < len(data):
+                        await anyio.wait_writable(self._socket)
+                        sent += self._send_now(data[sent : sent + _WRITE_BYTES])
+            except TimeoutError:
+                self.close()
+                raise HegmError(
+                    TIMEOUT, f"the peer did not read for {deadline_s:g} s", "read replies as they come"
+                ) from None
+
+    def _send_now(self, data: bytes) -> int:
+        try:
+            return self._socket.send(data, socket.MSG_NOSIGNAL)
+        except (BlockingIOError, InterruptedError):
+            return 0
+
+    def close(self) -> None:
+        """Close the socket and every unclaimed descriptor."""
+        if self._closed:
+            return
+        self._closed = True
+        while self._unclaimed:
+            os.close(self._unclaimed.popleft())
+        with contextlib.suppress(OSError):  # ends a wait in `receive`, which a plain close would leave waiting for ever
+            self._socket.shutdown(socket.SHUT_RDWR)
+        anyio.notify_closing(self._socket)
+        self._socket.close()

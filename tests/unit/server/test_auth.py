@@ -1,0 +1,68 @@
+"""Who may do what, as a table: by uid and groups alone."""
+
+import pytest
+
+from hegmd.errors import DENIED, HegmError
+from hegmd.protocol.messages import REQUESTS, Cancel, Gpus, Hello, Ping, Processes, Reload, Request, SimulateFault
+from hegmd.protocol.snapshots import GpuProcess
+from hegmd.server.auth import Peer, Policy
+
+ADMIN_GID = 990
+ROOT = Peer(pid=1, uid=0, gid=0)
+OWNER = Peer(pid=2, uid=500, gid=500)
+BY_PRIMARY_GROUP = Peer(pid=3, uid=1000, gid=ADMIN_GID)
+BY_SUPPLEMENTARY_GROUP = Peer(pid=4, uid=1001, gid=1001, groups=frozenset((27, ADMIN_GID)))
+ANYBODY = Peer(pid=5, uid=1002, gid=1002, groups=frozenset((27,)))
+
+SYSTEM = Policy(daemon_uid=500, admin_gid=ADMIN_GID)
+PRIVATE = Policy(daemon_uid=500, own_user_only=True)
+
+
+@pytest.mark.parametrize("peer", [ROOT, OWNER, BY_PRIMARY_GROUP, BY_SUPPLEMENTARY_GROUP])
+def test_root_the_daemons_user_and_the_group_may_act_on_all(peer: Peer) -> None:
+    assert SYSTEM.may_act_on_all(peer)
+    assert SYSTEM.may_act_on(peer, ANYBODY.uid)
+    assert SYSTEM.may_act_on(peer, None)
+    for request in REQUESTS.values():
+        SYSTEM.check(peer, request)
+
+
+def test_anybody_else_may_act_on_their_own_and_on_nothing_of_an_unknown_owner() -> None:
+    assert not SYSTEM.may_act_on_all(ANYBODY)
+    assert SYSTEM.may_act_on(ANYBODY, ANYBODY.uid)
+    assert not SYSTEM.may_act_on(ANYBODY, 0)
+    assert not SYSTEM.may_act_on(ANYBODY, None)
+
+
+@pytest.mark.parametrize("request_class", [Reload, SimulateFault])
+def test_what_changes_the_node_is_refused_to_anybody_else(request_class: type[Request]) -> None:
+    with pytest.raises(HegmError, match="uid 1002") as caught:
+        SYSTEM.check(ANYBODY, request_class)
+    assert caught.value.code is DENIED
+
+
+@pytest.mark.parametrize("request_class", [Hello, Cancel, Ping, Gpus, Processes])
+def test_looking_is_free(request_class: type[Request]) -> None:
+    SYSTEM.check(ANYBODY, request_class)
+
+
+def test_without_the_group_on_the_node_membership_means_nothing() -> None:
+    policy = Policy(daemon_uid=0, admin_gid=None)
+    assert not policy.may_act_on_all(BY_PRIMARY_GROUP)
+
+
+def test_a_private_daemon_serves_its_user_and_root() -> None:
+    assert PRIVATE.may_connect(OWNER)
+    assert PRIVATE.may_connect(ROOT)
+    assert not PRIVATE.may_connect(ANYBODY)
+    assert SYSTEM.may_connect(ANYBODY)
+
+
+def test_command_lines_of_other_users_are_kept_back() -> None:
+    process = GpuProcess(pid=9, uid=0, command="train --token s3cret", gpus=())
+    seen = SYSTEM.visible(ANYBODY, process)
+    assert seen.command is None
+    assert "another user" in (seen.note or "")
+    assert SYSTEM.visible(BY_PRIMARY_GROUP, process) == process
+    own = process.replace(uid=ANYBODY.uid)
+    assert SYSTEM.visible(ANYBODY, own) == own

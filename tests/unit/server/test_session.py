@@ -1,0 +1,341 @@
+"""One connection against every kind of peer: polite, slow, hostile, half-closed, gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from hegmd.errors import BAD_REQUEST, CANCELLED, NOT_FOUND, TIMEOUT, UNAVAILABLE, HegmError
+from hegmd.protocol import codec
+from hegmd.protocol.connection import Answer, Failure, Progress
+from hegmd.protocol.frames import frame
+from hegmd.protocol.messages import (
+    Caller,
+    Cancel,
+    CancelReply,
+    Events,
+    EventsReply,
+    Gpus,
+    GpusReply,
+    Hello,
+    Limits,
+    Ping,
+    Pong,
+    Processes,
+    Welcome,
+)
+from hegmd.protocol.record import Record
+from hegmd.protocol.snapshots import Event
+from hegmd.server.auth import Peer
+from hegmd.server.session import Call, Session, SessionLimits
+from hegmd.server.stream import PeerStream
+from tests.unit.server.talker import Talker
+
+PATIENT = SessionLimits(
+    frame_bytes=65_536, requests_in_flight=4, hello_deadline_s=60, frame_deadline_s=60, send_deadline_s=60
+)
+PEER = Peer(pid=os.getpid(), uid=os.getuid(), gid=os.getgid())
+BIG_EVENT = Event(seq=1, time_utc=1.0, kind="big", severity="info", message="x" * 100_000)
+
+
+class Daemon:
+    """Answers in the session's stead; `gpus` never ends unless it is cancelled or `go_on` is set."""
+
+    def __init__(self) -> None:
+        self.waiting = anyio.Event()
+        self.go_on = anyio.Event()
+        self.ended: list[str] = []
+        self.taken_fds: list[int] = []
+
+    async def answer(self, call: Call) -> Record:
+        request = call.request
+        if isinstance(request, Hello):
+            return self._welcome()
+        if isinstance(request, Ping):
+            self.taken_fds += call.fds.take()
+            return Pong()
+        if isinstance(request, Processes):
+            raise HegmError(NOT_FOUND, "no such process", "look again")
+        if isinstance(request, Events):
+            while True:
+                await call.emit(BIG_EVENT)
+        try:
+            self.waiting.set()
+            await self.go_on.wait()
+        finally:
+            self.ended.append(request.op)
+        return GpusReply(taken_utc=1.0, gpus=(), vendors=())
+
+    def _welcome(self) -> Welcome:
+        return Welcome(
+            version=1,
+            daemon_version="0",
+            node="n",
+            simulated=True,
+            capabilities=(),
+            limits=Limits(frame_bytes=65_536, requests_in_flight=4),
+            you=Caller(uid=0, gid=0, pid=1, may_act_on_all=True),
+        )
+
+
+@asynccontextmanager
+async def talking(limits: SessionLimits = PATIENT) -> AsyncIterator[tuple[Talker, Session, Daemon, anyio.Event]]:
+    """A session being served, its peer, its handler, and an event that its end sets."""
+    here, there = socket.socketpair()
+    daemon = Daemon()
+    session = Session(PeerStream(there), PEER, daemon.answer, limits)
+    ended = anyio.Event()
+
+    async def serve() -> None:
+        await session.serve()
+        ended.set()
+
+    with Talker(here) as talker:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve)
+            yield talker, session, daemon, ended
+            tasks.cancel_scope.cancel()
+
+
+async def test_requests_overlap_and_the_quick_one_is_answered_first() -> None:
+    async with talking() as (talker, _, daemon, _):
+        await talker.hello()
+        slow_id, slow = talker.protocol.request(Gpus())
+        quick_id, quick = talker.protocol.request(Ping())
+        await talker.send(slow + quick)
+        first = await talker.next()
+        daemon.go_on.set()
+        second = await talker.next()
+        assert isinstance(first, Answer)
+        assert isinstance(second, Answer)
+        assert (first.id, second.id) == (quick_id, slow_id)
+
+
+async def test_a_refusal_is_answered_and_the_connection_goes_on() -> None:
+    async with talking() as (talker, _, _, _):
+        await talker.hello()
+        refused = await talker.ask(Processes(pids=(1,)))
+        assert isinstance(refused, Failure)
+        assert refused.error.code is NOT_FOUND
+        assert isinstance(await talker.ask(Ping()), Answer)
+
+
+async def test_cancel_ends_the_request_and_nothing_else() -> None:
+    async with talking() as (talker, _, daemon, _):
+        await talker.hello()
+        slow_id, slow = talker.protocol.request(Gpus())
+        await talker.send(slow)
+        await daemon.waiting.wait()
+        _, cancel = talker.protocol.request(Cancel(request=slow_id))
+        await talker.send(cancel)
+        answers = {type(event): event for event in (await talker.next(), await talker.next())}
+        failure, done = answers[Failure], answers[Answer]
+        assert isinstance(failure, Failure)
+        assert isinstance(done, Answer)
+        assert failure.id == slow_id
+        assert failure.error.code is CANCELLED
+        assert done.reply == CancelReply(found=True)
+        assert daemon.ended == ["gpus"]
+        nothing = await talker.ask(Cancel(request=slow_id))
+        assert isinstance(nothing, Answer)
+        assert nothing.reply == CancelReply(found=False)
+
+
+async def test_a_cancel_while_an_event_is_being_written_leaves_whole_frames() -> None:
+    async with talking() as (talker, _, _, _):
+        await talker.hello()
+        stream_id, data = talker.protocol.request(Events(follow=True))
+        await talker.send(data)
+        assert isinstance(await talker.next(), Progress)
+        _, cancel = talker.protocol.request(Cancel(request=stream_id))
+        await talker.send(cancel)
+        seen: list[type] = []
+        while len([kind for kind in seen if kind is not Progress]) < 2:
+            seen.append(type(await talker.next()))
+        assert {Failure, Answer} <= set(seen)
+        assert isinstance(await talker.ask(Ping()), Answer)
+
+
+async def test_a_peer_that_leaves_takes_its_requests_along() -> None:
+    async with talking() as (talker, _, daemon, ended):
+        await talker.hello()
+        _, slow = talker.protocol.request(Gpus())
+        await talker.send(slow)
+        await daemon.waiting.wait()
+        talker.socket.shutdown(socket.SHUT_WR)
+        await ended.wait()
+        assert daemon.ended == ["gpus"]
+
+
+async def test_what_handlers_want_undone_is_undone_at_the_end() -> None:
+    undone: list[str] = []
+    async with talking() as (talker, session, _, ended):
+        session.closing.callback(undone.append, "first")
+        session.closing.callback(undone.append, "second")
+        await talker.hello()
+        talker.socket.close()
+        await ended.wait()
+    assert undone == ["second", "first"]
+
+
+async def _last_word(talker: Talker) -> HegmError | None:
+    """The error about the connection itself, and that it is closed after it."""
+    last = await talker.next()
+    assert await talker.next() is None
+    return last.error if isinstance(last, Failure) else None
+
+
+async def test_no_hello_in_time_is_the_end() -> None:
+    async with talking(_impatient(hello_deadline_s=0.01)) as (talker, _, _, ended):
+        error = await _last_word(talker)
+        assert error is not None
+        assert error.code is TIMEOUT
+        await ended.wait()
+
+
+@pytest.mark.parametrize("beginning", [b"\x00", frame(b"x" * 100)[:50]])
+async def test_a_frame_that_is_never_finished_is_the_end(beginning: bytes) -> None:
+    async with talking(_impatient(frame_deadline_s=0.01)) as (talker, _, _, ended):
+        await talker.hello()
+        await talker.send(beginning)
+        error = await _last_word(talker)
+        assert error is not None
+        assert "rest of a frame" in error.message
+        await ended.wait()
+
+
+async def test_an_idle_peer_between_frames_stays() -> None:
+    async with talking(_impatient(frame_deadline_s=0.001)) as (talker, _, _, _):
+        await talker.hello()
+        await talker.send(frame(b"")[:0])
+        for _ in range(50):
+            await anyio.lowlevel.checkpoint()
+        assert isinstance(await talker.ask(Ping()), Answer)
+
+
+async def test_a_peer_that_never_reads_loses_its_connection() -> None:
+    async with talking(_impatient(send_deadline_s=0.01)) as (talker, _, _, ended):
+        await talker.hello()
+        _, data = talker.protocol.request(Events(follow=True))
+        await talker.send(data)
+        await ended.wait()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        frame(b"\xc1"),
+        frame(b"\xc0"),
+        frame(codec.encode({"v": 1, "id": 1, "op": "ping"})),
+        bytes(4),
+        b"\xff\xff\xff\xff",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+async def test_a_peer_that_breaks_the_protocol_is_told_why_and_closed(data: bytes) -> None:
+    async with talking() as (talker, _, _, ended):
+        await talker.send(data)
+        await ended.wait()
+        raw = await talker.receive()
+        told = codec.decode(raw[4:])
+        assert told["err"]["code"] == BAD_REQUEST.name  # type: ignore[index]
+        assert told["err"]["hint"]  # type: ignore[index]
+
+
+async def test_a_flood_over_the_limit_is_answered_busy_and_breaks_nothing() -> None:
+    async with talking() as (talker, _, daemon, _):
+        await talker.hello()
+        flood = [talker.protocol.request(Gpus()) for _ in range(20)]
+        await talker.send(b"".join(data for _, data in flood))
+        refused = [await talker.next() for _ in range(16)]
+        assert all(isinstance(event, Failure) and event.error.code.name == "busy" for event in refused)
+        daemon.go_on.set()
+        served = [await talker.next() for _ in range(4)]
+        assert all(isinstance(event, Answer) for event in served)
+
+
+async def test_descriptors_reach_the_request_that_names_them_and_are_closed_on_exec() -> None:
+    async with talking() as (talker, _, daemon, _):
+        await talker.hello()
+        read_end, write_end = os.pipe()
+        _, data = talker.protocol.request(Ping(), fds=1)
+        await talker.send(data, [read_end])
+        assert isinstance(await talker.next(), Answer)
+        (taken,) = daemon.taken_fds
+        os.write(write_end, b"!")
+        assert os.read(taken, 1) == b"!"
+        assert not os.get_inheritable(taken)
+        for fd in (taken, read_end, write_end):
+            os.close(fd)
+
+
+async def test_descriptors_that_nobody_takes_are_closed() -> None:
+    async with talking() as (talker, _, _, _):
+        await talker.hello()
+        read_end, write_end = os.pipe()
+        _, data = talker.protocol.request(Processes(pids=(1,)), fds=1)
+        await talker.send(data, [write_end])
+        os.close(write_end)
+        assert isinstance(await talker.next(), Failure)
+        assert os.read(read_end, 1) == b""  # the end of the pipe: no copy of its other end is open any more
+        os.close(read_end)
+
+
+@pytest.mark.parametrize(("named", "sent"), [(2, 1), (0, 16)])
+async def test_descriptors_and_their_number_have_to_agree(named: int, sent: int) -> None:
+    async with talking() as (talker, _, _, ended):
+        await talker.hello()
+        read_end, write_end = os.pipe()
+        for _ in range(4):
+            _, data = talker.protocol.request(Ping(), fds=named)
+            try:
+                await talker.send(data, [write_end] * sent)
+            except OSError:
+                break
+        os.close(write_end)
+        await ended.wait()
+        assert os.read(read_end, 1) == b""
+        os.close(read_end)
+
+
+async def test_when_the_daemon_stops_the_peer_is_told() -> None:
+    async with talking() as (talker, session, daemon, ended):
+        await talker.hello()
+        _, slow = talker.protocol.request(Gpus())
+        await talker.send(slow)
+        await daemon.waiting.wait()
+        await session.stop()
+        await ended.wait()
+        last = await talker.next()
+        assert isinstance(last, Failure)
+        assert last.id is None
+        assert last.error.code is UNAVAILABLE
+
+
+async def test_a_reply_of_the_wrong_kind_is_an_error_to_the_peer_and_not_the_end() -> None:
+    async with talking() as (talker, session, _, _):
+
+        async def wrong(_: Call) -> Record:
+            return EventsReply(next_seq=1)
+
+        await talker.hello()
+        session._answer = wrong
+        failure = await talker.ask(Ping())
+        assert isinstance(failure, Failure)
+        assert failure.error.code.name == "internal"
+        assert isinstance(await talker.ask(Ping()), Failure)
+
+
+def _impatient(**changes: float) -> SessionLimits:
+    return SessionLimits(
+        frame_bytes=65_536,
+        requests_in_flight=4,
+        hello_deadline_s=changes.get("hello_deadline_s", 60),
+        frame_deadline_s=changes.get("frame_deadline_s", 60),
+        send_deadline_s=changes.get("send_deadline_s", 60),
+    )
