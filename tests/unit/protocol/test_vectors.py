@@ -1,0 +1,35 @@
+"""The vectors that are shipped for other languages are what the code says today, and our own core agrees with them."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from hegmd.protocol import codec
+from hegmd.protocol.frames import FrameReader
+
+REPO = Path(__file__).parents[3]
+VECTORS = REPO / "docs" / "protocol-vectors"
+
+
+def test_the_files_are_fresh(tmp_path: Path) -> None:
+    runpy.run_path(str(REPO / "tools" / "vectors.py"))["main"](tmp_path)
+    for made in sorted(tmp_path.iterdir()):
+        assert made.read_text() == (VECTORS / made.name).read_text(), f"{made.name} is stale: run `make docs`"
+
+
+def test_the_reference_is_fresh() -> None:
+    from hegmd.protocol.reference import insert
+
+    page = (REPO / "docs" / "protocol.md").read_text()
+    assert insert(page) == page, "docs/protocol.md is stale: run `make docs`"
+
+
+@pytest.mark.parametrize("vector", json.loads((VECTORS / "messages.json").read_text()), ids=lambda v: v["name"])
+def test_messages_decode_to_their_envelope(vector: dict[str, str]) -> None:
+    reader = FrameReader(100_000)
+    reader.feed(bytes.fromhex(vector["frame"]))
+    payload = reader.next_payload()
+    assert payload is not None
+    assert codec.decode(payload) == vector["envelope"]
