@@ -55,9 +55,10 @@ completions: ## write the shell completions, from the parsers, to build/completi
 	@tools/setup.sh dev
 	@$(PYTHON) -m hegmctl.pages completions build/completions
 
-docs: ## write docs/protocol.md and contrib/hegmd.toml again, from the code
+docs: ## write the generated documents again, from the code
 	@tools/setup.sh dev
 	@$(PYTHON) -m hegmd.protocol.reference
+	@$(PYTHON) tools/vectors.py docs/protocol-vectors
 	@$(PYTHON) -m hegmd.config
 
 lint: ## formatter, linter, spelling and both type checkers
