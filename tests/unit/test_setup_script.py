@@ -1,0 +1,173 @@
+"""tools/setup.sh decides rightly when to do nothing, with an interpreter that only notes what it is asked to do."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "setup.sh"
+
+# In place of .venv/bin/python: answers yes to every question and logs what pip is asked for.
+INTERPRETER = """#!/bin/sh
+case "$*" in
+*"-m pip install"*) echo "$*" >>"$(dirname "$0")/../../installed" ;;
+esac
+"""
+
+# Programs that a level looks for and that have to seem present.
+PRESENT = "cc make systemctl systemd-sysusers dbus-daemon unshare nsenter setpriv mount runuser dpkg-deb useradd ps"
+
+
+class Checkout:
+    """A copy of what the script reads, with a .venv that does nothing."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.programs = root.with_name("programs")
+        for folder in (root / "tools", root / "hegmd", root / "tests", root / ".venv" / "bin", self.programs):
+            folder.mkdir(parents=True)
+        shutil.copy(SCRIPT, root / "tools" / "setup.sh")
+        (root / "pyproject.toml").write_text("[project]\n")
+        (root / "hegmd" / "__init__.py").write_text('__version__ = "0"\n')
+        self._program(root / ".venv" / "bin" / "python", INTERPRETER)
+        for name in PRESENT.split():
+            self.provide(name)
+        self.provide("node", "#!/bin/sh\n")
+        self.provide("npm", f'#!/bin/sh\necho "npm $*" >>{root}/installed\n')
+        for name in "bash cat cut dirname env find flock id readlink rm sh sha256sum sort tr".split():
+            (self.programs / name).symlink_to(shutil.which(name) or "/missing")
+
+    def provide(self, name: str, text: str = "#!/bin/sh\nexit 0\n") -> None:
+        self._program(self.programs / name, text)
+
+    def be_user(self, uid: int) -> None:
+        (self.programs / "id").unlink()
+        self.provide("id", f"#!/bin/sh\necho {uid}\n")
+
+    def _program(self, path: Path, text: str) -> None:
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def start(self, level: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", "tools/setup.sh", level],
+            cwd=self.root,
+            env={"PATH": str(self.programs), "HOME": str(self.root)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, level: str) -> tuple[int, str]:
+        with self.start(level) as process:
+            output, _ = process.communicate()
+        return process.returncode, output
+
+    def installed(self) -> list[str]:
+        """What was installed since the last time of asking."""
+        log = self.root / "installed"
+        lines = log.read_text().splitlines() if log.exists() else []
+        log.unlink(missing_ok=True)
+        return lines
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path / "checkout")
+
+
+def test_the_second_run_does_nothing_and_says_nothing(checkout: Checkout) -> None:
+    assert checkout.run("dev")[0] == 0
+    assert any(line.endswith(".[dev]") for line in checkout.installed())
+    assert checkout.run("dev") == (0, "")
+    assert checkout.installed() == []
+
+
+@pytest.mark.parametrize(
+    ("done", "asked", "enough"),
+    [("full", "dev", True), ("full", "run", True), ("dev", "run", True), ("run", "dev", False), ("dev", "full", False)],
+)
+def test_a_higher_level_holds_the_lower_ones(checkout: Checkout, done: str, asked: str, enough: bool) -> None:
+    checkout.run(done)
+    checkout.installed()
+    assert checkout.run(asked)[0] == 0
+    assert (checkout.installed() == []) is enough
+
+
+@pytest.mark.parametrize(
+    "changed", ["pyproject.toml", "hegmd/__init__.py", "tools/setup.sh", "tests/package-lock.json"]
+)
+def test_a_changed_input_is_acted_on_once(checkout: Checkout, changed: str) -> None:
+    checkout.run("dev")
+    checkout.installed()
+    with (checkout.root / changed).open("a") as file:
+        file.write("\n")
+    assert checkout.run("dev")[0] == 0
+    assert checkout.installed() != []
+    assert checkout.run("dev") == (0, "")
+
+
+def test_a_moved_checkout_is_set_up_again(checkout: Checkout) -> None:
+    checkout.run("dev")
+    checkout.installed()
+    moved = checkout.root.with_name("moved")
+    checkout.root.rename(moved)
+    checkout.root = moved
+    assert checkout.run("dev")[0] == 0
+    assert checkout.installed() != []
+
+
+def test_what_was_set_up_for_tests_is_kept_fit_for_them(checkout: Checkout) -> None:
+    checkout.run("dev")
+    (checkout.root / "pyproject.toml").write_text("[project]\n\n")
+    checkout.installed()
+    checkout.run("run")
+    assert any(line.endswith(".[dev]") for line in checkout.installed())
+    assert checkout.run("dev") == (0, "")
+
+
+def test_two_at_once_install_once(checkout: Checkout) -> None:
+    first, second = checkout.start("run"), checkout.start("run")
+    with first, second:
+        outputs = [process.communicate()[0] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert sum(line.endswith("--editable .") for line in checkout.installed()) == 1, outputs
+
+
+def test_an_install_that_failed_is_tried_again(checkout: Checkout) -> None:
+    python = checkout.root / ".venv" / "bin" / "python"
+    python.write_text(INTERPRETER + 'case "$*" in *--editable*) exit 1 ;; esac\n')
+    code, output = checkout.run("dev")
+    assert code == 1
+    assert "pip could not install" in output
+    python.write_text(INTERPRETER)
+    checkout.installed()
+    assert checkout.run("dev")[0] == 0
+    assert checkout.installed() != []
+
+
+def test_missing_programs_are_installed_by_root_and_by_nobody_else(checkout: Checkout) -> None:
+    (checkout.programs / "dbus-daemon").unlink()
+    checkout.provide("apt-get", f'#!/bin/sh\necho "apt-get $*" >>{checkout.root}/installed\n')
+    checkout.be_user(0)
+    assert checkout.run("full")[0] == 0
+    assert "apt-get install -y --no-install-recommends dbus" in [line.strip() for line in checkout.installed()]
+
+
+def test_without_the_right_to_install_the_command_is_told(checkout: Checkout) -> None:
+    (checkout.programs / "dbus-daemon").unlink()
+    checkout.provide("apt-get", "#!/bin/sh\nexit 100\n")
+    checkout.be_user(1000)
+    code, output = checkout.run("full")
+    assert code == 1
+    assert "run: sudo apt-get update && sudo apt-get install -y --no-install-recommends dbus" in output
+    assert checkout.installed() == []
+
+
+def test_an_unknown_level_is_refused(checkout: Checkout) -> None:
+    code, output = checkout.run("everything")
+    assert code == 2
+    assert "run, dev or full" in output
