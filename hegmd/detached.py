@@ -1,0 +1,69 @@
+"""Blocking work in a thread of its own that can be left behind.
+
+Some things that the daemon looks at can hang for good: a program on a dead network disk, a process that the kernel
+will not let die, a statvfs. Such work runs in a daemon thread: the loop waits for it as for anything else, and when it
+stops waiting, the thread blocks neither the loop, nor its successors, nor the end of the process. anyio's own worker
+threads are not used for this, because the interpreter waits for them when it exits.
+
+Loop and thread share one socket pair, an end each, and each closes only its own: so no descriptor can be closed under
+the other's hands, however late the thread comes back.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import socket
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import anyio
+
+T = TypeVar("T")
+
+
+class _Outcome(Generic[T]):
+    """What the work came to; filled by the thread before it closes its end."""
+
+    def __init__(self) -> None:
+        self.values: list[T] = []
+        self.error: BaseException | None = None
+
+    def unwrap(self) -> T:
+        if self.error is not None:
+            raise self.error
+        return self.values[0]
+
+
+async def run_detached(work: Callable[[socket.socket], T], *, name: str, linger_s: float = 0.0) -> T:
+    """The result of `work`, or what it raised; `work` gets a socket that becomes readable when nobody waits any more.
+
+    On cancellation the work has `linger_s` to end by itself; after that it goes on alone and its result is dropped.
+    """
+    ours, theirs = socket.socketpair()
+    outcome: _Outcome[T] = _Outcome()
+    context = contextvars.copy_context()
+
+    def body() -> None:
+        try:
+            outcome.values.append(context.run(work, theirs))
+        except BaseException as error:  # noqa: BLE001 - it is raised again where the result is awaited
+            outcome.error = error
+        finally:
+            theirs.close()
+
+    try:
+        threading.Thread(target=body, name=name, daemon=True).start()
+    except BaseException:
+        theirs.close()
+        ours.close()
+        raise
+    with ours:
+        try:
+            await anyio.wait_readable(ours)
+        except anyio.get_cancelled_exc_class():
+            ours.shutdown(socket.SHUT_WR)
+            with anyio.move_on_after(linger_s, shield=True):
+                await anyio.wait_readable(ours)
+            raise
+    return outcome.unwrap()

@@ -1,0 +1,78 @@
+"""Work in a thread that can be left behind."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+
+import anyio
+import pytest
+
+from hegmd.detached import run_detached
+
+
+async def test_the_result_comes_back() -> None:
+    assert await run_detached(lambda _: 42, name="answer") == 42
+
+
+async def test_what_the_work_raises_is_raised_where_it_is_awaited() -> None:
+    def work(_: socket.socket) -> None:
+        raise LookupError("nothing there")
+
+    with pytest.raises(LookupError, match="nothing there"):
+        await run_detached(work, name="failing")
+
+
+async def test_the_loop_goes_on_while_the_work_blocks() -> None:
+    release = threading.Event()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: run_detached(lambda _: release.wait(), name="blocked"))
+        await anyio.lowlevel.checkpoint()
+        release.set()  # not reached if the loop were blocked
+
+
+async def test_work_that_hangs_is_left_behind() -> None:
+    release = threading.Event()
+    ended = threading.Event()
+
+    def work(_: socket.socket) -> None:
+        release.wait()
+        ended.set()
+
+    with anyio.move_on_after(0.01) as scope:
+        await run_detached(work, name="hanging")
+    assert scope.cancelled_caught
+    assert not ended.is_set()
+    release.set()
+    assert ended.wait(5), "the thread should have gone on alone"
+
+
+async def test_work_is_told_that_nobody_waits_and_may_still_end_in_order() -> None:
+    done: list[str] = []
+
+    def work(unwanted: socket.socket) -> None:
+        assert unwanted.recv(1) == b""
+        done.append("tidied up")
+
+    with anyio.move_on_after(0.01):
+        await run_detached(work, name="orderly", linger_s=5)
+    assert done == ["tidied up"]
+
+
+def test_the_process_exits_although_a_thread_hangs() -> None:
+    program = """
+import anyio, threading
+from hegmd.detached import run_detached
+
+async def main():
+    with anyio.move_on_after(0.01):
+        await run_detached(lambda _: threading.Event().wait(), name="hanging")
+
+anyio.run(main)
+print("left")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=15, check=False)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("left\n", "", 0)
