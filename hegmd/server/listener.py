@@ -1,8 +1,7 @@
 """The Unix socket: taken from systemd or bound here, one session per connection, and a limit on how many.
 
-Binding is atomic: the socket appears under its name with its owner and mode already set, so nobody can connect in
-between. A socket file that nobody listens on is replaced; one that is answered means another daemon, and this one
-refuses to start.
+Owner and mode of the socket are set before it listens, so nobody can connect in between. A socket file that nobody
+listens on is replaced; one that is answered means another daemon, and this one refuses to start.
 """
 
 from __future__ import annotations
@@ -39,22 +38,23 @@ _PRESSED_PAUSE_S = 0.1
 
 def bind(path: Path, mode: int, group_id: int | None) -> socket.socket:
     """A listening socket at that path. Raises HegmError when another daemon listens there or the path is unusable."""
-    _clear(path)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        with contextlib.suppress(FileNotFoundError):
-            fresh.unlink()
-        listening.bind(str(fresh))
-        fresh.chmod(mode)
-        if group_id is not None:
-            os.chown(fresh, -1, group_id)
-        listening.listen(BACKLOG)
-        fresh.rename(path)
+        _clear(path)
+        listening.bind(str(path))
+        try:
+            if group_id is not None:
+                os.chown(path, -1, group_id)
+            path.chmod(mode)
+            listening.listen(BACKLOG)
+        except OSError:
+            path.unlink()
+            raise
+    except HegmError:
+        listening.close()
+        raise
     except OSError as error:
         listening.close()
-        with contextlib.suppress(OSError):
-            fresh.unlink()
         raise HegmError(
             REFUSED,
             f"cannot listen at {path}: {error.strerror or error}",
@@ -64,7 +64,7 @@ def bind(path: Path, mode: int, group_id: int | None) -> socket.socket:
 
 
 def _clear(path: Path) -> None:
-    """See to it that the path is free or holds a socket that nobody listens on."""
+    """Remove a socket that nobody listens on; raise HegmError for anything else in the way."""
     try:
         found = path.lstat()
     except OSError:
@@ -75,6 +75,7 @@ def _clear(path: Path) -> None:
         try:
             probe.connect(str(path))
         except OSError:
+            path.unlink(missing_ok=True)
             return
     raise HegmError(
         REFUSED,
@@ -146,6 +147,7 @@ class Listener:
                 with self._accepting:
                     while True:
                         await self._accept(tasks)
+                self._listening.close()
                 for session in list(self._sessions):
                     tasks.start_soon(session.stop)
 
@@ -165,8 +167,8 @@ class Listener:
             limited(logger, "accept", logging.ERROR, "cannot accept connections: %s", error.strerror)
             await anyio.sleep(_PRESSED_PAUSE_S)
             return
-        await anyio.lowlevel.checkpoint()  # a storm of connections does not starve those that are there
         self._admit(connection, tasks)
+        await anyio.lowlevel.checkpoint()  # a storm of connections does not starve those that are there
 
     def _admit(self, connection: socket.socket, tasks: anyio.abc.TaskGroup) -> None:
         try:

@@ -1,0 +1,178 @@
+"""The listening socket: how it appears, who is let in, and how everybody is told when it goes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.errors import BUSY, DENIED, REFUSED, UNAVAILABLE, HegmError
+from hegmd.protocol.connection import Answer, Failure
+from hegmd.protocol.messages import Caller, Hello, Limits, Ping, Pong, Welcome
+from hegmd.protocol.record import Record
+from hegmd.server.auth import Peer, Policy
+from hegmd.server.listener import Admission, Listener, bind
+from hegmd.server.session import Call, Session, SessionLimits
+from hegmd.server.stream import PeerStream
+from tests.unit.server.talker import Talker
+
+LIMITS = SessionLimits(
+    frame_bytes=65_536, requests_in_flight=4, hello_deadline_s=60, frame_deadline_s=60, send_deadline_s=60
+)
+ANYBODY = Policy(daemon_uid=os.getuid())
+
+
+async def answer(call: Call) -> Record:
+    if not isinstance(call.request, Hello):
+        return Pong()
+    return Welcome(
+        version=1,
+        daemon_version="0",
+        node="n",
+        simulated=True,
+        capabilities=(),
+        limits=Limits(frame_bytes=65_536, requests_in_flight=4),
+        you=Caller(uid=call.peer.uid, gid=0, pid=call.peer.pid, may_act_on_all=True),
+    )
+
+
+@asynccontextmanager
+async def listening(
+    path: Path, *, clients: int = 100, clients_per_uid: int = 100, policy: Policy = ANYBODY
+) -> AsyncIterator[tuple[Listener, Admission, list[HegmError]]]:
+    refused: list[HegmError] = []
+    admission = Admission(policy, clients, clients_per_uid)
+
+    def open_session(stream: PeerStream, peer: Peer) -> Session:
+        return Session(stream, peer, answer, LIMITS)
+
+    listener = Listener(bind(path, 0o600, None), admission, open_session, refused.append)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(listener.run)
+        yield listener, admission, refused
+        tasks.cancel_scope.cancel()
+
+
+def connected(path: Path) -> Talker:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(path))
+    except OSError:
+        connection.close()
+        raise
+    return Talker(connection)
+
+
+async def test_clients_come_and_go_and_are_counted(socket_path: Path) -> None:
+    async with listening(socket_path) as (_, admission, _):
+        with connected(socket_path) as one, connected(socket_path) as two:
+            assert isinstance(await one.hello(), Answer)
+            assert isinstance(await two.hello(), Answer)
+            assert admission.current == 2
+            assert isinstance(await one.ask(Ping()), Answer)
+        with connected(socket_path) as three:
+            await three.hello()
+            while admission.current > 1:
+                await anyio.lowlevel.checkpoint()
+
+
+async def _refusal(talker: Talker) -> HegmError:
+    told = await talker.next()
+    assert isinstance(told, Failure)
+    assert told.id is None
+    assert await talker.next() is None
+    return told.error
+
+
+@pytest.mark.parametrize("limits", [{"clients": 1}, {"clients_per_uid": 1}])
+async def test_one_client_too_many_is_told_so_and_the_others_stay(socket_path: Path, limits: dict[str, int]) -> None:
+    async with listening(socket_path, **limits) as (_, admission, refused):
+        with connected(socket_path) as one:
+            await one.hello()
+            with connected(socket_path) as two:
+                assert (await _refusal(two)).code is BUSY
+            assert isinstance(await one.ask(Ping()), Answer)
+            assert admission.current == 1
+        assert [error.code for error in refused] == [BUSY]
+
+
+class Hermit(Policy):
+    """Serves nobody, not even root, who is served by every real daemon."""
+
+    def may_connect(self, peer: Peer) -> bool:
+        return False
+
+
+async def test_whom_the_daemon_does_not_serve_is_told_so(socket_path: Path) -> None:
+    async with listening(socket_path, policy=Hermit(daemon_uid=0)) as (_, admission, refused):
+        with connected(socket_path) as talker:
+            assert (await _refusal(talker)).code is DENIED
+        assert len(refused) == 1
+        assert admission.current == 0
+
+
+async def test_every_peer_is_told_when_the_daemon_stops(socket_path: Path) -> None:
+    async with listening(socket_path) as (listener, admission, _):
+        with connected(socket_path) as one, connected(socket_path) as two:
+            await one.hello()
+            await two.hello()
+            listener.stop()
+            for talker in (one, two):
+                assert (await _refusal(talker)).code is UNAVAILABLE
+            while admission.current:
+                await anyio.lowlevel.checkpoint()
+            with pytest.raises(ConnectionRefusedError):
+                connected(socket_path)
+
+
+async def test_a_burst_of_connections_is_served_whole(socket_path: Path) -> None:
+    async with listening(socket_path, clients=300, clients_per_uid=300) as (_, admission, _):
+        talkers = [connected(socket_path) for _ in range(200)]
+        for talker in talkers:
+            assert isinstance(await talker.hello(), Answer)
+        assert admission.current == 200
+        for talker in talkers:
+            talker.socket.close()
+
+
+def test_the_socket_appears_with_its_mode(socket_path: Path) -> None:
+    with bind(socket_path, 0o660, os.getgid()):
+        found = socket_path.stat()
+        assert stat.S_ISSOCK(found.st_mode)
+        assert stat.S_IMODE(found.st_mode) == 0o660
+        assert [name.name for name in socket_path.parent.iterdir()] == [socket_path.name]
+
+
+def test_a_socket_that_nobody_listens_on_is_replaced(socket_path: Path) -> None:
+    bind(socket_path, 0o600, None).close()
+    assert socket_path.exists()
+    with bind(socket_path, 0o600, None), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(socket_path))
+
+
+def test_a_socket_that_is_answered_is_left_alone(socket_path: Path) -> None:
+    with bind(socket_path, 0o600, None) as first, pytest.raises(HegmError, match="another hegmd") as caught:
+        assert first.fileno() > 0
+        bind(socket_path, 0o600, None)
+    assert caught.value.code is REFUSED
+
+
+def test_a_file_in_the_way_is_left_alone(socket_path: Path) -> None:
+    socket_path.write_text("precious")
+    with pytest.raises(HegmError, match="no socket"):
+        bind(socket_path, 0o600, None)
+    assert socket_path.read_text() == "precious"
+
+
+def test_a_path_that_cannot_be_bound_says_so(socket_dir: Path) -> None:
+    for path in (socket_dir / "missing" / "s", socket_dir / ("x" * 120)):
+        with pytest.raises(HegmError, match="cannot listen") as caught:
+            bind(path, 0o600, None)
+        assert "--socket" in caught.value.hint
+    assert list(socket_dir.iterdir()) == []
