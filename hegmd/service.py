@@ -32,7 +32,7 @@ from hegmd.errors import UNAVAILABLE, USAGE, Bug, HegmError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Offer", "PassedDescriptors", "ServiceManager", "journal_reads", "take_offer", "under_systemd"]
+__all__ = ["Offer", "PassedDescriptors", "ServiceManager", "take_offer", "under_systemd"]
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +48,6 @@ _TAKEN_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PI
 def under_systemd(environ: Mapping[str, str]) -> bool:
     """Whether a service manager started this process and waits for its reports. To be asked before `take_offer`."""
     return bool(environ.get("NOTIFY_SOCKET"))
-
-
-def journal_reads(descriptor: int, environ: Mapping[str, str]) -> bool:
-    """Whether what is written to this descriptor (standard error, say) goes to the journal, by JOURNAL_STREAM."""
-    device, _, inode = environ.get("JOURNAL_STREAM", "").partition(":")
-    try:
-        status = os.fstat(descriptor)
-    except OSError:
-        return False
-    return (device, inode) == (str(status.st_dev), str(status.st_ino))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,11 @@ mkdir -m 0755 "$root"
 DESTDIR=$root PREFIX=/usr SYSCONFDIR=/etc "$here/install.sh"
 rm "$root/usr/lib/hegm/installed-files" # dpkg has its own list
 
+# Debian's zsh looks for the completions of packages elsewhere than zsh's own sources say.
+if [ -d "$root/usr/share/zsh/site-functions" ]; then
+    mv "$root/usr/share/zsh/site-functions" "$root/usr/share/zsh/vendor-completions"
+fi
+
 # ---- what a package has besides -------------------------------------------------------------------------------------
 
 documentation=$root/usr/share/doc/hegmd

@@ -50,7 +50,7 @@ rm -rf "$root$place" "$root$place.new"
 
 if [ -n "$running" ]; then systemctl daemon-reload; fi
 if [ -z "$packaged" ]; then
-    rm -rf "$root/var/lib/hegm" "$root/run/hegm"
+    rm -rf "$root/var/lib/hegm" "$root/var/log/hegm" "$root/run/hegm"
     if [ -z "$root" ] && getent group hegm >/dev/null; then groupdel hegm; fi
 fi
 for drop_in in "$root"/etc/systemd/system/hegmd.{service,socket}.d; do

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 BOOT_TIMEOUT_S = 60.0
 COMMAND_TIMEOUT_S = 60.0
 
-# Runs as the first process of the new namespaces; $1 is an empty directory. Every path it removes or empties lies below
-# the overlay, and `set -e` ends it if that could not be mounted.
+# Runs as the first process of the new namespaces; $1 is an empty directory, $2 the notify socket, the rest directories
+# to show inside. Every path it removes or empties lies below the overlay, and `set -e` ends it if that is not mounted.
 _BECOME_PID_1 = r"""
 set -eu
 base=$1 root=$1/root
@@ -51,6 +51,7 @@ for unit in systemd-modules-load.service modprobe@.service sys-kernel-debug.moun
 done
 : > "$root/etc/fstab"
 rm -f "$root/usr/sbin/policy-rc.d"  # an image for containers forbids packages to start anything
+rm -f "$root/var/lib/man-db/auto-update"  # the index of manual pages, two seconds at every installation
 tr -d - < /proc/sys/kernel/random/uuid > "$root/etc/machine-id"
 
 mount -t proc -o nosuid,nodev,noexec proc "$root/proc"
@@ -72,9 +73,16 @@ ln -s /proc/self/fd "$root/dev/fd"
 for node in null:1:3 zero:1:5 full:1:7 random:1:8 urandom:1:9 tty:5:0; do
     (IFS=:; set -- $node; mknod -m 0666 "$root/dev/$1" c "$2" "$3")
 done
-mkdir "$root/run/host"
+mkdir "$root/run/host" "$root/run/host/changes"
+mount --bind "$base/upper" "$root/run/host/changes"
 : > "$root/run/host/notify"
 mount --bind "$2" "$root/run/host/notify"
+shift 2
+for shown do  # these may lie on another file system, which an overlay of / does not show
+    mkdir -p "$root$shown"
+    mount --bind "$shown" "$root$shown"
+    mount -o remount,bind,ro "$root$shown"
+done
 
 hostname hegm-node
 cd "$root"
@@ -115,9 +123,13 @@ def why_not() -> str | None:
 
 
 class SystemdNode:
-    """One machine; a context manager. Entering boots it, leaving it takes away everything that it was."""
+    """One machine; a context manager. Entering boots it, leaving it takes away everything that it was.
 
-    def __init__(self) -> None:
+    `shown` are directories of the real machine to be seen inside, read-only and at the same path.
+    """
+
+    def __init__(self, *shown: Path) -> None:
+        self._shown = [str(each) for each in shown]
         self._stack = contextlib.ExitStack()
         self._pid: int | None = None
 
@@ -150,7 +162,7 @@ class SystemdNode:
         enter = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
         unshare = ["unshare", "--fork", "--kill-child", "--propagation", "private"]
         unshare += ["--pid", "--mount", "--cgroup", "--uts", "--ipc", "--net"]
-        boot = ["sh", "-c", _BECOME_PID_1, "node", str(base), str(notify_path)]
+        boot = ["sh", "-c", _BECOME_PID_1, "node", str(base), str(notify_path), *self._shown]
         # pdeathsig: when this test process is killed, the machine goes with it.
         process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", "sh", "-c", enter, "sh", str(cgroup), *unshare, *boot],
@@ -185,9 +197,14 @@ class SystemdNode:
         assert self._pid is not None, "the machine is not running"
         return Path(f"/proc/{self._pid}/root")
 
+    @property
+    def changes(self) -> Path:
+        """The upper layer of the root: every file that is not as it is on the real machine."""
+        return self.root / "run/host/changes"
+
     def argv(self, *command: str, user: str | None = None) -> list[str]:
         """The command line that runs `command` inside, for callers who need the process themselves."""
-        enter = ["nsenter", "-t", str(self._pid), "-m", "-p", "-u", "-i", "-n", "-C", "--wd=/"]
+        enter = ["nsenter", "-t", str(self._pid), "-m", "-p", "-u", "-i", "-n", "-C", "--wd"]
         environment = ["env", "-i", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8"]
         if user is not None:
             switch = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"]

@@ -16,7 +16,7 @@ import pytest
 
 from hegmd import service
 from hegmd.errors import Bug, HegmError
-from hegmd.service import Offer, PassedDescriptors, ServiceManager, journal_reads, take_offer, under_systemd
+from hegmd.service import Offer, PassedDescriptors, ServiceManager, take_offer, under_systemd
 
 
 class Manager:
@@ -121,17 +121,6 @@ def test_under_systemd_is_told_by_the_notify_socket() -> None:
     assert under_systemd({"NOTIFY_SOCKET": "@x"})
     # Every child of a service inherits this one, a shell in a terminal too.
     assert not under_systemd({"INVOCATION_ID": "0123"})
-
-
-def test_journal_is_recognised_by_device_and_inode(tmp_path: Path) -> None:
-    with (tmp_path / "stream").open("w") as stream:
-        status = os.fstat(stream.fileno())
-        environ = {"JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino}"}
-        assert journal_reads(stream.fileno(), environ)
-        assert not journal_reads(stream.fileno(), {"JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino + 1}"})
-        assert not journal_reads(stream.fileno(), {})
-        descriptor = stream.fileno()
-    assert not journal_reads(descriptor, environ)
 
 
 # -- passed descriptors ------------------------------------------------------------------------------------------------

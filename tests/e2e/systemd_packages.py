@@ -1,0 +1,66 @@
+"""Fixtures for the tests under systemd: the package built from this tree, and a newer one, each once in a session.
+
+Loaded as a plugin by the modules that need it (`pytest_plugins`), so that the packages are built once for all of them.
+Both are built in copies of the tree: `build/` and `dist/` of the tree itself stay as they were.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.systemd_node import why_not
+
+TREE = Path(__file__).resolve().parents[2]
+NEWER_VERSION = "99.0.0"
+_LEFT_OUT = (".git", ".venv", "build", "dist", "node_modules", "__pycache__", ".*_cache", ".hypothesis")
+
+
+@pytest.fixture(scope="session")
+def systemd_works() -> None:
+    """Skips what needs a machine of its own where none can be started."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def source(systemd_works: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this tree with its manual pages and completions made, and what its package was built from in build/."""
+    copy = tmp_path_factory.mktemp("source") / "hegm"
+    shutil.copytree(TREE, copy, ignore=shutil.ignore_patterns(*_LEFT_OUT))
+    (copy / ".venv").symlink_to(TREE / ".venv")
+    for what in ("man", "completions"):
+        _run(copy, sys.executable, "-m", "hegmctl.pages", what, f"build/{what}")
+    return copy
+
+
+@pytest.fixture(scope="session")
+def deb(source: Path) -> Path:
+    """The package of this tree."""
+    return _package(source)
+
+
+@pytest.fixture(scope="session")
+def newer_deb(source: Path, deb: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package of the same tree under a higher version."""
+    copy = tmp_path_factory.mktemp("newer") / "hegm"
+    shutil.copytree(source, copy, symlinks=True)
+    version = copy / "hegmd" / "__init__.py"
+    version.write_text(re.sub(r"(?m)^__version__ = .*$", f'__version__ = "{NEWER_VERSION}"', version.read_text()))
+    return _package(copy)
+
+
+def _package(tree: Path) -> Path:
+    return Path(_run(tree, "packaging/deb.sh").splitlines()[-1])
+
+
+def _run(tree: Path, *command: str) -> str:
+    done = subprocess.run(command, cwd=tree, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    return done.stdout

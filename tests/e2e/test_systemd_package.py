@@ -1,0 +1,258 @@
+"""The package and `make install` on machines of their own: in, newer, out, and nothing left."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.systemd_node import SystemdNode
+
+pytest_plugins = ["tests.e2e.systemd_packages"]
+TREE = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+# What every package and every new group changes by the system's own book-keeping.
+_BOOK_KEEPING = (
+    "/var/lib/dpkg",
+    "/var/log",
+    "/var/cache",
+    "/var/lib/systemd",
+    "/tmp",
+    "/etc/group-",
+    "/etc/gshadow-",
+    "/root",
+)
+
+
+@pytest.fixture
+def node(systemd_works: None) -> Iterator[SystemdNode]:
+    with SystemdNode(TREE) as booted:
+        yield booted
+
+
+def install(node: SystemdNode, package: Path) -> None:
+    shutil.copy(package, node.root / "root")
+    node.run("dpkg", "--install", f"/root/{package.name}")
+
+
+def files(node: SystemdNode) -> dict[str, str]:
+    """What the machine has that this one has not, or has otherwise, book-keeping left out: kind, owner, contents."""
+    found: dict[str, str] = {}
+    for directory, _, names in os.walk(node.changes):
+        for path in (Path(directory), *(Path(directory, name) for name in names)):
+            inside = "/" + str(path.relative_to(node.changes))
+            # A directory counts when it is new; old ones are there because of what was changed in them.
+            if inside.startswith(_BOOK_KEEPING) or (path.is_dir() and Path(inside).is_dir()):
+                continue
+            status = path.lstat()
+            if _is_as_it_was(path, Path(inside)):
+                continue
+            contents = hashlib.sha256(path.read_bytes()).hexdigest() if stat.S_ISREG(status.st_mode) else ""
+            found[inside] = f"{stat.filemode(status.st_mode)} {status.st_uid}:{status.st_gid} {contents}"
+    return found
+
+
+def _is_as_it_was(path: Path, real: Path) -> bool:
+    if not (path.is_file() and real.is_file()) or path.is_symlink() or real.is_symlink():
+        return False
+    same = path.stat().st_mode == real.stat().st_mode and path.stat().st_uid == real.stat().st_uid
+    return same and path.read_bytes() == real.read_bytes()
+
+
+def answers(node: SystemdNode) -> None:
+    node.run("hegmctl", "ping")
+
+
+# -- the package -------------------------------------------------------------------------------------------------------
+
+
+def test_package_goes_in_serves_and_leaves_nothing(node: SystemdNode, deb: Path) -> None:
+    before = files(node)
+    install(node, deb)
+    assert node.show("hegmd.socket", "ActiveState") == "active"
+    assert node.show("hegmd.socket", "UnitFileState") == "enabled"
+    answers(node)
+    (node.root / "var/lib/hegm/kept").write_text("what a daemon would leave")
+
+    node.run("dpkg", "--remove", "hegmd")
+    assert node.show("hegmd.service", "ActiveState") == "inactive"
+    assert node.show("hegmd.socket", "LoadState") == "not-found"
+    assert not (node.root / "usr/lib/hegm").exists()
+    assert not (node.root / "run/hegm").exists()
+    # A removed package may come back: then it finds what it had.
+    assert (node.root / "etc/hegm/hegmd.toml").exists()
+    assert (node.root / "var/lib/hegm/kept").exists()
+
+    node.run("dpkg", "--purge", "hegmd")
+    assert files(node) == before
+    assert node.run("getent", "group", "hegm", check=False).returncode == 2
+    failed = node.run("systemctl", "list-units", "--failed", "--plain", "--no-legend").stdout
+    assert failed == ""
+
+
+def test_upgrade_restarts_the_daemon_and_keeps_the_configuration(node: SystemdNode, deb: Path, newer_deb: Path) -> None:
+    install(node, deb)
+    node.run("systemctl", "start", "hegmd.service")
+    old_pid = node.show("hegmd.service", "MainPID")
+    configuration = node.root / "etc/hegm/hegmd.toml"
+    configuration.write_text(configuration.read_text() + "\n# ours\n")
+
+    install(node, newer_deb)
+    newer = newer_deb.name.split("_")[1]
+    assert node.run("hegmctl", "--version").stdout.split()[-1] == newer
+    assert node.show("hegmd.service", "ActiveState") == "active"
+    new_pid = node.show("hegmd.service", "MainPID")
+    assert new_pid != old_pid
+    assert node.run("hegmctl", "version", "--json").stdout.count(newer) == 2  # the client's and the daemon's
+    assert configuration.read_text().endswith("# ours\n")
+
+
+def test_upgrade_starts_no_daemon_that_did_not_run(node: SystemdNode, deb: Path, newer_deb: Path) -> None:
+    install(node, deb)
+    assert node.show("hegmd.service", "ActiveState") == "inactive"
+    install(node, newer_deb)
+    assert node.show("hegmd.service", "ActiveState") == "inactive"
+    assert node.show("hegmd.socket", "ActiveState") == "active"
+
+
+def test_a_socket_that_was_disabled_stays_so_over_an_upgrade(node: SystemdNode, deb: Path, newer_deb: Path) -> None:
+    install(node, deb)
+    node.run("systemctl", "disable", "--now", "hegmd.socket")
+    install(node, newer_deb)
+    assert node.show("hegmd.socket", "UnitFileState") == "disabled"
+    assert node.show("hegmd.socket", "ActiveState") == "inactive"
+
+
+def test_nobodys_python_is_used_and_none_is_touched(node: SystemdNode, deb: Path) -> None:
+    install(node, deb)
+    poison = node.root / "root/poison"
+    poison.mkdir()
+    for module in ("sitecustomize", "usercustomize", "hegmctl", "hegmd", "socket", "anyio"):
+        (poison / f"{module}.py").write_text(f"raise SystemExit('{module} of somebody else')\n")
+    user_site = node.root / "root/.local/lib" / _site_packages(node).parent.name / "site-packages"
+    shutil.copytree(poison, user_site)
+    version = node.run("hegmctl", "--version").stdout
+    hostile = "cd /root/poison && PYTHONPATH=/root/poison PYTHONSTARTUP=/root/poison/socket.py PYTHONHOME=/root"
+    assert node.run("sh", "-c", f"{hostile} hegmctl --version").stdout == version
+    assert node.run("sh", "-c", f"{hostile} hegmd --version").stdout.split()[-1] == version.split()[-1]
+    shutil.rmtree(user_site)
+    # The other way round: what is ours is invisible to the interpreter of the distribution.
+    assert "ModuleNotFoundError" in node.run("python3", "-c", "import hegmd", check=False).stderr
+
+
+def test_everything_is_compiled_and_nothing_is_written_later(node: SystemdNode, deb: Path) -> None:
+    install(node, deb)
+    place = node.root / "usr/lib/hegm"
+    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+    sources = {path for path in before if path.suffix == ".py"}
+    compiled = {path for path in before if path.suffix == ".pyc"}
+    assert {_source_of(path) for path in compiled} == sources
+    answers(node)
+    node.run("/usr/lib/hegm/bin/python3", "-I", "-m", "compileall", "-q", "/usr/lib/hegm")  # would renew stale ones
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+
+
+def _source_of(compiled: Path) -> Path:
+    return compiled.parent.parent / f"{compiled.name.split('.')[0]}.py"
+
+
+def _site_packages(node: SystemdNode) -> Path:
+    (found,) = (node.root / "usr/lib/hegm/lib").glob("python3*/site-packages")
+    return found
+
+
+def test_manual_pages_and_completions_are_in_the_package(deb: Path) -> None:
+    listed = subprocess.run(["dpkg-deb", "--contents", deb], check=True, capture_output=True, text=True).stdout.split()
+    for path in ("man8/hegmd.8.gz", "man1/hegmctl.1.gz", "man5/hegmd.toml.5.gz"):
+        assert f"./usr/share/man/{path}" in listed
+    for path in ("bash-completion/completions/hegmctl", "zsh/vendor-completions/_hegmctl"):
+        assert f"./usr/share/{path}" in listed
+
+
+def test_the_same_tree_gives_the_same_package_and_it_names_no_place_of_the_build(
+    source: Path, deb: Path, tmp_path: Path
+) -> None:
+    first = deb.read_bytes()
+    # In another directory, too.
+    again = tmp_path / "elsewhere"
+    shutil.copytree(source, again, symlinks=True)
+    subprocess.run(["packaging/deb.sh"], cwd=again, check=True, capture_output=True)
+    assert (again / "dist" / deb.name).read_bytes() == first
+    unpacked = tmp_path / "unpacked"
+    subprocess.run(["dpkg-deb", "--extract", deb, unpacked], check=True)
+    for directory, _, names in os.walk(unpacked):
+        for name in names:
+            path = Path(directory, name)
+            if not path.is_symlink():
+                contents = path.read_bytes()
+                assert str(source).encode() not in contents, path
+                assert str(TREE).encode() not in contents, path
+
+
+# -- make install ------------------------------------------------------------------------------------------------------
+
+
+def scripts(node: SystemdNode, source: Path) -> None:
+    """Put the tree into the machine, as somebody would who cloned it there."""
+    shutil.copytree(source, node.root / "root/source", symlinks=True, ignore=shutil.ignore_patterns("dist", "tests"))
+
+
+def test_install_serves_and_uninstall_leaves_nothing(node: SystemdNode, source: Path, deb: Path) -> None:
+    scripts(node, source)
+    before = files(node)
+    for _ in range(2):  # over itself as well
+        node.run("/root/source/packaging/install.sh")
+        answers(node)
+    assert "/usr/local/bin/hegmd" in node.show("hegmd.service", "ExecStart")
+    assert node.show("hegmd.service", "FragmentPath") == "/usr/local/lib/systemd/system/hegmd.service"
+    assert node.show("hegmd.socket", "UnitFileState") == "enabled"
+
+    for _ in range(2):  # and when there is nothing any more
+        said = node.run("/root/source/packaging/uninstall.sh")
+        assert said.stdout + said.stderr == ""
+    assert files(node) == before
+    assert node.run("getent", "group", "hegm", check=False).returncode == 2
+    assert node.show("hegmd.service", "LoadState") == "not-found"
+
+
+def test_an_edited_configuration_is_never_overwritten_nor_removed(node: SystemdNode, source: Path, deb: Path) -> None:
+    scripts(node, source)
+    node.run("/root/source/packaging/install.sh")
+    configuration = node.root / "etc/hegm/hegmd.toml"
+    edited = configuration.read_text() + "\n# ours\n"
+    configuration.write_text(edited)
+    node.run("/root/source/packaging/install.sh")
+    assert configuration.read_text() == edited
+    assert "was edited and stays" in node.run("/root/source/packaging/uninstall.sh").stdout
+    assert configuration.read_text() == edited
+
+
+def test_a_failing_installation_leaves_the_old_one_at_work(node: SystemdNode, source: Path, deb: Path) -> None:
+    scripts(node, source)
+    node.run("/root/source/packaging/install.sh")
+    (node.root / "root/source/pyproject.toml").write_text("broken")
+    assert node.run("/root/source/packaging/install.sh", check=False).returncode != 0
+    node.run("systemctl", "restart", "hegmd.service")
+    answers(node)
+
+
+def test_staged_under_another_prefix_it_touches_nothing_else(source: Path, deb: Path, tmp_path: Path) -> None:
+    stage = tmp_path / "stage"
+    stage.mkdir()
+    environment = {**os.environ, "DESTDIR": str(stage), "PREFIX": "/opt/gpu"}
+    subprocess.run(["packaging/install.sh"], cwd=source, env=environment, check=True, capture_output=True)
+    unit = (stage / "etc/systemd/system/hegmd.service").read_text()
+    assert "ExecStart=/opt/gpu/bin/hegmd\n" in unit
+    assert "/usr/bin/hegmd" not in unit
+    assert (stage / "opt/gpu/bin/hegmctl").resolve() == stage / "opt/gpu/lib/hegm/bin/hegmctl"
+    assert (stage / "opt/gpu/lib/hegm/bin/hegmctl").read_text().startswith("#!/opt/gpu/lib/hegm/bin/python3 -IB\n")
+    assert (stage / "etc/hegm/hegmd.toml").exists()
+    subprocess.run(["packaging/uninstall.sh"], cwd=source, env=environment, check=True, capture_output=True)
+    assert [str(path.relative_to(stage)) for path in stage.rglob("*")] == []
