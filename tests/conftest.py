@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.leaks import Stock
+
+
+def pytest_configure() -> None:
+    """Programs of this environment first, as in an activated one: hegmd, hegmctl, the tools, node if it is there."""
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 @pytest.fixture(autouse=True)

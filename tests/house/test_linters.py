@@ -21,11 +21,10 @@ def _run(*argv: str) -> None:
     """Run a tool of this environment; its own words are the failure."""
     if not (BIN / argv[0]).exists():
         pytest.skip(f"{argv[0]} is not installed; `make check` installs it")
-    environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "NO_COLOR": "1"}
     done = subprocess.run(
         [BIN / argv[0], *argv[1:]],
         cwd=ROOT,
-        env=environment,
+        env=os.environ | {"NO_COLOR": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
