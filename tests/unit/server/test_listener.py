@@ -157,8 +157,7 @@ def test_a_socket_that_nobody_listens_on_is_replaced(socket_path: Path) -> None:
 
 
 def test_a_socket_that_is_answered_is_left_alone(socket_path: Path) -> None:
-    with bind(socket_path, 0o600, None) as first, pytest.raises(HegmError, match="another hegmd") as caught:
-        assert first.fileno() > 0
+    with bind(socket_path, 0o600, None), pytest.raises(HegmError, match="another hegmd") as caught:
         bind(socket_path, 0o600, None)
     assert caught.value.code is REFUSED
 
