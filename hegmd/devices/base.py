@@ -10,8 +10,10 @@ restart.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from importlib import import_module
+from typing import Protocol, cast
 
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.protocol.snapshots import Gpu, GpuUse
@@ -67,3 +69,15 @@ class DeviceProvider(Protocol):
     def close(self) -> None:
         """Give the library back, as far as it lets itself be. Closing twice, or after an error, is fine."""
         ...
+
+
+def _at(module: str, name: str) -> Callable[[], DeviceProvider]:
+    """A factory that imports the provider only when it is called; a binding that is not used is never loaded."""
+    return lambda: cast("DeviceProvider", getattr(import_module(module), name)())
+
+
+# The vendors whose GPUs the daemon looks for. The simulated provider is not one of them: it needs a topology.
+PROVIDERS: Mapping[str, Callable[[], DeviceProvider]] = {
+    "nvidia": _at("hegmd.devices.nvidia", "NvidiaProvider"),
+    "amd": _at("hegmd.devices.amd", "AmdProvider"),
+}
