@@ -40,6 +40,8 @@ case $prefix in
 *) units=/etc/systemd drop_ins=/etc ;;
 esac
 
+if [ -n "$root" ]; then mkdir -p "$root"; fi
+
 # ---- the programs ---------------------------------------------------------------------------------------------------
 
 # Made beside the old tree and swapped in, so that a failing build leaves a working installation as it was.
