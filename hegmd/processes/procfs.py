@@ -1,0 +1,119 @@
+"""The one reader of /proc/PID: bytes of the kernel's files in, plain values out.
+
+Owns the formats and what can go wrong with them: a process can end between any two reads, be hidden by the mount
+option hidepid, or have put anything at all into its name. Knows nothing of pidfds and remembers nothing; whether two
+reads speak of the same process is for the table to find out.
+
+`stat`, `status` and `cgroup` are answered from the kernel's own memory. `cmdline` is not: it waits for the lock on
+the process's memory map, which a process stuck in a page fault holds for as long as that takes. So it has a function
+of its own, which the table never calls and `lookups` does.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from dataclasses import dataclass
+
+__all__ = ["KernelFacts", "Unreadable", "Vanished", "boot_time_utc", "read_command", "read_kernel_facts", "read_start"]
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+COMMAND_MAX_CHARS = 2048
+
+_STAT_MAX_BYTES = 4096
+# One hierarchy can have a path of PATH_MAX, and cgroup v1 has a dozen of them.
+_CGROUP_MAX_BYTES = 65536
+_GONE = (errno.ENOENT, errno.ESRCH)
+_ENDED_STATES = ("Z", "X", "x")
+# Fields of /proc/PID/stat, counted from the one after the name.
+_STATE, _START_TICKS = 0, 19
+
+
+class Vanished(Exception):
+    """There is no such process in this /proc: it ended, or is hidden."""
+
+
+class Unreadable(Exception):
+    """/proc has the process but does not let itself be read; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFacts:
+    """What the kernel says of a process, without asking the process."""
+
+    start_ticks: int
+    name: str
+    uid: int
+    cgroup_text: str
+
+
+def read_kernel_facts(proc_root: str, pid: int) -> KernelFacts:
+    """Read them. Raises Vanished, also for a process that has ended and waits to be reaped, and Unreadable."""
+    start_ticks, name = read_start(proc_root, pid)
+    uid = _owner(_read(proc_root, pid, "status", _STAT_MAX_BYTES))
+    try:
+        cgroup_text = _text(_read(proc_root, pid, "cgroup", _CGROUP_MAX_BYTES))
+    except (Vanished, Unreadable):
+        cgroup_text = ""  # a kernel without control groups has no such file
+    return KernelFacts(start_ticks=start_ticks, name=name, uid=uid, cgroup_text=cgroup_text)
+
+
+def read_start(proc_root: str, pid: int) -> tuple[int, str]:
+    """Start time in ticks since boot, and name. Raises as read_kernel_facts does."""
+    stat = _read(proc_root, pid, "stat", _STAT_MAX_BYTES)
+    # The name stands in parentheses and may hold any byte, parentheses and newlines too; what follows it may not.
+    before, _, after = stat.rpartition(b")")
+    fields = after.split()
+    if len(fields) <= _START_TICKS:
+        raise Unreadable(f"{proc_root}/{pid}/stat has an unknown form")
+    if fields[_STATE].decode("ascii", "replace") in _ENDED_STATES:
+        raise Vanished
+    return int(fields[_START_TICKS]), _text(before.partition(b"(")[2])
+
+
+def read_command(proc_root: str, pid: int) -> str:
+    """The command line, cut at COMMAND_MAX_CHARS; the name in brackets for a process that has none, as ps shows it.
+
+    May block for as long as the process keeps the lock on its memory map. Raises as read_kernel_facts does.
+    """
+    raw = _read(proc_root, pid, "cmdline", 4 * COMMAND_MAX_CHARS)
+    text = _text(raw.rstrip(b"\0").replace(b"\0", b" "))
+    if not text:
+        return f"[{read_start(proc_root, pid)[1]}]"
+    return text if len(text) <= COMMAND_MAX_CHARS else text[: COMMAND_MAX_CHARS - 1] + "…"
+
+
+def boot_time_utc() -> float:
+    """When start_ticks was 0, by the wall clock as it is now."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _read(proc_root: str, pid: int, name: str, size_bytes: int) -> bytes:
+    try:
+        descriptor = os.open(f"{proc_root}/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, size_bytes)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno in _GONE:
+            raise Vanished from None
+        raise Unreadable(error.strerror or str(error)) from None
+
+
+def _owner(status: bytes) -> int:
+    """Whose process it is, for the question of who may act on it.
+
+    One that runs with several users' ids at once (set-user-ID programs, daemons in between) is root's where one of
+    them is root: its rights are the larger ones, and the smaller user must not get at them through us.
+    """
+    for line in status.splitlines():
+        if line.startswith(b"Uid:"):
+            real, effective, saved, _filesystem = (int(word) for word in line.split()[1:5])
+            return 0 if 0 in (real, effective, saved) else effective
+    raise Unreadable("status has no line Uid")
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
