@@ -1,0 +1,51 @@
+"""Answers that hegmctl makes itself, from what the daemon said and from what it found out on its own.
+
+Records like those of the protocol, so that JSON, its reference in docs/json.md and the tests treat both alike.
+"""
+
+from __future__ import annotations
+
+from hegmd.protocol.messages import Caller, ErrorInfo, Limits
+from hegmd.protocol.record import Record, field
+from hegmd.protocol.snapshots import Check
+
+
+class DaemonVersion(Record):
+    """The daemon that answered."""
+
+    version: str = field("version of hegmd")
+    protocol: int = field("protocol version in force between the two")
+    node: str = field("host name of the node")
+    simulated: bool = field("whether the GPUs are simulated")
+    capabilities: tuple[str, ...] = field("what the daemon can do beyond the basics")
+    limits: Limits = field("limits on the connection")
+    you: Caller = field("who the daemon takes the caller for")
+
+
+class VersionAnswer(Record):
+    """The answer of `hegmctl version`."""
+
+    version: str = field("version of hegmctl")
+    protocols: tuple[int, ...] = field("protocol versions that hegmctl speaks")
+    socket: str = field("where the daemon was looked for")
+    daemon: DaemonVersion | None = field("the daemon; null when none answered")
+    error: ErrorInfo | None = field("why none answered")
+
+
+class PingAnswer(Record):
+    """The answer of `hegmctl ping`."""
+
+    version: str = field("version of hegmd")
+    node: str = field("host name of the node")
+    socket: str = field("where it was asked")
+    round_trips_s: tuple[float, ...] = field("how long each answer took")
+
+
+class DoctorAnswer(Record):
+    """The answer of `hegmctl doctor`."""
+
+    checks: tuple[Check, ...] = field("in the order in which they were made; the first is about the daemon itself")
+    ok: int = field("how many are ok")
+    warn: int = field("how many are warnings")
+    fail: int = field("how many failed")
+    skip: int = field("how many do not apply here")

@@ -1,0 +1,251 @@
+"""Reads a command line by the table in `grammar`, in the GNU manner.
+
+`--option=value` and `--option value`, `-f` and `-fv` and `-qf`, options anywhere, `--` before what is not to be read.
+Whatever is wrong is one usage error with a hint; nothing is guessed and nothing is asked of the daemon.
+"""
+
+from __future__ import annotations
+
+from hegmctl.grammar import (
+    COUNT,
+    FLAG,
+    GLOBAL_OPTIONS,
+    GROUPS,
+    PID,
+    POSITIVE,
+    SECONDS,
+    SIZE,
+    VERBS,
+    Argument,
+    Option,
+    Verb,
+)
+from hegmd.errors import USAGE, HegmError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+LONGEST_WAIT_S = 1_000_000.0
+LARGEST_NUMBER = 2**53
+
+
+def usage_error(message: str, hint: str) -> HegmError:
+    """What is wrong with the command line, and what to write instead."""
+    return HegmError(USAGE, message, hint)
+
+
+class Arguments:
+    """What the command line says: the command, and a typed look at each of its options and arguments."""
+
+    def __init__(self, verb: Verb | None, values: dict[str, list[Any]], tail: tuple[str, ...], group: str = "") -> None:
+        self.verb = verb
+        self.tail = tail
+        self.group = group
+        self._values = values
+
+    def flag(self, key: str) -> bool:
+        """Whether a switch was given."""
+        return key in self._values
+
+    def text(self, key: str) -> str | None:
+        """The last value given, or None."""
+        found = self._values.get(key)
+        return str(found[-1]) if found else None
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """All values given."""
+        return tuple(str(value) for value in self._values.get(key, ()))
+
+    def whole(self, key: str) -> int | None:
+        """The last value of an option that takes a whole number or a size."""
+        found = self._values.get(key)
+        return int(found[-1]) if found else None
+
+    def wholes(self, key: str) -> tuple[int, ...]:
+        """All values of one that takes whole numbers."""
+        return tuple(int(value) for value in self._values.get(key, ()))
+
+    def seconds(self, key: str) -> float | None:
+        """The last value of an option that takes seconds."""
+        found = self._values.get(key)
+        return float(found[-1]) if found else None
+
+    def required(self, key: str) -> str:
+        """The value of an argument that the parser has seen to."""
+        return str(self._values[key][-1])
+
+
+def parse(words: Sequence[str]) -> Arguments:
+    """The command line without the program's name. Raises HegmError USAGE."""
+    return _Reader(words).read()
+
+
+class _Reader:
+    """One pass over the words."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = list(words)
+        self._next = 0
+        self._verb: Verb | None = None
+        self._group = ""
+        self._values: dict[str, list[Any]] = {}
+        self._positionals: list[str] = []
+        self._options: dict[str, Option] = {}
+        self._allow(GLOBAL_OPTIONS)
+
+    def _allow(self, options: tuple[Option, ...]) -> None:
+        for option in options:
+            for name in option.names:
+                self._options[name] = option
+
+    def read(self) -> Arguments:
+        tail: tuple[str, ...] | None = None
+        while self._next < len(self._words):
+            word = self._words[self._next]
+            self._next += 1
+            if word == "--":
+                tail = tuple(self._words[self._next :])
+                break
+            if word.startswith("--"):
+                self._take_long(word)
+            elif len(word) > 1 and word[0] == "-":
+                self._take_short(word)
+            else:
+                self._take_positional(word)
+        if self._verb is not None and not self._verb.tail and tail:
+            self._positionals.extend(tail)  # `--` only protects what follows from being read as options
+            tail = ()
+        wants_no_command = "help" in self._values or "version" in self._values
+        if self._verb is None:
+            if tail and not wants_no_command:
+                raise usage_error("a command is needed before `--`", "`hegmctl --help` lists the commands")
+            return Arguments(None, self._values, (), self._group)
+        if not wants_no_command:
+            self._bind(self._verb)
+            if tail is not None and self._verb.tail and not tail:
+                raise usage_error(
+                    f"there is no {self._verb.tail} after `--`", f"write the {self._verb.tail}, or leave `--` out"
+                )
+        return Arguments(self._verb, self._values, tail or ())
+
+    def _take_long(self, word: str) -> None:
+        name, equals, value = word.partition("=")
+        option = self._options.get(name)
+        if option is None:
+            raise self._unknown_option(name)
+        if option.kind == FLAG:
+            if equals:
+                raise usage_error(f"{name} takes no value", f"write {name} alone")
+            self._put(option, name, None)
+        elif equals:
+            self._put(option, name, value)
+        else:
+            self._put(option, name, self._value_for(option, name))
+
+    def _take_short(self, word: str) -> None:
+        letters = word[1:]
+        while letters:
+            name, letters = "-" + letters[0], letters[1:]
+            option = self._options.get(name)
+            if option is None:
+                raise self._unknown_option(name)
+            if option.kind == FLAG:
+                self._put(option, name, None)
+                continue
+            self._put(option, name, letters.removeprefix("=") if letters else self._value_for(option, name))
+            return
+
+    def _value_for(self, option: Option, name: str) -> str:
+        if option.implied is not None:
+            return option.implied
+        if self._next == len(self._words):
+            raise usage_error(f"{name} needs {option.metavar}", f"write {name} {option.metavar}")
+        self._next += 1
+        return self._words[self._next - 1]
+
+    def _put(self, option: Option, name: str, text: str | None) -> None:
+        value = True if text is None else convert(option.kind, text, f"{name} {text}")
+        if option.repeats:
+            self._values.setdefault(option.key, []).append(value)
+        else:
+            self._values[option.key] = [value]
+
+    def _take_positional(self, word: str) -> None:
+        if self._verb is not None:
+            self._positionals.append(word)
+            return
+        name = f"{self._group} {word}" if self._group else word
+        if name in GROUPS:
+            self._group = name
+        elif name in VERBS:
+            self._verb = VERBS[name]
+            self._allow(self._verb.options)
+        else:
+            from hegmctl.mistakes import unknown_command
+
+            raise unknown_command(name, self._group)
+
+    def _bind(self, verb: Verb) -> None:
+        waiting = list(self._positionals)
+        for argument in verb.arguments:
+            if argument.many:
+                self._values[argument.name] = [_checked(argument, word) for word in waiting]
+                waiting = []
+            elif waiting:
+                self._values[argument.name] = [_checked(argument, waiting.pop(0))]
+            else:
+                raise usage_error(f"{verb.name} needs {argument.name}", f"`hegmctl {verb.name} --help` explains it")
+        if waiting:
+            hint = f"`hegmctl {verb.name} --help` shows what it takes"
+            if verb.tail:
+                hint = f"put `--` before the {verb.tail} that is to be run"
+            raise usage_error(f"{verb.name} does not take {waiting[0]!r}", hint)
+
+    def _unknown_option(self, name: str) -> HegmError:
+        from hegmctl.mistakes import unknown_option
+
+        return unknown_option(name, self._options, self._verb, self._group)
+
+
+def _checked(argument: Argument, word: str) -> object:
+    if argument.choices and not argument.complete and word not in argument.choices:
+        from hegmctl.mistakes import unknown_choice
+
+        raise unknown_choice(argument, word)
+    return convert(argument.kind, word, f"{argument.name} {word}")
+
+
+def convert(kind: str, text: str, what: str) -> object:
+    """The value that the text gives for that kind. `what` names it in the error."""
+    if kind in (COUNT, POSITIVE, PID):
+        number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
+        if not (0 if kind == COUNT else 1) <= number <= LARGEST_NUMBER:
+            raise usage_error(f"{what}: {kind} is needed", "write it in digits, such as 4711")
+        return number
+    if kind == SECONDS:
+        return _seconds(text, what)
+    if kind == SIZE:
+        from hegmctl.quantities import parse_size
+
+        try:
+            size_bytes = parse_size(text)
+        except ValueError:
+            size_bytes = -1
+        if not 0 <= size_bytes <= LARGEST_NUMBER:
+            raise usage_error(f"{what}: {kind} is needed", "write bytes, or a number with KiB, MiB, GiB, TiB, MB or GB")
+        return size_bytes
+    if not text:
+        raise usage_error(f"{what.rstrip()} is empty", "give it a value")
+    return text
+
+
+def _seconds(text: str, what: str) -> float:
+    try:
+        seconds = float(text.removesuffix("s"))
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= LONGEST_WAIT_S:  # NaN fails both comparisons
+        raise usage_error(f"{what}: {SECONDS} over 0 is needed", "write it as 5 or 0.5")
+    return seconds

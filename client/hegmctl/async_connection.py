@@ -1,0 +1,201 @@
+"""The library face for anyio programs: several requests at once over one connection.
+
+    from hegmctl.async_connection import connect_async
+
+    async with connect_async() as hegmd:
+        reply = await hegmd.gpus()
+        async for event in hegmd.events(follow=True):
+            print(event.message)
+
+Deadlines are the caller's own cancel scopes. A cancelled request is cancelled in the daemon as well, and the connection
+stays usable. Every failure is a HegmError. The work is done in `exchange`.
+
+To add an operation: add a method that builds its request and names its reply.
+"""
+
+from __future__ import annotations
+
+import socket as sockets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import anyio
+
+from hegmctl.connection import of_kind
+from hegmctl.endpoint import Endpoint, find_endpoint, unreachable
+from hegmctl.exchange import Exchange
+from hegmctl.failures import silent
+from hegmctl.wire import Descriptors
+from hegmd import __version__
+from hegmd.errors import Bug
+from hegmd.protocol import messages as m
+from hegmd.protocol.connection import Progress
+from hegmd.protocol.record import Record
+from hegmd.protocol.snapshots import Check, Event
+
+R = TypeVar("R", bound=Record)
+E = TypeVar("E", bound=Record)
+
+CONNECT_TIMEOUT_S = 10.0
+_QUEUE_PAUSE_S = 0.02
+
+
+@asynccontextmanager
+async def connect_async(
+    socket: str | None = None, *, timeout_s: float | None = CONNECT_TIMEOUT_S, name: str = "hegmctl"
+) -> AsyncGenerator[AsyncConnection, None]:
+    """A greeted connection while the context lasts.
+
+    `socket`, `name` and what is raised are as for `hegmctl.connection.connect`; `timeout_s` is for connecting alone.
+    """
+    endpoint = find_endpoint(socket)
+    exchange = Exchange(await _open(endpoint, timeout_s), endpoint.path)
+    failure: Exception | None = None
+    try:
+        async with anyio.create_task_group() as tasks:
+            exchange.start(tasks)
+            connection = AsyncConnection(exchange, endpoint)
+            try:
+                await connection.greet(name, timeout_s)
+                yield connection
+            except Exception as error:  # noqa: BLE001 - raised again below; a task group would wrap it in another
+                failure = error
+            tasks.cancel_scope.cancel()
+    finally:
+        exchange.close()
+    if failure is not None:
+        raise failure
+
+
+async def _open(endpoint: Endpoint, timeout_s: float | None) -> sockets.socket:
+    connecting = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    try:
+        connecting.setblocking(False)
+        with anyio.fail_after(timeout_s):
+            while True:
+                try:
+                    connecting.connect(endpoint.path)
+                    return connecting
+                except BlockingIOError:  # its queue is full, and nothing tells when it is not
+                    await anyio.sleep(_QUEUE_PAUSE_S)
+    except TimeoutError:
+        connecting.close()
+        raise silent(endpoint.path, "connecting", timeout_s) from None
+    except OSError as error:
+        connecting.close()
+        raise unreachable(endpoint, error) from error
+    except BaseException:
+        connecting.close()
+        raise
+
+
+class AsyncConnection:
+    """A greeted connection to the daemon; made by `connect_async`. Any number of tasks may use it at once."""
+
+    def __init__(self, exchange: Exchange, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._exchange = exchange
+
+    # What can be asked.
+
+    async def ping(self) -> m.Pong:
+        """Nothing, to see that the daemon answers."""
+        return await self.call(m.Ping(), m.Pong)
+
+    async def gpus(self) -> m.GpusReply:
+        """The node's GPUs."""
+        return await self.call(m.Gpus(), m.GpusReply)
+
+    async def processes(self, pids: Iterable[int] = (), gpus: Iterable[str] = ()) -> m.ProcessesReply:
+        """The processes on the node's GPUs; all, or only those with these pids and on these GPUs."""
+        return await self.call(m.Processes(pids=tuple(pids), gpus=tuple(gpus)), m.ProcessesReply)
+
+    def events(self, since: int = 0, *, follow: bool = False, kinds: Iterable[str] = ()) -> AsyncGenerator[Event, None]:
+        """What happened, oldest first; with `follow` it waits for more until it is closed or cancelled."""
+        return self.stream(m.Events(since=since, follow=follow, kinds=tuple(kinds)), Event)
+
+    async def doctor(self, on_check: Callable[[Check], Awaitable[object]] | None = None) -> m.DoctorReply:
+        """Check the node; each check is also handed to `on_check` as soon as it is made."""
+        waiter = self._exchange.ask(m.Doctor())
+        try:
+            while True:
+                said, descriptors = await waiter.next()
+                descriptors.close()
+                if not isinstance(said, Progress):
+                    return of_kind(said.reply, m.DoctorReply)
+                if on_check is not None:
+                    await on_check(of_kind(said.event, Check))
+        finally:
+            self._exchange.forget(waiter)
+
+    async def config(self) -> m.ConfigReply:
+        """The configuration in force."""
+        return await self.call(m.ShowConfig(), m.ConfigReply)
+
+    async def reload(self) -> m.ReloadReply:
+        """Have the configuration read again."""
+        return await self.call(m.Reload(), m.ReloadReply)
+
+    async def metrics(self) -> m.MetricsReply:
+        """Metrics in Prometheus' text format."""
+        return await self.call(m.Metrics(), m.MetricsReply)
+
+    async def simulate_hold(self, gpu: str, vram_bytes: int) -> m.HoldReply:
+        """Hold simulated video memory for this process until the connection ends."""
+        return await self.call(m.SimulateHold(gpu=gpu, vram_bytes=vram_bytes), m.HoldReply)
+
+    async def simulate_fault(self, target: str, fault: str) -> m.FaultReply:
+        """Make a simulated GPU, or `vendor` as a whole, fail; `none` mends it."""
+        return await self.call(m.SimulateFault(target=target, fault=fault), m.FaultReply)
+
+    # How it is asked.
+
+    @property
+    def welcome(self) -> m.Welcome:
+        """What the daemon said of itself when it was greeted."""
+        if self._exchange.welcome is None:
+            raise Bug("a connection was used before it was greeted")
+        return self._exchange.welcome
+
+    async def call(self, request: m.Request, reply: type[R], *, fds: Sequence[int] = ()) -> R:
+        """The answer to any request. `fds` are sent with it and stay the caller's. Raises HegmError."""
+        answer, descriptors = await self.call_with_descriptors(request, reply, fds=fds)
+        descriptors.close()
+        return answer
+
+    async def call_with_descriptors(
+        self, request: m.Request, reply: type[R], *, fds: Sequence[int] = ()
+    ) -> tuple[R, Descriptors]:
+        """The answer to a request, and the descriptors that came with it; the caller closes them."""
+        waiter = self._exchange.ask(request, fds)
+        try:
+            while True:
+                said, descriptors = await waiter.next()
+                if not isinstance(said, Progress):
+                    return of_kind(said.reply, reply), descriptors
+                descriptors.close()
+        finally:
+            self._exchange.forget(waiter)
+
+    async def stream(self, request: m.Request, event: type[E]) -> AsyncGenerator[E, None]:
+        """The events of a request. Closing the generator, or cancelling whoever reads it, cancels the request."""
+        waiter = self._exchange.ask(request)
+        try:
+            while True:
+                said, descriptors = await waiter.next()
+                descriptors.close()
+                if not isinstance(said, Progress):
+                    return
+                yield of_kind(said.event, event)
+        finally:
+            self._exchange.forget(waiter)
+
+    async def greet(self, name: str, timeout_s: float | None) -> None:
+        """Say hello; `connect_async` does it, once."""
+        hello = m.Hello(versions=m.SUPPORTED_VERSIONS, name=name, program_version=__version__)
+        try:
+            with anyio.fail_after(timeout_s):
+                await self.call(hello, m.Welcome)
+        except TimeoutError:
+            raise silent(self.endpoint.path, "hello", timeout_s) from None

@@ -1,0 +1,97 @@
+"""From the words of the command line to the exit status: the one place that ends the process.
+
+Where things are imported is what makes hegmctl quick: a command loads what it needs and no more, and this module next
+to nothing. An interrupted hegmctl, and one whose reader has gone, dies of that very signal, because a shell that runs
+it in a script or a loop goes by that (and shows it as 130 and 141).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hegmctl.interruption import Interrupted, die_of
+from hegmd.errors import HegmError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn
+
+    from hegmctl.arguments import Arguments
+    from hegmctl.output import Sink
+
+
+def main() -> NoReturn:
+    """Run hegmctl for this process's arguments, and end the process."""
+    try:
+        status = run(sys.argv[1:])
+    except Interrupted as interrupted:
+        die_of(interrupted.number)
+    except KeyboardInterrupt:
+        from signal import SIGINT
+
+        die_of(SIGINT)
+    except BrokenPipeError:
+        from signal import SIGPIPE
+
+        die_of(SIGPIPE)
+    sys.exit(status)
+
+
+def run(words: Sequence[str]) -> int:
+    """Run hegmctl for these arguments, with this process's standard streams, and return the exit status."""
+    from hegmctl.arguments import parse
+    from hegmctl.output import flush, sink_for
+
+    # Known before the rest is read, so that a mistake in the rest is told in the form that was asked for.
+    before_tail = words[: words.index("--")] if "--" in words else words
+    sink = sink_for(json="--json" in before_tail, quiet=False, colour=None)
+    try:
+        arguments = parse(words)
+        colour = False if arguments.flag("no-color") else True if arguments.flag("color") else None
+        sink = sink_for(json=arguments.flag("json"), quiet=arguments.flag("quiet"), colour=colour)
+        status = _serve(arguments, sink)
+        flush()
+    except HegmError as error:
+        sink.error(error)
+        return error.code.exit_status
+    return status
+
+
+def _serve(arguments: Arguments, sink: Sink) -> int:
+    verb = arguments.verb
+    if arguments.flag("help") or (verb is not None and verb.name == "help"):
+        return _explain(arguments)
+    if arguments.flag("version"):
+        from hegmctl.output import write_lines
+        from hegmd import __version__
+
+        write_lines([f"hegmctl {__version__}"])
+        return 0
+    if verb is None:
+        from hegmctl.mistakes import no_command
+
+        raise no_command(arguments.group)
+    from hegmctl.commands import COMMANDS
+    from hegmctl.session import Session
+
+    return COMMANDS[verb.name](Session(arguments, sink))
+
+
+def _explain(arguments: Arguments) -> int:
+    from hegmctl.arguments import parse
+    from hegmctl.help import group_help, program_help, verb_help
+    from hegmctl.output import help_columns, write_lines
+
+    columns = help_columns()
+    asked = arguments
+    if arguments.verb is not None and arguments.verb.name == "help" and not arguments.flag("help"):
+        asked = parse([*arguments.texts("COMMAND"), "--help"])
+    if asked.verb is not None:
+        text = verb_help(asked.verb, columns)
+    elif asked.group:
+        text = group_help(asked.group, columns)
+    else:
+        text = program_help(columns)
+    write_lines([text.rstrip("\n")])
+    return 0

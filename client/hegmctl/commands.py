@@ -1,0 +1,264 @@
+"""One function for each command: ask, hand the answer to the sink, return the exit status.
+
+What a command needs beyond the connection it imports itself, so that no command pays for another. Errors are not
+handled here: they go up to `cli`, which tells the user and knows the exit status of each.
+"""
+
+from __future__ import annotations
+
+from hegmd.errors import ATTENTION, INCOMPATIBLE, NOT_FOUND, HegmError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hegmctl.answers import DaemonVersion
+    from hegmctl.connection import Connection
+    from hegmctl.session import Session
+    from hegmd.protocol.messages import ProcessesReply, Welcome
+    from hegmd.protocol.snapshots import Check
+
+    Command = Callable[[Session], int]
+
+DOCTOR_TIMEOUT_S = 120.0
+COMPLETION_TIMEOUT_S = 1.0
+
+
+def gpus(session: Session) -> int:
+    """`hegmctl gpus`."""
+    from hegmctl.inventory_text import gpus_in_full, gpus_text
+
+    with session.connect() as connection:
+        reply = connection.gpus()
+    session.sink.answer(reply, gpus_in_full if session.arguments.flag("long") else gpus_text)
+    return 0
+
+
+def ps(session: Session) -> int:
+    """`hegmctl ps`, once or again and again."""
+    from hegmctl.inventory_text import processes_text, ways_text
+
+    arguments = session.arguments
+    view = ways_text if arguments.flag("ways") else processes_text
+    pids = arguments.wholes("PID")
+    on_gpus = tuple(gpu for text in arguments.texts("gpu") for gpu in text.split(",") if gpu)
+
+    def look(connection: Connection) -> ProcessesReply:
+        return connection.processes(pids, on_gpus)
+
+    interval_s = arguments.seconds("watch")
+    try:
+        if interval_s is not None:
+            from hegmctl.watch import watch
+
+            return watch(session, interval_s, look, view)
+        with session.connect() as connection:
+            reply = look(connection)
+    except HegmError as error:
+        if error.code is NOT_FOUND and interval_s is not None and len(pids) == 1 and pids[0] < 1000:
+            raise HegmError(
+                error.code, error.message, f"a number of seconds is written as --watch={pids[0]}", error.facts
+            ) from error
+        raise
+    session.sink.answer(reply, view)
+    return 0
+
+
+def events(session: Session) -> int:
+    """`hegmctl events`, those remembered or also those to come."""
+    from hegmctl.answers_text import event_text
+
+    arguments = session.arguments
+    since = arguments.whole("since") or 0
+    kinds = arguments.texts("kind")
+    if arguments.flag("follow"):
+        from hegmctl.watch import follow
+
+        return follow(session, since, kinds, event_text)
+    shown = 0
+    with session.connect() as connection:
+        for event in connection.events(since, kinds=kinds):
+            session.sink.element(event, event_text)
+            shown += 1
+    if not shown:
+        session.sink.note("the daemon remembers no such event" if since or kinds else "the daemon remembers no event")
+    return 0
+
+
+def doctor(session: Session) -> int:
+    """`hegmctl doctor`, by the daemon, or without one by ourselves."""
+    from hegmctl.answers import DoctorAnswer
+    from hegmctl.answers_text import check_text, doctor_summary
+    from hegmctl.output import TextSink
+    from hegmd.protocol.snapshots import Check
+
+    checks: list[Check] = []
+
+    def on_check(check: Check) -> None:
+        checks.append(check)
+        if isinstance(session.sink, TextSink):
+            session.sink.element(check, check_text)
+
+    try:
+        connection = session.connect(DOCTOR_TIMEOUT_S)
+    except HegmError as error:
+        from hegmctl.node_checks import check_here
+
+        on_check(Check(id="daemon", status="fail", summary=error.message, fix=error.hint))
+        try:
+            check_here(on_check)
+        except HegmError as failure:  # a line like the others: it is part of what is wrong with the node
+            on_check(Check(id="daemon.program", status="fail", summary=failure.message, fix=failure.hint))
+    else:
+        with connection:
+            welcome = connection.welcome
+            summary = f"hegmd {welcome.daemon_version} answers at {connection.endpoint.path}"
+            on_check(Check(id="daemon", status="ok", summary=summary))
+            connection.doctor(on_check)
+    counts = {status: sum(check.status == status for check in checks) for status in ("ok", "warn", "fail", "skip")}
+    answer = DoctorAnswer(checks=tuple(checks), **counts)
+    session.sink.answer(answer, doctor_summary)
+    return ATTENTION.exit_status if answer.fail else 0
+
+
+def version(session: Session) -> int:
+    """`hegmctl version`; content without a daemon."""
+    from hegmctl.answers import VersionAnswer
+    from hegmctl.answers_text import version_text
+    from hegmctl.endpoint import find_endpoint
+    from hegmd import __version__
+    from hegmd.protocol.messages import SUPPORTED_VERSIONS, ErrorInfo
+
+    endpoint = find_endpoint(session.arguments.text("socket"))
+    welcome: Welcome | None = None
+    info: ErrorInfo | None = None
+    try:
+        with session.connect() as connection:
+            welcome = connection.welcome
+    except HegmError as error:
+        info = ErrorInfo(code=error.code.name, message=error.message, hint=error.hint, facts=error.facts)
+    answer = VersionAnswer(
+        version=__version__,
+        protocols=SUPPORTED_VERSIONS,
+        socket=endpoint.path,
+        daemon=None if welcome is None else _daemon_version(welcome),
+        error=info,
+    )
+    session.sink.answer(answer, version_text)
+    # No daemon is a fact like another here; one that cannot be talked to is what the command is asked to find.
+    return INCOMPATIBLE.exit_status if info is not None and info.code == INCOMPATIBLE.name else 0
+
+
+def _daemon_version(welcome: Welcome) -> DaemonVersion:
+    from hegmctl.answers import DaemonVersion
+
+    return DaemonVersion(
+        version=welcome.daemon_version,
+        protocol=welcome.version,
+        node=welcome.node,
+        simulated=welcome.simulated,
+        capabilities=welcome.capabilities,
+        limits=welcome.limits,
+        you=welcome.you,
+    )
+
+
+def config(session: Session) -> int:
+    """`hegmctl config`, shown or read again."""
+    from hegmctl.answers_text import config_text, reload_text
+
+    with session.connect() as connection:
+        if session.arguments.flag("reload"):
+            session.sink.answer(connection.reload(), reload_text)
+        else:
+            session.sink.answer(connection.config(), config_text)
+    return 0
+
+
+def metrics(session: Session) -> int:
+    """`hegmctl metrics`."""
+    from hegmctl.answers_text import metrics_text
+
+    with session.connect() as connection:
+        session.sink.answer(connection.metrics(), metrics_text)
+    return 0
+
+
+def ping(session: Session) -> int:
+    """`hegmctl ping`, once or more often on one connection."""
+    from time import perf_counter
+
+    from hegmctl.answers import PingAnswer
+    from hegmctl.answers_text import ping_text
+
+    asked = session.arguments.whole("count")
+    times_s: list[float] = []
+    with session.connect() as connection:
+        for _ in range(1 if asked is None else asked):
+            began = perf_counter()
+            connection.ping()
+            times_s.append(perf_counter() - began)
+    answer = PingAnswer(
+        version=connection.welcome.daemon_version,
+        node=connection.welcome.node,
+        socket=connection.endpoint.path,
+        round_trips_s=tuple(times_s),
+    )
+    session.sink.answer(answer, ping_text)
+    return 0
+
+
+def simulate_hold(session: Session) -> int:
+    """`hegmctl simulate hold`: hold it here, or become the command that is to hold it."""
+    from hegmctl.answers_text import hold_text
+
+    arguments = session.arguments
+    with session.connect() as connection:
+        reply = connection.simulate_hold(arguments.required("GPU"), arguments.whole("SIZE") or 0)
+        if arguments.tail:
+            from hegmctl.become import become
+
+            become(arguments.tail, keep=connection.fileno())
+        session.sink.element(reply, hold_text)
+        connection.wait_for_its_end()
+
+
+def simulate_fault(session: Session) -> int:
+    """`hegmctl simulate fault`."""
+    from hegmctl.answers_text import faults_text
+
+    arguments = session.arguments
+    with session.connect() as connection:
+        reply = connection.simulate_fault(arguments.required("TARGET"), arguments.required("FAULT"))
+    session.sink.answer(reply, faults_text)
+    return 0
+
+
+def complete(session: Session) -> int:
+    """What a shell's completion asks for. It is silent about everything that goes wrong: a person is typing."""
+    from hegmctl.output import write_lines
+
+    try:
+        with session.connect(COMPLETION_TIMEOUT_S) as connection:
+            if session.arguments.required("WHAT") == "gpus":
+                write_lines([gpu.id for gpu in connection.gpus().gpus])
+            else:
+                write_lines([str(process.pid) for process in connection.processes().processes])
+    except HegmError:
+        return 0
+    return 0
+
+
+COMMANDS: dict[str, Command] = {
+    "gpus": gpus,
+    "ps": ps,
+    "events": events,
+    "doctor": doctor,
+    "version": version,
+    "config": config,
+    "metrics": metrics,
+    "ping": ping,
+    "simulate hold": simulate_hold,
+    "simulate fault": simulate_fault,
+    "__complete": complete,
+}

@@ -1,0 +1,353 @@
+"""The synchronous library face: `with connect() as hegmd: hegmd.gpus()`.
+
+    from hegmctl.connection import connect
+
+    with connect() as hegmd:
+        for gpu in hegmd.gpus().gpus:
+            print(gpu.id, gpu.memory_used_bytes)
+
+One request at a time is under way, but streams stay open beside others: `events` can be read on after a call in
+between. Every failure is a HegmError with code, message and hint. A Connection belongs to one thread.
+
+To add an operation: add a method that builds its request and names its reply. The bytes are in `wire`, the rules of the
+conversation in `hegmd.protocol.connection`.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from hegmctl.endpoint import Endpoint, find_endpoint, unreachable
+from hegmctl.failures import broken, gone, not_offered, refused_hello, silent, with_versions
+from hegmctl.wire import Descriptors, Wire
+from hegmd import __version__
+from hegmd.errors import BAD_REQUEST, DISCONNECTED, Bug, HegmError, PeerError
+from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progress, ProtocolBroken
+from hegmd.protocol.messages import (
+    SUPPORTED_VERSIONS,
+    Cancel,
+    ConfigReply,
+    Doctor,
+    DoctorReply,
+    Events,
+    EventsReply,
+    FaultReply,
+    Gpus,
+    GpusReply,
+    Hello,
+    HoldReply,
+    Metrics,
+    MetricsReply,
+    Ping,
+    Pong,
+    Processes,
+    ProcessesReply,
+    Reload,
+    ReloadReply,
+    Request,
+    ShowConfig,
+    SimulateFault,
+    SimulateHold,
+    Welcome,
+)
+from hegmd.protocol.record import Record
+from hegmd.protocol.snapshots import Check, Event
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Sequence
+    from typing import NoReturn, TypeVar
+
+    from typing_extensions import Self
+
+    R = TypeVar("R", bound=Record)
+    E = TypeVar("E", bound=Record)
+    Said = tuple[Answer | Failure | Progress, Descriptors]
+
+TIMEOUT_S = 10.0
+# How long a cancellation, or the reading of a parting word, may hold up what the caller does next.
+CANCEL_LIMIT_S = 1.0
+PARTING_LIMIT_S = 1.0
+
+
+def connect(socket: str | None = None, *, timeout_s: float | None = TIMEOUT_S, name: str = "hegmctl") -> Connection:
+    """Connect to the daemon and greet it.
+
+    `socket` is a path; without it the daemon is looked for as `endpoint` says. `timeout_s` is how long connecting, and
+    then each call, may take; None is for ever. `name` tells the daemon which program calls. Raises HegmError.
+    """
+    endpoint = find_endpoint(socket)
+    deadline = None if timeout_s is None else monotonic() + timeout_s
+    try:
+        wire = Wire.connect(endpoint.path, deadline)
+    except TimeoutError:
+        raise silent(endpoint.path, "connecting", timeout_s) from None
+    except OSError as error:
+        raise unreachable(endpoint, error) from error
+    connection = Connection(wire, endpoint, timeout_s)
+    try:
+        connection.greet(name, deadline)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+class Connection:
+    """A greeted connection to the daemon; made by `connect`. A context manager; closing twice is fine."""
+
+    def __init__(self, wire: Wire, endpoint: Endpoint, timeout_s: float | None) -> None:
+        self.endpoint = endpoint
+        self.timeout_s = timeout_s
+        self._wire = wire
+        self._protocol = ClientConnection()
+        # What was said to a request while another one was being waited for; a request not in here is not waited for.
+        self._waiting: dict[int, list[Said]] = {}
+
+    # What can be asked.
+
+    def ping(self) -> Pong:
+        """Nothing, to see that the daemon answers."""
+        return self.call(Ping(), Pong)
+
+    def gpus(self) -> GpusReply:
+        """The node's GPUs."""
+        return self.call(Gpus(), GpusReply)
+
+    def processes(self, pids: Iterable[int] = (), gpus: Iterable[str] = ()) -> ProcessesReply:
+        """The processes on the node's GPUs; all, or only those with these pids and on these GPUs."""
+        return self.call(Processes(pids=tuple(pids), gpus=tuple(gpus)), ProcessesReply)
+
+    def events(
+        self, since: int = 0, *, follow: bool = False, kinds: Iterable[str] = ()
+    ) -> Generator[Event, None, EventsReply]:
+        """What happened, oldest first; with `follow` it waits for more until it is closed.
+
+        Other calls may be made between two events. Closing the generator cancels the request.
+        """
+        return self.stream(Events(since=since, follow=follow, kinds=tuple(kinds)), Event, EventsReply, patient=follow)
+
+    def doctor(self, on_check: Callable[[Check], object] | None = None) -> DoctorReply:
+        """Check the node; each check is also handed to `on_check` as soon as it is made."""
+        checks = self.stream(Doctor(), Check, DoctorReply)
+        while True:
+            try:
+                check = next(checks)
+            except StopIteration as end:
+                reply: DoctorReply = end.value
+                return reply
+            if on_check is not None:
+                on_check(check)
+
+    def config(self) -> ConfigReply:
+        """The configuration in force."""
+        return self.call(ShowConfig(), ConfigReply)
+
+    def reload(self) -> ReloadReply:
+        """Have the configuration read again."""
+        return self.call(Reload(), ReloadReply)
+
+    def metrics(self) -> MetricsReply:
+        """Metrics in Prometheus' text format."""
+        return self.call(Metrics(), MetricsReply)
+
+    def simulate_hold(self, gpu: str, vram_bytes: int) -> HoldReply:
+        """Hold simulated video memory for this process until the connection ends."""
+        return self.call(SimulateHold(gpu=gpu, vram_bytes=vram_bytes), HoldReply)
+
+    def simulate_fault(self, target: str, fault: str) -> FaultReply:
+        """Make a simulated GPU, or `vendor` as a whole, fail; `none` mends it."""
+        return self.call(SimulateFault(target=target, fault=fault), FaultReply)
+
+    # How it is asked.
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the daemon said of itself when it was greeted."""
+        if self._protocol.welcome is None:
+            raise Bug("a connection was used before it was greeted")
+        return self._protocol.welcome
+
+    def fileno(self) -> int:
+        """The socket's descriptor. Who hands it to another process hands on what the daemon holds for this one."""
+        return self._wire.fileno()
+
+    def call(self, request: Request, reply: type[R], *, fds: Sequence[int] = ()) -> R:
+        """The answer to any request. `fds` are sent with it and stay the caller's. Raises HegmError."""
+        answer, descriptors = self.call_with_descriptors(request, reply, fds=fds)
+        descriptors.close()
+        return answer
+
+    def call_with_descriptors(
+        self, request: Request, reply: type[R], *, fds: Sequence[int] = ()
+    ) -> tuple[R, Descriptors]:
+        """The answer to a request, and the descriptors that came with it; the caller closes them."""
+        deadline = self._deadline()
+        request_id = self._ask(request, fds, deadline)
+        try:
+            while True:
+                said, descriptors = self._hear(request_id, deadline, request.op)
+                if not isinstance(said, Progress):
+                    return self._answer(said, reply), descriptors
+                descriptors.close()
+        finally:
+            self._forget(request_id)
+
+    def stream(
+        self, request: Request, event: type[E], reply: type[R], *, patient: bool = False
+    ) -> Generator[E, None, R]:
+        """The events of a request, then its reply. `patient` waits for each of them without limit."""
+        request_id = self._ask(request, (), self._deadline())
+        try:
+            while True:
+                said, descriptors = self._hear(request_id, None if patient else self._deadline(), request.op)
+                descriptors.close()
+                if not isinstance(said, Progress):
+                    return self._answer(said, reply)
+                yield of_kind(said.event, event)
+        finally:
+            self._forget(request_id)
+
+    def wait_for_its_end(self) -> NoReturn:
+        """Wait until the daemon ends the connection, for ever if it does not. Raises the HegmError that tells why."""
+        while True:
+            said = self._next_said()
+            if said is None:
+                self._read(None, "nothing; it was to stay open")
+            else:
+                self._sort(said)
+
+    def greet(self, name: str, deadline: float | None) -> None:
+        """Say hello; `connect` does it, once."""
+        hello = Hello(versions=SUPPORTED_VERSIONS, name=name, program_version=__version__)
+        request_id = self._ask(hello, (), deadline)
+        said, descriptors = self._hear(request_id, deadline, "hello")
+        descriptors.close()
+        if isinstance(said, Failure):
+            raise refused_hello(said.error)
+
+    def close(self) -> None:
+        """End the connection: what was asked for is cancelled, what was held is given back."""
+        self._wire.close()
+        waiting, self._waiting = self._waiting, {}
+        for heard in waiting.values():
+            for _said, descriptors in heard:
+                descriptors.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def _deadline(self) -> float | None:
+        return None if self.timeout_s is None else monotonic() + self.timeout_s
+
+    def _ask(self, request: Request, fds: Sequence[int], deadline: float | None) -> int:
+        welcome = self._protocol.welcome
+        if welcome is not None and request.capability is not None and request.capability not in welcome.capabilities:
+            raise not_offered(request.capability, welcome)
+        if self._wire.fileno() < 0:
+            raise HegmError(DISCONNECTED, "this connection is closed", "connect again")
+        request_id, frame = self._protocol.request(request, len(fds))
+        try:
+            self._wire.send(frame, fds, deadline)
+        except TimeoutError:
+            raise silent(self.endpoint.path, request.op, self.timeout_s) from None
+        except OSError as error:
+            raise self._last_words() or gone(self.endpoint.path, request.op) from error
+        self._waiting[request_id] = []
+        return request_id
+
+    def _last_words(self) -> HegmError | None:
+        """The reason that the daemon gave before it hung up, if it did. Closes the connection."""
+        try:
+            while data := self._wire.receive(monotonic() + PARTING_LIMIT_S):
+                self._protocol.feed(data)
+            while (said := self._protocol.next_event()) is not None:
+                if isinstance(said, Failure):
+                    return self._explained(said.error)
+        except (OSError, ProtocolBroken):
+            return None  # then it said nothing of use, and the caller has an error of its own
+        finally:
+            self.close()
+        return None
+
+    def _explained(self, error: HegmError) -> HegmError:
+        welcome = self._protocol.welcome
+        return refused_hello(error) if welcome is None else with_versions(error, welcome)
+
+    def _answer(self, said: Answer | Failure, reply: type[R]) -> R:
+        if isinstance(said, Failure):
+            raise self._explained(said.error)
+        return of_kind(said.reply, reply)
+
+    def _hear(self, request_id: int, deadline: float | None, what: str) -> Said:
+        """What the daemon says next to that request. What it says to others is kept for them, or dropped."""
+        heard = self._waiting[request_id]
+        while not heard:
+            said = self._next_said()
+            if said is None:
+                self._read(deadline, what)
+            else:
+                self._sort(said)
+        first = heard.pop(0)
+        if not isinstance(first[0], Progress):
+            del self._waiting[request_id]
+        return first
+
+    def _next_said(self) -> Answer | Failure | Progress | None:
+        try:
+            return self._protocol.next_event()
+        except ProtocolBroken as error:
+            self.close()
+            raise broken(self.endpoint.path, error, self._protocol.welcome) from error
+
+    def _sort(self, said: Answer | Failure | Progress) -> None:
+        """Put what was said to the request that it belongs to, with the descriptors that came with it."""
+        if isinstance(said, Failure) and said.id is None:
+            self.close()
+            raise self._explained(said.error)
+        fds = said.fds if isinstance(said, Answer) else 0
+        descriptors = self._wire.take(fds)
+        if descriptors is None:
+            self.close()
+            lost = PeerError(BAD_REQUEST, f"{fds} descriptors were announced and did not come", "try again")
+            raise broken(self.endpoint.path, lost, self._protocol.welcome)
+        if said.id in self._waiting:
+            self._waiting[said.id].append((said, descriptors))
+        else:
+            descriptors.close()
+
+    def _read(self, deadline: float | None, what: str) -> None:
+        try:
+            data = self._wire.receive(deadline)
+        except TimeoutError:
+            raise silent(self.endpoint.path, what, self.timeout_s) from None
+        except OSError as error:
+            self.close()
+            raise gone(self.endpoint.path, what) from error
+        if not data:
+            self.close()
+            raise gone(self.endpoint.path, what)
+        self._protocol.feed(data)
+
+    def _forget(self, request_id: int) -> None:
+        """Stop waiting for a request. One that is not answered yet is cancelled; the connection stays usable."""
+        heard = self._waiting.pop(request_id, None)
+        if heard is None or self._wire.fileno() < 0:
+            return
+        for _said, descriptors in heard:
+            descriptors.close()
+        _cancel_id, frame = self._protocol.request(Cancel(request=request_id))
+        try:
+            self._wire.send(frame, (), monotonic() + CANCEL_LIMIT_S)
+        except OSError:
+            self.close()  # it went away in the meantime, and there is nothing left to cancel
+
+
+def of_kind(record: Record, kind: type[R]) -> R:
+    """The record, which is of that class."""
+    if not isinstance(record, kind):
+        raise Bug(f"{type(record).__name__} was read where {kind.__name__} is expected")
+    return record

@@ -1,0 +1,154 @@
+"""Where the daemon is, and what it means when it cannot be reached there.
+
+The order is the same for every program and face: the path that is given, else HEGM_SOCKET, else the node's own socket
+if it is there and the caller may use it, else that of the user's own daemon. The node's comes first because it knows
+more; it is passed over only by those it would turn away, who could otherwise never use a daemon of their own without
+naming it each time.
+"""
+
+from __future__ import annotations
+
+import os
+from errno import EACCES, EAGAIN, ECONNREFUSED, ENOENT, ENOTDIR, EPERM
+
+from hegmd.errors import BUSY, DENIED, NO_DAEMON, UNAVAILABLE, USAGE, HegmError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SYSTEM_SOCKET = "/run/hegm/hegmd.sock"
+GROUP = "hegm"
+_SYSTEMD_RUNS = "/run/systemd/system"
+LONGEST_PATH_BYTES = 107
+
+
+class Endpoint:
+    """A socket's path and why that one. `others` are the paths that were looked at before it in vain."""
+
+    __slots__ = ("origin", "others", "path")
+
+    def __init__(self, path: str, origin: str, others: tuple[str, ...] = ()) -> None:
+        self.path = path
+        self.origin = origin
+        self.others = others
+
+
+def find_endpoint(
+    given: str | None = None, environ: Mapping[str, str] | None = None, system_socket: str = SYSTEM_SOCKET
+) -> Endpoint:
+    """The socket to use. Nothing is opened. Raises HegmError USAGE for a path that no socket can have."""
+    environ = os.environ if environ is None else environ
+    if given:
+        return _checked(Endpoint(given, "--socket"))
+    if named := environ.get("HEGM_SOCKET"):
+        return _checked(Endpoint(named, "HEGM_SOCKET"))
+    if os.access(system_socket, os.W_OK):
+        return Endpoint(system_socket, "system")
+    runtime_dir = environ.get("XDG_RUNTIME_DIR")
+    if not runtime_dir:
+        return Endpoint(system_socket, "system")
+    own_socket = f"{runtime_dir}/hegm/hegmd.sock"
+    if os.path.exists(own_socket):
+        return _checked(Endpoint(own_socket, "user", (system_socket,)))
+    return Endpoint(system_socket, "system", (own_socket,))
+
+
+def _checked(endpoint: Endpoint) -> Endpoint:
+    size_bytes = len(os.fsencode(endpoint.path))
+    if size_bytes > LONGEST_PATH_BYTES or "\0" in endpoint.path:
+        raise HegmError(
+            USAGE,
+            f"no socket can have a path of {size_bytes} bytes ({endpoint.origin}); {LONGEST_PATH_BYTES} is the most",
+            "use a shorter path",
+        )
+    return endpoint
+
+
+def unreachable(endpoint: Endpoint, error: OSError) -> HegmError:
+    """What a failed connect means, and what to do."""
+    path = endpoint.path
+    if error.errno in (ENOENT, ENOTDIR):
+        return _missing(endpoint)
+    if error.errno in (EACCES, EPERM):
+        return _denied(path)
+    if error.errno == ECONNREFUSED:
+        if not _is_socket(path):
+            return HegmError(NO_DAEMON, f"{path} is not a socket", f"name the daemon's socket; {_named_by(endpoint)}")
+        return HegmError(
+            NO_DAEMON, f"nobody listens at {path}: the daemon that made this socket is gone", _start(endpoint)
+        )
+    if error.errno == EAGAIN:
+        return HegmError(
+            BUSY, f"the daemon at {path} takes no more connections just now", "try again; see `journalctl -u hegmd`"
+        )
+    return HegmError(
+        UNAVAILABLE, f"{path} cannot be connected to: {error.strerror or error}", "see `journalctl -u hegmd`"
+    )
+
+
+def _missing(endpoint: Endpoint) -> HegmError:
+    if endpoint.origin in ("--socket", "HEGM_SOCKET"):
+        return HegmError(NO_DAEMON, f"there is no socket at {endpoint.path} ({endpoint.origin})", _start(endpoint))
+    places = " nor at ".join((endpoint.path, *endpoint.others))
+    return HegmError(NO_DAEMON, f"no hegmd runs here: there is no socket at {places}", _start(endpoint))
+
+
+def _start(endpoint: Endpoint) -> str:
+    """The command that starts the daemon that is missing."""
+    if endpoint.origin in ("--socket", "HEGM_SOCKET") and endpoint.path != SYSTEM_SOCKET:
+        return f"check the path, or start a daemon there: `hegmd --socket {endpoint.path}`"
+    if endpoint.origin == "user":
+        return "start it: `hegmd --user`"
+    if os.geteuid() == 0:
+        return "start it: `systemctl start hegmd.socket`" if os.path.isdir(_SYSTEMD_RUNS) else "start it: `hegmd`"
+    if os.path.isdir(_SYSTEMD_RUNS):
+        return "start it: `sudo systemctl start hegmd.socket`, or one for your own processes: `hegmd --user`"
+    return "start one for your own processes: `hegmd --user`"
+
+
+def _named_by(endpoint: Endpoint) -> str:
+    return f"this path comes from {endpoint.origin}" if endpoint.origin.isupper() else "`--socket PATH` does"
+
+
+def _is_socket(path: str) -> bool:
+    from stat import S_ISSOCK
+
+    try:
+        return S_ISSOCK(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _denied(path: str) -> HegmError:
+    """Tells somebody outside the group from somebody whose session is older than the membership."""
+    message = f"you may not use the daemon's socket {path}"
+    user, in_group = _membership()
+    if in_group:
+        return HegmError(
+            DENIED,
+            f"{message}: {user} is in the group {GROUP}, but this session began before that",
+            f"log in anew, or use `newgrp {GROUP}`",
+        )
+    return HegmError(
+        DENIED,
+        message,
+        f"join the group that may: `sudo usermod -aG {GROUP} {user}`, then log in anew; "
+        "or start a daemon for your own processes: `hegmd --user`",
+    )
+
+
+def _membership() -> tuple[str, bool]:
+    """The caller's name, and whether the user database has it in the group."""
+    import grp
+    import pwd
+
+    try:
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return "USER", False
+    try:
+        group = grp.getgrnam(GROUP)
+    except KeyError:
+        return user, False
+    return user, user in group.gr_mem and group.gr_gid not in os.getgroups()

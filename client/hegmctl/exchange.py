@@ -1,0 +1,224 @@
+"""The conversation under an asynchronous connection: one task writes whole frames, one task reads and hands out.
+
+Asking and giving up are plain calls that wait for nothing: a frame is put in line, and the writer sends it whole
+whatever becomes of whoever asked. So a cancelled task cannot cut a frame in two, and can cancel its request in the
+daemon without a shielded wait. The socket is used directly and not through anyio's stream, which leaves received
+descriptors open across an exec.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import socket as sockets
+from collections import deque
+from collections.abc import Sequence
+
+import anyio
+import anyio.abc
+
+from hegmctl.failures import broken, gone, not_offered, refused_hello, with_versions
+from hegmctl.wire import MAX_FDS, RECEIVE_BYTES, Descriptors
+from hegmd.errors import BAD_REQUEST, BUSY, DISCONNECTED, HegmError, PeerError
+from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progress, ProtocolBroken
+from hegmd.protocol.messages import Cancel, Request, Welcome
+
+Said = tuple[Answer | Progress, Descriptors]
+
+# What may be said to one request before its task takes it. Past it the request fails: to stop reading instead would
+# hold up the very answers that the same task may be waiting for.
+MOST_UNREAD = 65_536
+
+
+class Waiter:
+    """One request under way: what was said to it and not taken yet."""
+
+    def __init__(self, request_id: int, op: str) -> None:
+        self.id = request_id
+        self.op = op
+        self._said: deque[Said] = deque()
+        self._failure: HegmError | None = None
+        self._news = anyio.Event()
+
+    @property
+    def unread(self) -> int:
+        """How much of what was said is not taken yet."""
+        return len(self._said)
+
+    def put(self, said: Said) -> None:
+        """Something was said."""
+        self._said.append(said)
+        self._news.set()
+
+    def fail(self, error: HegmError) -> None:
+        """There will be no more, and why; what was said before can still be taken."""
+        self._failure = self._failure or error
+        self._news.set()
+
+    async def next(self) -> Said:
+        """What was said next. Raises the HegmError that the request ended with."""
+        while not self._said:
+            if self._failure is not None:
+                raise self._failure.with_traceback(None)
+            self._news = anyio.Event()
+            await self._news.wait()
+        return self._said.popleft()
+
+    def close(self) -> None:
+        """Drop what nobody takes."""
+        for _said, descriptors in self._said:
+            descriptors.close()
+        self._said.clear()
+
+
+class Exchange:
+    """One connected socket and the requests under way on it. Belongs to one event loop."""
+
+    def __init__(self, connected: sockets.socket, path: str) -> None:
+        self.path = path
+        self._socket = connected
+        self._protocol = ClientConnection()
+        self._waiters: dict[int, Waiter] = {}
+        self._outgoing: deque[tuple[bytes, Descriptors]] = deque()
+        self._to_send = anyio.Event()
+        self._received: deque[int] = deque()
+        self._ended: HegmError | None = None
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """What the daemon said of itself, once it was greeted."""
+        return self._protocol.welcome
+
+    def start(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Start the two tasks; they end when they are cancelled, or with the connection, and raise nothing."""
+        tasks.start_soon(self._read, name="hegmd reader")
+        tasks.start_soon(self._write, name="hegmd writer")
+
+    def ask(self, request: Request, fds: Sequence[int] = ()) -> Waiter:
+        """Put a request in line. The descriptors stay the caller's. Raises HegmError if it cannot be made."""
+        if self._ended is not None:
+            raise self._ended.with_traceback(None)
+        welcome = self.welcome
+        if welcome is not None and request.capability is not None and request.capability not in welcome.capabilities:
+            raise not_offered(request.capability, welcome)
+        kept = Descriptors(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0) for fd in fds)
+        request_id, frame = self._protocol.request(request, len(kept))
+        waiter = self._waiters[request_id] = Waiter(request_id, request.op)
+        self._put_in_line(frame, kept)
+        return waiter
+
+    def forget(self, waiter: Waiter) -> None:
+        """Give a request up. If it is not answered yet the daemon is told to cancel it. Waits for nothing."""
+        waiter.close()
+        if self._waiters.pop(waiter.id, None) is not None and self._ended is None:
+            _cancel_id, frame = self._protocol.request(Cancel(request=waiter.id))
+            self._put_in_line(frame, Descriptors())
+
+    def close(self) -> None:
+        """Close the socket and every descriptor that nobody took. The two tasks have to have ended."""
+        self._end(HegmError(DISCONNECTED, "this connection is closed", "connect again"))
+        self._socket.close()
+        for _frame, descriptors in self._outgoing:
+            descriptors.close()
+        self._outgoing.clear()
+        Descriptors(self._received).close()
+        self._received.clear()
+
+    def _put_in_line(self, frame: bytes, descriptors: Descriptors) -> None:
+        self._outgoing.append((frame, descriptors))
+        self._to_send.set()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                while self._outgoing:
+                    frame, descriptors = self._outgoing.popleft()
+                    with descriptors:
+                        await self._send(frame, descriptors)
+                self._to_send = anyio.Event()
+                await self._to_send.wait()
+        except OSError:
+            return  # the daemon hung up; the reader hears why, and ends what is under way
+
+    async def _send(self, frame: bytes, descriptors: Descriptors) -> None:
+        fds = array.array("i", descriptors.numbers())
+        rights = [(sockets.SOL_SOCKET, sockets.SCM_RIGHTS, fds)] if fds else []
+        rest = memoryview(frame)
+        while rest:
+            try:
+                rest = rest[self._socket.sendmsg([rest], rights, sockets.MSG_NOSIGNAL) :]
+                rights = []
+            except BlockingIOError:
+                await anyio.wait_writable(self._socket)
+
+    async def _read(self) -> None:
+        try:
+            while data := await self._receive():
+                self._protocol.feed(data)
+                while (said := self._protocol.next_event()) is not None:
+                    self._hand_out(said)
+        except ProtocolBroken as error:
+            self._end(broken(self.path, error, self.welcome))
+        except OSError:
+            self._end(None)
+        except HegmError as error:
+            self._end(error)
+        else:
+            self._end(None)
+
+    async def _receive(self) -> bytes:
+        while True:
+            try:
+                data, ancillary, _flags, _address = self._socket.recvmsg(
+                    RECEIVE_BYTES, sockets.CMSG_SPACE(MAX_FDS * 4), sockets.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                await anyio.wait_readable(self._socket)
+                continue
+            for level, kind, payload in ancillary:
+                if level == sockets.SOL_SOCKET and kind == sockets.SCM_RIGHTS:
+                    fds = array.array("i")
+                    fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+                    self._received.extend(fds)
+            return data
+
+    def _hand_out(self, said: Answer | Failure | Progress) -> None:
+        if isinstance(said, Failure):
+            error = self.explained(said.error)
+            if said.id is None:
+                raise error
+            waiter = self._waiters.pop(said.id, None)
+            if waiter is not None:
+                waiter.fail(error)
+            return
+        descriptors = self._claim(said.fds if isinstance(said, Answer) else 0)
+        waiter = self._waiters.get(said.id)
+        if waiter is None:
+            descriptors.close()
+            return
+        if isinstance(said, Answer):
+            del self._waiters[said.id]
+        elif waiter.unread >= MOST_UNREAD:
+            self.forget(waiter)
+            waiter.fail(HegmError(BUSY, f"{MOST_UNREAD} events were not taken in time", "read them as they come"))
+            return
+        waiter.put((said, descriptors))
+
+    def _claim(self, count: int) -> Descriptors:
+        if count > len(self._received):
+            raise ProtocolBroken(
+                PeerError(BAD_REQUEST, f"{count} descriptors were named, {len(self._received)} came", "try again")
+            )
+        return Descriptors(self._received.popleft() for _ in range(count))
+
+    def explained(self, error: HegmError) -> HegmError:
+        """The daemon's error as the caller is to see it."""
+        return refused_hello(error) if self.welcome is None else with_versions(error, self.welcome)
+
+    def _end(self, error: HegmError | None) -> None:
+        """Nothing more will be said; without an error of its own each request learns that the daemon is gone."""
+        if self._ended is None:
+            self._ended = error or gone(self.path, "any further request")
+        waiters, self._waiters = self._waiters, {}
+        for waiter in waiters.values():
+            waiter.fail(error or gone(self.path, waiter.op))

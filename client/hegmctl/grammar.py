@@ -1,0 +1,248 @@
+"""The command line of hegmctl as one table: commands, their options and arguments, and what each means.
+
+Everything that speaks of the command line is made from here: the parser (`arguments`), `--help` (`help`), the manual
+page and the completions of three shells (`pages`). To add a command: add it here and its function in `commands`.
+
+It is not argparse because argparse costs 9 ms to import, as much as a whole Python start, and every call would pay it;
+and because argparse can be asked neither for its grammar nor for a good word to somebody who mistyped. Holds data only.
+"""
+
+from __future__ import annotations
+
+# What a value is, and so how it is checked.
+FLAG = "flag"
+TEXT = "text"
+COUNT = "a whole number"
+POSITIVE = "a whole number over 0"
+SECONDS = "a number of seconds"
+SIZE = "a size such as 2GiB"
+PID = "a process id"
+
+# What the shell can offer for a value; `gpus`, `pids` and `event-kinds` are asked of the daemon.
+FILES = "files"
+GPUS = "gpus"
+PIDS = "pids"
+COMMANDS = "commands"
+
+
+class Option:
+    """One option. `implied` is the value of one that may be given without any; such a value needs the `=`."""
+
+    __slots__ = ("choices", "complete", "doc", "implied", "key", "kind", "metavar", "names", "repeats")
+
+    def __init__(
+        self,
+        *names: str,
+        doc: str,
+        kind: str = FLAG,
+        metavar: str = "",
+        repeats: bool = False,
+        implied: str | None = None,
+        complete: str = "",
+        choices: tuple[str, ...] = (),
+    ) -> None:
+        self.names = names
+        self.key = names[-1].lstrip("-")
+        self.doc = doc
+        self.kind = kind
+        self.metavar = metavar
+        self.repeats = repeats
+        self.implied = implied
+        self.complete = complete
+        self.choices = choices
+
+
+class Argument:
+    """One argument in its place, or with `many` any number of them at the end."""
+
+    __slots__ = ("choices", "complete", "doc", "kind", "many", "name")
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        doc: str,
+        kind: str = TEXT,
+        many: bool = False,
+        complete: str = "",
+        choices: tuple[str, ...] = (),
+    ) -> None:
+        self.name = name
+        self.doc = doc
+        self.kind = kind
+        self.many = many
+        self.complete = complete
+        self.choices = choices
+
+
+class Verb:
+    """One command. `tail` names what may follow a `--` and is handed on as it is."""
+
+    __slots__ = ("arguments", "doc", "examples", "hidden", "name", "options", "summary", "tail")
+
+    def __init__(
+        self,
+        name: str,
+        summary: str,
+        doc: str = "",
+        *,
+        options: tuple[Option, ...] = (),
+        arguments: tuple[Argument, ...] = (),
+        tail: str = "",
+        examples: tuple[tuple[str, str], ...] = (),
+        hidden: bool = False,
+    ) -> None:
+        self.name = name
+        self.summary = summary
+        self.doc = doc
+        self.options = options
+        self.arguments = arguments
+        self.tail = tail
+        self.examples = examples
+        self.hidden = hidden
+
+
+PROGRAM = "hegmctl"
+SUMMARY = "ask hegmd, the daemon of this node's GPUs"
+DESCRIPTION = (
+    "hegmctl shows the GPUs of this node and the processes on them, checks the node, and speaks to the node's daemon, "
+    "hegmd, over a Unix socket. On a terminal it prints aligned tables in colour; into a pipe, plain text; with "
+    "--json, JSON. What it does not know it shows as `-`, never as 0."
+)
+
+GLOBAL_OPTIONS: tuple[Option, ...] = (
+    Option("--socket", kind=TEXT, metavar="PATH", complete=FILES, doc="the daemon's socket; see SOCKET"),
+    Option("--json", doc="print JSON, as docs/json.md describes it; errors too, to standard error"),
+    Option("-q", "--quiet", doc="print the answer and nothing about it"),
+    Option("--color", doc="use colours, even in a pipe"),
+    Option("--no-color", doc="use no colours; so do NO_COLOR in the environment and TERM=dumb"),
+    Option("--timeout", kind=SECONDS, metavar="SECONDS", doc="wait this long for an answer; 10, or 120 for doctor"),
+    Option("-h", "--help", doc="explain the program or the command"),
+    Option("--version", doc="print the version of hegmctl; `hegmctl version` asks the daemon for its own as well"),
+)
+
+GROUPS: dict[str, str] = {"simulate": "make simulated GPUs hold memory or fail"}
+
+FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid", "none")
+EVENT_KINDS = ("gpu", "process", "inventory", "vendor", "daemon", "config")
+
+_VERBS = (
+    Verb(
+        "gpus",
+        "show the GPUs of this node",
+        "One line for each GPU: memory in use and in all, utilisation, temperature, power drawn and its limit, whether "
+        "it is cut up (MIG) or shared (MPS), and its health. A narrow terminal shows fewer columns.",
+        options=(Option("-l", "--long", doc="show all that is known of each GPU: identity, links, errors"),),
+        examples=(
+            ("hegmctl gpus", "the GPUs in a table"),
+            ("hegmctl gpus --json | jq '.gpus[] | {id, memory_used_bytes}'", "the same for a program"),
+        ),
+    ),
+    Verb(
+        "ps",
+        "show the processes on the GPUs",
+        "One line for each process with a hand on a GPU: its owner, its GPUs, its video memory on all of them "
+        "together, whether an agent of hegmd is connected in it, what it belongs to, and its command.",
+        options=(
+            Option("--gpu", kind=TEXT, metavar="GPU", repeats=True, complete=GPUS, doc="only processes on this GPU"),
+            Option("--ways", doc="show in which ways each process could be moved, and why not in the others"),
+            Option(
+                "-w",
+                "--watch",
+                kind=SECONDS,
+                metavar="SECONDS",
+                implied="2",
+                doc="show it again every 2 seconds, or as given, until interrupted; waits for a daemon that restarts",
+            ),
+        ),
+        arguments=(Argument("PID", many=True, kind=PID, complete=PIDS, doc="only these processes"),),
+        examples=(
+            ("hegmctl ps --gpu gpu0 --watch", "look at what happens on one GPU"),
+            ("hegmctl ps --ways 4711", "how process 4711 could be moved"),
+        ),
+    ),
+    Verb(
+        "events",
+        "show what happened on this node",
+        "Events that the daemon remembers, oldest first: GPUs lost and found, errors, processes coming and going. With "
+        "--follow it stays and waits for more, also across a restart of the daemon.",
+        options=(
+            Option("--since", kind=COUNT, metavar="NUMBER", doc="only events with this number or a higher one"),
+            Option("-f", "--follow", doc="stay and wait for more, until interrupted"),
+            Option(
+                "--kind",
+                kind=TEXT,
+                metavar="KIND",
+                repeats=True,
+                choices=EVENT_KINDS,
+                doc="only this kind; `gpu` stands for every kind that begins with `gpu.`",
+            ),
+        ),
+        examples=(("hegmctl events --kind gpu -f", "wait for something to happen to a GPU"),),
+    ),
+    Verb(
+        "doctor",
+        "check this node and say how to mend it",
+        "Checks driver, libraries, CRIU, memory, kernel and permissions, with the daemon's rights, and prints the "
+        "command that mends what is wrong. Without a daemon it makes the checks with the caller's own rights. The exit "
+        "status is 0 when nothing fails and 15 when something does; warnings do not count.",
+    ),
+    Verb(
+        "version",
+        "show the versions of client and daemon",
+        "Also the protocol that they speak and what the daemon can do. Without a daemon it says so and is content with "
+        "the client's version; `hegmctl ping` is the command that fails then.",
+    ),
+    Verb(
+        "config",
+        "show the configuration in force, or read it again",
+        "Every setting with its value and where the value comes from.",
+        options=(
+            Option("--reload", doc="make the daemon read its configuration again; a bad one is refused as a whole"),
+        ),
+    ),
+    Verb("metrics", "print Prometheus metrics", "Text exposition format 0.0.4, of the node and of the daemon."),
+    Verb(
+        "ping",
+        "see whether the daemon answers, and how fast",
+        options=(Option("-c", "--count", kind=POSITIVE, metavar="NUMBER", doc="ask this often; once if not given"),),
+    ),
+    Verb(
+        "simulate hold",
+        "hold memory on a simulated GPU",
+        "Holds simulated video memory for this process until it ends, or with a COMMAND becomes that command, which "
+        "then holds it until it ends or closes all descriptors. For a daemon started with --simulate.",
+        arguments=(
+            Argument("GPU", complete=GPUS, doc="the GPU, such as gpu0"),
+            Argument("SIZE", kind=SIZE, doc="how much to hold, such as 512MiB or 2GiB"),
+        ),
+        tail="COMMAND",
+        examples=(("hegmctl simulate hold gpu0 2GiB -- python3 train.py", "a job that seems to use 2 GiB"),),
+    ),
+    Verb(
+        "simulate fault",
+        "make a simulated GPU fail, or mend it",
+        "For a daemon started with --simulate. The faults in force afterwards are printed.",
+        arguments=(
+            Argument("TARGET", complete=GPUS, doc="a GPU, or `vendor` for the vendor's whole library"),
+            Argument("FAULT", choices=FAULTS, doc="one of " + ", ".join(FAULTS[:-1]) + "; or none, to mend it"),
+        ),
+        examples=(
+            ("hegmctl simulate fault gpu1 lost", "gpu1 falls off the bus"),
+            ("hegmctl simulate fault gpu1 none", "and is back"),
+        ),
+    ),
+    Verb(
+        "help",
+        "explain a command",
+        arguments=(Argument("COMMAND", many=True, complete=COMMANDS, doc="the command"),),
+    ),
+    Verb(
+        "__complete",
+        "what shell completions ask for: one candidate a line, and silence when there is no daemon",
+        arguments=(Argument("WHAT", choices=(GPUS, PIDS), doc="what to list"),),
+        hidden=True,
+    ),
+)
+
+VERBS: dict[str, Verb] = {verb.name: verb for verb in _VERBS}

@@ -1,0 +1,267 @@
+"""GPUs and processes as text: what an administrator wants to see first, in columns that survive a narrow terminal.
+
+Unknown is `-`. Below a table stand the reasons for doubt: which vendor's library does not answer and how old what is
+shown is, what is wrong with a GPU, why something about a process is unknown.
+"""
+
+from __future__ import annotations
+
+from hegmctl.quantities import binary_size, duration, used_of_total
+from hegmctl.tables import UNKNOWN, Column, Style, printable, table, wrapped
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from hegmctl.tables import Cell
+    from hegmd.protocol.messages import GpusReply, ProcessesReply
+    from hegmd.protocol.snapshots import Gpu, GpuProcess, PeerLink, Vendor, Workload
+
+_COLOURS = {"ok": "green", "warn": "yellow", "unknown": "yellow", "failed": "red", "lost": "red"}
+_LONG_ID = 12
+_SIMULATED = "simulated"
+
+
+def gpus_text(reply: GpusReply, style: Style) -> list[str]:
+    """The table of `hegmctl gpus`."""
+    if not reply.gpus:
+        return _none("There are no GPUs on this node.", reply.vendors, style)
+    columns = (
+        Column("GPU"),
+        Column("NAME", shrink=10),
+        Column("MEMORY", right=True),
+        Column("UTIL", right=True),
+        Column("TEMP", right=True, drop=3),
+        Column("POWER", right=True, drop=2),
+        Column("MODE", drop=4),
+        Column("HEALTH"),
+        Column("PCI", drop=5),
+    )
+    return [*table(columns, [_gpu_row(gpu) for gpu in reply.gpus], style), *_gpu_remarks(reply, style)]
+
+
+def _gpu_row(gpu: Gpu) -> list[Cell]:
+    health = gpu.state if gpu.state != "ok" else gpu.health.state
+    return [
+        gpu.id,
+        gpu.name or UNKNOWN,
+        used_of_total(gpu.memory_used_bytes, gpu.memory_total_bytes),
+        _with_unit(gpu.utilisation_percent, "%"),
+        _with_unit(gpu.temperature_celsius, " C"),
+        _power(gpu),
+        _mode(gpu),
+        (health, _COLOURS.get(health, "")),
+        gpu.pci_address or UNKNOWN,
+    ]
+
+
+def _with_unit(value: float | None, unit: str) -> str:
+    return UNKNOWN if value is None else f"{value:.0f}{unit}"
+
+
+def _power(gpu: Gpu) -> str:
+    if gpu.power_watts is None and gpu.power_limit_watts is None:
+        return UNKNOWN
+    return f"{_with_unit(gpu.power_watts, '')}/{_with_unit(gpu.power_limit_watts, ' W')}"
+
+
+def _mode(gpu: Gpu) -> str:
+    if gpu.mig is None and gpu.mps is None:
+        return UNKNOWN
+    return "+".join(name for name, on in (("MIG", gpu.mig), ("MPS", gpu.mps)) if on) or "normal"
+
+
+def _gpu_remarks(reply: GpusReply, style: Style) -> list[str]:
+    if not style.remarks:
+        return []
+    remarks: list[str] = []
+    for gpu in reply.gpus:
+        if gpu.state == "lost":
+            remarks.append(f"{gpu.id}: lost; it fell off the bus and the driver does not reach it")
+        remarks += [f"{gpu.id}: {note}" for note in gpu.health.notes]
+    return _below(remarks + _vendor_remarks(reply.vendors), style)
+
+
+def _vendor_remarks(vendors: Iterable[Vendor], *, absent: bool = False) -> list[str]:
+    """What has to be known about the libraries that the facts come from."""
+    remarks: list[str] = []
+    for vendor in vendors:
+        said = ": ".join(part for part in (vendor.message.rstrip("."), vendor.hint) if part)
+        if vendor.state == "stale":
+            age = "nothing was ever read" if vendor.age_s is None else f"what is shown is {duration(vendor.age_s)} old"
+            remarks.append(f"{vendor.vendor} does not answer; {age}. {said}".rstrip())
+        elif vendor.state == "failed" or (absent and vendor.state in ("absent", "off")):
+            remarks.append(f"{vendor.vendor}: {said or vendor.state}")
+        elif vendor.vendor == _SIMULATED and vendor.state == "ok":
+            remarks.append("These GPUs are simulated.")
+    return remarks
+
+
+def _below(remarks: Sequence[str], style: Style) -> list[str]:
+    lines: list[str] = []
+    for remark in remarks:
+        text = printable(remark)
+        lines += wrapped(text, style.columns) if style.columns else [text]
+    return ["", *lines] if lines else []
+
+
+def _none(sentence: str, vendors: Iterable[Vendor], style: Style) -> list[str]:
+    remarks = _vendor_remarks(vendors, absent=True) if style.remarks else []
+    return [sentence, *[printable(remark) for remark in remarks]]
+
+
+def gpus_in_full(reply: GpusReply, style: Style) -> list[str]:
+    """A block for each GPU with everything that is known, for `hegmctl gpus --long`."""
+    if not reply.gpus:
+        return _none("There are no GPUs on this node.", reply.vendors, style)
+    ids = {gpu.uuid: gpu.id for gpu in reply.gpus}
+    lines: list[str] = []
+    for gpu in reply.gpus:
+        lines.append(style.paint(printable(f"{gpu.id}  {gpu.name or UNKNOWN}"), "bold"))
+        lines += [f"  {label:<16}{printable(value)}" for label, value in _gpu_facts(gpu, ids)]
+        lines.append("")
+    return [*lines[:-1], *_gpu_remarks(reply, style)]
+
+
+def _gpu_facts(gpu: Gpu, ids: dict[str, str]) -> list[tuple[str, str]]:
+    switch = {True: "on", False: "off", None: UNKNOWN}
+    counts = (
+        (gpu.health.ecc_corrected, "corrected"),
+        (gpu.health.ecc_uncorrected, "uncorrected"),
+        (gpu.health.retired_pages, "pages or rows retired"),
+    )
+    facts = [
+        ("state", gpu.state),
+        ("UUID", gpu.uuid),
+        ("PCI address", gpu.pci_address or UNKNOWN),
+        ("vendor", gpu.vendor),
+        ("chip", gpu.chip or UNKNOWN),
+        ("driver", gpu.driver_version or UNKNOWN),
+        ("index", str(gpu.index)),
+        ("NUMA node", UNKNOWN if gpu.numa_node is None else str(gpu.numa_node)),
+        ("memory", used_of_total(gpu.memory_used_bytes, gpu.memory_total_bytes)),
+        ("utilisation", _with_unit(gpu.utilisation_percent, "%")),
+        ("temperature", _with_unit(gpu.temperature_celsius, " C")),
+        ("power", _power(gpu)),
+        ("MIG", switch[gpu.mig]),
+        ("MPS", switch[gpu.mps]),
+        ("persistence", switch[gpu.persistence]),
+        ("health", gpu.health.state),
+        ("memory errors", ", ".join(f"{UNKNOWN if count is None else count} {what}" for count, what in counts)),
+        ("last XID", UNKNOWN if gpu.health.last_xid is None else str(gpu.health.last_xid)),
+    ]
+    links = [("links", _link(link, ids)) for link in gpu.links] or [("links", UNKNOWN)]
+    return facts + links[:1] + [("", value) for _label, value in links[1:]]
+
+
+def _link(link: PeerLink, ids: dict[str, str]) -> str:
+    lanes = "" if link.lanes is None else f" x{link.lanes}"
+    speed = "" if link.bytes_per_s is None else f", {link.bytes_per_s / 1e9:.0f} GB/s"
+    return f"{ids.get(link.to_uuid, link.to_uuid)} by {link.kind}{lanes}{speed}"
+
+
+def processes_text(reply: ProcessesReply, style: Style) -> list[str]:
+    """The table of `hegmctl ps`."""
+    if not reply.processes:
+        return _none("No process is on a GPU here.", reply.vendors, style)
+    held = any(process.held_bytes for process in reply.processes)
+    columns = [
+        Column("PID", right=True),
+        Column("USER", shrink=8),
+        Column("GPU", shrink=6),
+        Column("VRAM", right=True),
+        *([Column("HELD", right=True, drop=1)] if held else []),
+        Column("AGENT", drop=3),
+        Column("WORKLOAD", shrink=14, drop=2),
+        Column("COMMAND", shrink=16),
+    ]
+    rows = [_process_row(process, held=held) for process in reply.processes]
+    return [*table(columns, rows, style), *_process_remarks(reply, style)]
+
+
+def _process_row(process: GpuProcess, *, held: bool) -> list[Cell]:
+    return [
+        str(process.pid),
+        _owner(process),
+        _on_gpus(process),
+        _vram(process),
+        *([binary_size(process.held_bytes)] if held else []),
+        "yes" if process.agent else "no",
+        UNKNOWN if process.workload is None else workload_text(process.workload),
+        _command(process),
+    ]
+
+
+def _owner(process: GpuProcess) -> str:
+    if process.user is not None:
+        return process.user
+    return UNKNOWN if process.uid is None else str(process.uid)
+
+
+def _command(process: GpuProcess) -> str:
+    if process.command:
+        return process.command
+    return f"[{process.name}]" if process.name else UNKNOWN
+
+
+def _on_gpus(process: GpuProcess) -> str:
+    """The GPUs' ids, runs of numbers drawn together: `gpu0-3,5`."""
+    names = list(dict.fromkeys(use.gpu for use in process.gpus))
+    numbers = sorted(int(name[3:]) for name in names if name.startswith("gpu") and name[3:].isdigit())
+    if len(numbers) != len(names) or not numbers:
+        return ",".join(names) or UNKNOWN
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return "gpu" + ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _vram(process: GpuProcess) -> str:
+    """Its video memory on all GPUs; where one is not known, what it has at least."""
+    known = [use.vram_bytes for use in process.gpus if use.vram_bytes is not None]
+    if not known:
+        return UNKNOWN
+    return ("" if len(known) == len(process.gpus) else ">") + binary_size(sum(known))
+
+
+def workload_text(workload: Workload) -> str:
+    """What the process belongs to, in a word: `slurm:1234`. A container's long id is cut as its own tools do."""
+    is_long_id = workload.kind == "container" and len(workload.id) == 64
+    return f"{workload.kind}:{workload.id[:_LONG_ID] if is_long_id else workload.id}"
+
+
+def _process_remarks(reply: ProcessesReply, style: Style) -> list[str]:
+    if not style.remarks:
+        return []
+    by_note: dict[str, list[str]] = {}
+    for process in reply.processes:
+        if process.note:
+            by_note.setdefault(process.note, []).append(str(process.pid))
+    notes = [f"{', '.join(pids)}: {note}" for note, pids in by_note.items()]
+    return _below(notes + _vendor_remarks(reply.vendors), style)
+
+
+def ways_text(reply: ProcessesReply, style: Style) -> list[str]:
+    """For each process the ways in which it could be moved, for `hegmctl ps --ways`."""
+    if not reply.processes:
+        return _none("No process is on a GPU here.", reply.vendors, style)
+    lines: list[str] = []
+    for process in reply.processes:
+        shares = ", ".join(
+            f"{use.gpu} {UNKNOWN if use.vram_bytes is None else binary_size(use.vram_bytes)}" for use in process.gpus
+        )
+        head = printable(f"{process.pid}  {_owner(process)}  {shares}  {_command(process)}")
+        lines.append(style.paint(head, "bold"))
+        for way in process.ways:
+            answer = style.paint("yes", "green") if way.possible else style.paint("no ", "yellow")
+            reason = printable(way.reason)
+            indent = " " * 16
+            told = wrapped(reason, style.columns, indent) if style.columns else [indent + reason]
+            lines += [f"  {printable(way.way):<9}{answer}  {told[0][16:]}", *told[1:]]
+        if not process.ways:
+            lines.append("  the daemon names no way of moving it")
+        lines.append("")
+    return [*lines[:-1], *_process_remarks(reply, style)]

@@ -1,0 +1,81 @@
+"""A good word to somebody who mistyped: which command, option or value was probably meant. Loaded only then."""
+
+from __future__ import annotations
+
+from hegmctl.grammar import GROUPS, PROGRAM, VERBS, Argument, Option, Verb
+from hegmd.errors import USAGE, HegmError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def _shown() -> list[Verb]:
+    return [verb for verb in VERBS.values() if not verb.hidden]
+
+
+def no_command(group: str) -> HegmError:
+    """The usage error for a command line without a command."""
+    if group:
+        known = [verb.name.removeprefix(f"{group} ") for verb in _shown() if verb.name.startswith(f"{group} ")]
+        return HegmError(USAGE, f"{group} needs a command after it", f"it is {' or '.join(known)}")
+    return HegmError(USAGE, "a command is needed", f"`{PROGRAM} --help` lists them; `{PROGRAM} gpus` is a good start")
+
+
+def unknown_command(name: str, group: str) -> HegmError:
+    """The usage error for a command that does not exist."""
+    names = [verb.name for verb in _shown()] + list(GROUPS)
+    known = [candidate for candidate in names if candidate.startswith(f"{group} ")] if group else names
+    close = closest(name, known)
+    rest = f"`{PROGRAM} {group} --help` lists the commands" if group else f"`{PROGRAM} --help` lists the commands"
+    return HegmError(USAGE, f"there is no command {name!r}", f"did you mean `{close}`? {rest}" if close else rest)
+
+
+def unknown_option(name: str, known: Mapping[str, Option], verb: Verb | None, group: str) -> HegmError:
+    """The usage error for an option that does not exist, or not here."""
+    where = verb.name if verb else group
+    rest = f"`{PROGRAM} {where} --help` lists the options" if where else f"`{PROGRAM} --help` lists the options"
+    owners = [other.name for other in _shown() if any(name in option.names for option in other.options)]
+    if verb is None and owners:
+        return HegmError(USAGE, f"{name} belongs to a command", f"write it after {' or '.join(owners)}")
+    message = f"{verb.name} has no option {name}" if verb else f"there is no option {name}"
+    close = closest(name, [candidate for candidate in known if len(candidate) > 2])
+    return HegmError(USAGE, message, f"did you mean {close}? {rest}" if close and len(name) > 2 else rest)
+
+
+def unknown_choice(argument: Argument, word: str) -> HegmError:
+    """The usage error for a value that is not one of the few."""
+    close = closest(word, argument.choices)
+    listed = f"it is one of {', '.join(argument.choices)}"
+    return HegmError(
+        USAGE,
+        f"{argument.name} cannot be {word!r}",
+        f"did you mean {close}? {listed}" if close else f"write another: {listed}",
+    )
+
+
+def closest(word: str, candidates: Sequence[str]) -> str | None:
+    """The candidate that was probably meant, or None."""
+    lowered = word.lower()
+    scored = [(distance(lowered, candidate), candidate) for candidate in candidates]
+    allowed = max(1, len(word) // 3)
+    near = sorted(pair for pair in scored if pair[0] <= allowed)
+    if near:
+        return near[0][1]
+    started = [candidate for candidate in candidates if len(lowered) > 1 and candidate.startswith(lowered)]
+    return started[0] if len(started) == 1 else None
+
+
+def distance(first: str, second: str) -> int:
+    """Edits from one word to the other: a letter more, less, other, or two swapped."""
+    before: list[int] = []
+    row = list(range(len(second) + 1))
+    for i, letter in enumerate(first, 1):
+        after = [i]
+        for j, other in enumerate(second, 1):
+            cost = min(row[j] + 1, after[j - 1] + 1, row[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other:
+                cost = min(cost, before[j - 2] + 1)
+            after.append(cost)
+        before, row = row, after
+    return row[-1]

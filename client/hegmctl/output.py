@@ -1,0 +1,196 @@
+"""Where answers go: text for a terminal or a pipe, or JSON. One interface, chosen once, in `cli`.
+
+Standard output carries answers and nothing else. What is said about them (notes, errors) goes to standard error. A
+command hands over a record and the function that writes it as text; it never asks which of the two is wanted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from hegmctl.tables import PLAIN, Style, printable, wrapped
+from hegmd.errors import UNAVAILABLE, HegmError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import TextIO, TypeVar
+
+    from hegmd.protocol.record import Record
+
+    R = TypeVar("R", bound=Record)
+
+SCHEMA = 1
+WIDTH_WITHOUT_A_TERMINAL = 80
+
+
+class Sink:
+    """What answers are given to."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+
+    def answer(self, answer: R, view: Callable[[R, Style], list[str]]) -> None:
+        """The answer, whole."""
+        raise NotImplementedError
+
+    def element(self, element: R, view: Callable[[R, Style], list[str]]) -> None:
+        """One of many, which is to be seen at once."""
+        raise NotImplementedError
+
+    def note(self, text: str) -> None:
+        """Something about the answer."""
+        raise NotImplementedError
+
+    def error(self, error: HegmError) -> None:
+        """Why there is no answer, or no more of it."""
+        raise NotImplementedError
+
+
+class TextSink(Sink):
+    """Lines for people, and for the simpler kind of program."""
+
+    def __init__(self, style: Style, error_style: Style, *, quiet: bool = False) -> None:
+        super().__init__(quiet=quiet)
+        self.style = style
+        self._error_style = error_style
+
+    def answer(self, answer: R, view: Callable[[R, Style], list[str]]) -> None:
+        write_lines(view(answer, self.style))
+
+    def element(self, element: R, view: Callable[[R, Style], list[str]]) -> None:
+        self.answer(element, view)
+        flush()
+
+    def note(self, text: str) -> None:
+        if not self.quiet:
+            flush()
+            _write_error(f"hegmctl: {printable(text)}")
+
+    def error(self, error: HegmError) -> None:
+        flush()
+        style = self._error_style
+        # A message can have several lines (one for each mistake in a configuration); everything else is escaped.
+        message = "\n".join(printable(line) for line in error.message.splitlines())
+        hint = printable(error.hint)
+        if style.columns is None:
+            _write_error(f"hegmctl: {message}; {hint}")
+            return
+        _write_error(f"{style.paint('hegmctl:', 'red')} {message}")
+        _write_error("\n".join(wrapped(f"→ {hint}" if style.ellipsis == "…" else f"-> {hint}", style.columns, "  ")))
+
+
+class JsonSink(Sink):
+    """One document for each answer, one line for each element of a stream."""
+
+    def __init__(self, *, readable: bool = False, quiet: bool = False) -> None:
+        super().__init__(quiet=quiet)
+        self._readable = readable
+
+    def answer(self, answer: R, view: Callable[[R, Style], list[str]]) -> None:
+        write_lines([_json(answer.to_plain(), indent=2 if self._readable else None)])
+
+    def element(self, element: R, view: Callable[[R, Style], list[str]]) -> None:
+        write_lines([_json(element.to_plain())])
+        flush()
+
+    def note(self, text: str) -> None:
+        if not self.quiet:
+            flush()
+            _write_error(_json({"note": text}))
+
+    def error(self, error: HegmError) -> None:
+        flush()
+        _write_error(_json({"error": error_plain(error)}))
+
+
+def error_plain(error: HegmError) -> dict[str, object]:
+    """An error as a map, in JSON and wherever else it is data."""
+    return {"code": error.code.name, "message": error.message, "hint": error.hint, "facts": error.facts}
+
+
+def sink_for(*, json: bool, quiet: bool, colour: bool | None) -> Sink:
+    """The sink for this process's standard output. `colour` is None where nobody said."""
+    if json:
+        return JsonSink(readable=_is_terminal(sys.stdout), quiet=quiet)
+    return TextSink(style_of(sys.stdout, colour, quiet=quiet), style_of(sys.stderr, colour), quiet=quiet)
+
+
+def style_of(stream: TextIO | None, colour: bool | None, *, quiet: bool = False) -> Style:
+    """What there is behind that stream. Without a terminal nothing has to fit."""
+    terminal = _is_terminal(stream)
+    if colour is None:
+        colour = terminal and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
+    if stream is None or not terminal:
+        return Style(colour=colour, remarks=not quiet)
+    columns, lines = _terminal_size(stream, os.environ)
+    unicode = (stream.encoding or "").lower().replace("-", "") == "utf8"
+    return Style(colour=colour, columns=columns, lines=lines, ellipsis="…" if unicode else "~", remarks=not quiet)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()
+
+
+def _terminal_size(stream: TextIO, environ: Mapping[str, str]) -> tuple[int, int]:
+    try:
+        columns, lines = os.get_terminal_size(stream.fileno())
+    except OSError:
+        columns, lines = 0, 0
+    asked = environ.get("COLUMNS", "")
+    if asked.isascii() and asked.isdigit():
+        columns = int(asked)
+    return columns or WIDTH_WITHOUT_A_TERMINAL, lines or 24
+
+
+def help_columns() -> int:
+    """How wide help may be."""
+    style = style_of(sys.stdout, None) if sys.stdout else PLAIN
+    return style.paragraph_columns
+
+
+def write_lines(lines: list[str]) -> None:
+    """Lines to standard output. BrokenPipeError is let through: whoever reads has had enough."""
+    if not lines:
+        return
+    if sys.stdout is None:
+        raise _unwritable("it is closed")
+    try:
+        sys.stdout.write("\n".join(lines) + "\n")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _unwritable(error.strerror or str(error)) from error
+
+
+def flush() -> None:
+    """Let go of what is written so far."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _unwritable(error.strerror or str(error)) from error
+
+
+def _unwritable(why: str) -> HegmError:
+    return HegmError(UNAVAILABLE, f"standard output cannot be written to: {why}", "see where it was redirected to")
+
+
+def _write_error(text: str) -> None:
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except OSError:
+        pass  # there is no third place to complain; the exit status still tells
+
+
+def _json(value: Mapping[str, object], indent: int | None = None) -> str:
+    import json  # 5 ms that only those pay who ask for it
+
+    return json.dumps({"schema": SCHEMA, **value}, indent=indent, allow_nan=False)

@@ -1,0 +1,146 @@
+"""Answers that go on: `ps --watch` and `events --follow`. Both outlive the daemon.
+
+A daemon that restarts is waited for and said so, once; every other error ends the command. On a terminal `--watch`
+redraws in place, on `screen`; everywhere else it appends.
+"""
+
+from __future__ import annotations
+
+import sys
+from time import localtime, sleep, strftime, time
+
+from hegmctl.output import TextSink
+from hegmd.errors import BUSY, CANCELLED, DISCONNECTED, NO_DAEMON, TIMEOUT, UNAVAILABLE, HegmError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import NoReturn, TypeVar
+
+    from hegmctl.connection import Connection
+    from hegmctl.output import Sink
+    from hegmctl.screen import Screen
+    from hegmctl.session import Session
+    from hegmctl.tables import Style
+    from hegmd.protocol.record import Record
+    from hegmd.protocol.snapshots import Event
+
+    R = TypeVar("R", bound=Record)
+    T = TypeVar("T")
+
+# What a daemon's restart looks like from outside.
+PASSING = (NO_DAEMON, DISCONNECTED, UNAVAILABLE, TIMEOUT, BUSY, CANCELLED)
+RETRY_S = 1.0
+
+
+class Reconnecting:
+    """A connection that is made anew when the daemon was away. One that is not there to begin with is an error."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._connection: Connection | None = session.connect()
+        self._away = False
+
+    def ask(self, look: Callable[[Connection], T], tell: Callable[[str], None]) -> T | None:
+        """What `look` brings back, or None while the daemon is away; `tell` hears when it goes and comes."""
+        try:
+            if self._connection is None:
+                self._connection = self._session.connect()
+                self._away = False
+                tell("the daemon is back")
+            return look(self._connection)
+        except HegmError as error:
+            if error.code not in PASSING:
+                raise
+            self.close()
+            if not self._away:
+                tell(f"{error.message}; waiting for it")
+            self._away = True
+            return None
+
+    def close(self) -> None:
+        """End the connection if there is one."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+
+class Log:
+    """Where a watch goes when there is no terminal to redraw: one answer after the other."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def show(self, answer: R, view: Callable[[R, Style], list[str]]) -> None:
+        """Append it, in text under the time."""
+        self._sink.element(answer, lambda shown, style: [strftime("%H:%M:%S", localtime()), *view(shown, style), ""])
+
+    def tell(self, text: str) -> None:
+        """Say it beside the answers."""
+        self._sink.note(text)
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        sleep(seconds)
+
+
+def watch(
+    session: Session,
+    interval_s: float,
+    look: Callable[[Connection], R],
+    view: Callable[[R, Style], list[str]],
+) -> NoReturn:
+    """Show what `look` sees, every so often, until interrupted or until it fails for good."""
+    sink = session.sink
+    daemon = Reconnecting(session)
+    try:
+        if isinstance(sink, TextSink) and sink.style.columns is not None:
+            from hegmctl.screen import Screen
+
+            with Screen(sys.stdout, sink.style, f"hegmctl {' '.join(sys.argv[1:])}") as screen:
+                _repeat(daemon, interval_s, look, view, screen)
+        _repeat(daemon, interval_s, look, view, Log(sink))
+    finally:
+        daemon.close()
+
+
+def _repeat(
+    daemon: Reconnecting,
+    interval_s: float,
+    look: Callable[[Connection], R],
+    view: Callable[[R, Style], list[str]],
+    place: Screen | Log,
+) -> NoReturn:
+    while True:
+        found = daemon.ask(look, place.tell)
+        if found is not None:
+            place.show(found, view)
+        place.wait(interval_s if found is not None else min(interval_s, RETRY_S))
+
+
+def follow(session: Session, since: int, kinds: Iterable[str], view: Callable[[Event, Style], list[str]]) -> NoReturn:
+    """Show events as they come, until interrupted.
+
+    A daemon counts its events from its own start. After it was away, everything that it remembers is asked for, and
+    what was shown before (which is there if it was only the connection that broke) is left out.
+    """
+    kinds = tuple(kinds)
+    last_seq = 0
+    newest_utc = time()
+    first_time = True
+
+    def take(connection: Connection) -> None:
+        nonlocal last_seq, newest_utc, first_time
+        everything, first_time = first_time, False
+        for event in connection.events(since if everything else 0, follow=True, kinds=kinds):
+            if everything or event.seq > last_seq > 0 or event.time_utc > newest_utc:
+                session.sink.element(event, view)
+                last_seq, newest_utc = event.seq, event.time_utc
+
+    daemon = Reconnecting(session)
+    try:
+        while True:
+            daemon.ask(take, session.sink.note)
+            sleep(RETRY_S)
+    finally:
+        daemon.close()
