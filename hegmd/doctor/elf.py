@@ -1,0 +1,76 @@
+"""Which functions a shared library offers, read from the file.
+
+The daemon must not load CUDA, and loading a library is the only other way to ask it. The dynamic symbol table is found
+through the section headers, which strippers leave in place. Only what is asked for is read, and no table is believed to
+be larger than its file.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+_DYNSYM = 11
+_UNDEFINED = 0
+
+
+class NotElf(ValueError):
+    """The file is not an ELF file that can be read here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    kind: int
+    offset: int
+    size_bytes: int
+    link: int
+    entry_bytes: int
+
+
+def defined_functions(path: Path, wanted: Iterable[str]) -> frozenset[str]:
+    """Those of the wanted names that the library defines for others. Raises NotElf and OSError."""
+    names = {name.encode(): name for name in wanted}
+    with open(path, "rb") as file:
+        sections = _sections(file)
+        table = next((section for section in sections if section.kind == _DYNSYM), None)
+        if table is None or table.link >= len(sections) or table.entry_bytes != 24:
+            raise NotElf("there is no dynamic symbol table")
+        symbols = _bytes_at(file, table.offset, table.size_bytes)
+        strings = _bytes_at(file, sections[table.link].offset, sections[table.link].size_bytes)
+    found: set[str] = set()
+    usable = len(symbols) - len(symbols) % 24
+    for name_at, _info, _other, section, _value, _size in struct.iter_unpack("<IBBHQQ", symbols[:usable]):
+        if section != _UNDEFINED:
+            name = names.get(strings[name_at : strings.find(b"\0", name_at)])
+            if name is not None:
+                found.add(name)
+    return frozenset(found)
+
+
+def _sections(file: BinaryIO) -> list[_Section]:
+    header = file.read(64)
+    # 64 bit, little endian: what every machine with these drivers is.
+    if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
+        raise NotElf("it is not a 64-bit little-endian ELF file")
+    (offset,) = struct.unpack_from("<Q", header, 40)
+    entry_bytes, count = struct.unpack_from("<HH", header, 58)
+    if entry_bytes != 64:
+        raise NotElf("its section headers have an unknown form")
+    table = _bytes_at(file, offset, count * entry_bytes)
+    return [
+        _Section(kind, at, size_bytes, link, entry)
+        for _name, kind, _flags, _address, at, size_bytes, link, _info, _align, entry in struct.iter_unpack(
+            "<IIQQQQIIQQ", table
+        )
+    ]
+
+
+def _bytes_at(file: BinaryIO, offset: int, size_bytes: int) -> bytes:
+    if offset + size_bytes > os.fstat(file.fileno()).st_size:
+        raise NotElf("it ends before its tables do")
+    file.seek(offset)
+    return file.read(size_bytes)
