@@ -1,0 +1,92 @@
+"""What the daemon counts while it works. Plain additions in memory, made by the event loop alone."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+
+from hegmd.protocol.messages import REQUESTS
+
+# From what a request over a local socket takes to what only a hanging driver makes it take.
+BOUNDS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
+
+# Stands for every op that is none of ours, so that a peer cannot invent series.
+OTHER = "other"
+
+
+class Histogram:
+    """Durations, sorted into bins."""
+
+    def __init__(self, bounds_s: tuple[float, ...] = BOUNDS_S) -> None:
+        self.bounds_s = bounds_s
+        self.sum_s = 0.0
+        self._bins = [0] * (len(bounds_s) + 1)
+
+    @property
+    def count(self) -> int:
+        return sum(self._bins)
+
+    def observe(self, duration_s: float) -> None:
+        self._bins[bisect_left(self.bounds_s, duration_s)] += 1
+        self.sum_s += duration_s
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        """For each bound, how many durations were no longer; the last bound is infinite."""
+        total = 0
+        found: list[tuple[float, int]] = []
+        for bound, inside in zip((*self.bounds_s, float("inf")), self._bins, strict=True):
+            total += inside
+            found.append((bound, total))
+        return found
+
+
+class Counters:
+    """Totals since the start of the daemon."""
+
+    def __init__(self, ops: Iterable[str] = REQUESTS) -> None:
+        self._ops = frozenset(ops)
+        self.requests: Counter[tuple[str, str]] = Counter()
+        self.durations: dict[str, Histogram] = {}
+        self.connections = 0
+        self.connections_total = 0
+        self.refused: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self.bad_frames = 0
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        self.refreshes = Histogram()
+        self.inventory_failures: Counter[str] = Counter()
+
+    def request(self, op: str, result: str, took_s: float | None) -> None:
+        """A request was answered: `result` is ok, or the code of its error. None for time that says nothing."""
+        op = op if op in self._ops else OTHER
+        self.requests[op, result] += 1
+        if took_s is not None:
+            self.durations.setdefault(op, Histogram()).observe(took_s)
+
+    def connection_opened(self) -> None:
+        self.connections += 1
+        self.connections_total += 1
+
+    def connection_closed(self) -> None:
+        self.connections -= 1
+
+    def connection_refused(self, code: str) -> None:
+        """A peer was turned away; the code of the error that it was given."""
+        self.refused[code] += 1
+
+    def connection_dropped(self, code: str) -> None:
+        """The daemon ended a connection; the code of the error."""
+        self.dropped[code] += 1
+
+    def bad_frame(self) -> None:
+        """Something arrived that is no message."""
+        self.bad_frames += 1
+
+    def inventory_refreshed(self, took_s: float) -> None:
+        self.refreshes.observe(took_s)
+
+    def inventory_failed(self, vendor: str) -> None:
+        """A vendor's library answered with an error, or not in time."""
+        self.inventory_failures[vendor] += 1

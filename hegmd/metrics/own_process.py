@@ -1,0 +1,48 @@
+"""What this process costs the node, from /proc; a figure that cannot be read is None."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_STARTED_UTC = time.time()  # of this module, which is as early as any part of the daemon
+
+
+@dataclass(frozen=True, slots=True)
+class OwnProcess:
+    """The daemon's own use of the node at one moment."""
+
+    started_utc: float
+    cpu_s: float
+    resident_bytes: int | None
+    threads: int | None
+    open_fds: int | None
+    max_fds: int | None
+
+
+def read_own_process(proc_self: Path = Path("/proc/self")) -> OwnProcess:
+    """Read it now. Costs some 50 microseconds, and a little for each open descriptor."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resident_bytes: int | None = None
+    threads: int | None = None
+    open_fds: int | None = None
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        resident_bytes = int((proc_self / "statm").read_text().split()[1]) * resource.getpagesize()
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # The name in parentheses can hold anything; the count of threads is the 18th field behind it.
+        threads = int((proc_self / "stat").read_text().rpartition(")")[2].split()[17])
+    with contextlib.suppress(OSError):
+        open_fds = len(os.listdir(proc_self / "fd")) - 1  # the one that listed them
+    return OwnProcess(
+        started_utc=_STARTED_UTC,
+        cpu_s=used.ru_utime + used.ru_stime,
+        resident_bytes=resident_bytes,
+        threads=threads,
+        open_fds=open_fds,
+        max_fds=None if most == resource.RLIM_INFINITY else most,
+    )
