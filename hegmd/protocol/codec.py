@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgpack
 
-from hegmd.errors import BAD_REQUEST, PeerError
+from ..errors import BAD_REQUEST, PeerError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

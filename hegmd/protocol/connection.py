@@ -15,10 +15,10 @@ other.
 
 from __future__ import annotations
 
-from hegmd.errors import BAD_REQUEST, BUSY, INCOMPATIBLE, Bug, HegmError, PeerError, code_named
-from hegmd.protocol import codec
-from hegmd.protocol.frames import FrameReader, frame
-from hegmd.protocol.messages import (
+from ..errors import BAD_REQUEST, BUSY, INCOMPATIBLE, Bug, HegmError, PeerError, code_named
+from . import codec
+from .frames import FrameReader, frame
+from .messages import (
     PROTOCOL_VERSION,
     REQUESTS,
     SUPPORTED_VERSIONS,
@@ -27,7 +27,7 @@ from hegmd.protocol.messages import (
     Request,
     Welcome,
 )
-from hegmd.protocol.record import BadValue, Record
+from .record import BadValue, Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ block before they parse it.
 
 from __future__ import annotations
 
-from hegmd.errors import BAD_REQUEST, Bug, PeerError
+from ..errors import BAD_REQUEST, Bug, PeerError
 
 HEADER_BYTES = 4
 

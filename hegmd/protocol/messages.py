@@ -12,8 +12,8 @@ whether it changes state, in which case the daemon keeps an audit record of it. 
 
 from __future__ import annotations
 
-from hegmd.protocol.record import Record, field
-from hegmd.protocol.snapshots import Check, Event, Gpu, GpuProcess, Vendor
+from .record import Record, field
+from .snapshots import Check, Event, Gpu, GpuProcess, Vendor
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

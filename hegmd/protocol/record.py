@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 
-from hegmd.errors import BAD_REQUEST, HegmError
+from ..errors import BAD_REQUEST, HegmError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ Unknown is None and never 0: a GPU that fell off the bus has no used memory, not
 
 from __future__ import annotations
 
-from hegmd.protocol.record import Record, field
+from .record import Record, field
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
