@@ -1,0 +1,63 @@
+"""What the kernel tells of NVIDIA GPUs without their library: /sys and /proc, read and never written.
+
+It answers where NVML cannot: before it is loaded (is there a card at all?), after it failed (which version is the
+kernel module?), and for what it keeps to itself (the nearest NUMA node, GPUs that came or went since it was
+initialised). Both roots are arguments, for tests. What cannot be read is None or empty.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_NVIDIA = "0x10de"
+_DISPLAY_CLASS = "0x03"
+
+
+class NvidiaHost:
+    """This machine, as far as NVIDIA's driver and GPUs are concerned."""
+
+    def __init__(self, sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> None:
+        self._sys = sys_root
+        self._proc = proc_root
+
+    def cards(self) -> tuple[str, ...]:
+        """PCI addresses of all NVIDIA GPUs on the bus, whatever driver has them."""
+        devices = self._sys / "bus" / "pci" / "devices"
+        return tuple(
+            name
+            for name in _names(devices)
+            if _line(devices / name / "vendor") == _NVIDIA
+            and (_line(devices / name / "class") or "").startswith(_DISPLAY_CLASS)
+        )
+
+    def module_version(self) -> str | None:
+        """Version of the kernel module that is loaded now."""
+        return _line(self._sys / "module" / "nvidia" / "version")
+
+    def numa_node(self, pci_address: str) -> int | None:
+        """The node that the GPU hangs on. On a machine with one node it is that one, even if firmware does not say."""
+        text = _line(self._sys / "bus" / "pci" / "devices" / pci_address / "numa_node")
+        if text is None or not text.lstrip("-").isdigit():
+            return None
+        if int(text) >= 0:
+            return int(text)
+        return 0 if _line(self._sys / "devices" / "system" / "node" / "online") == "0" else None
+
+    def driven_gpus(self) -> tuple[str, ...]:
+        """What the driver has as its GPUs at this moment. NVML goes by what there was when it was initialised."""
+        return _names(self._proc / "driver" / "nvidia" / "gpus")
+
+
+def _names(folder: Path) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(os.listdir(folder)))
+    except OSError:
+        return ()
+
+
+def _line(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip() or None
+    except OSError:
+        return None
