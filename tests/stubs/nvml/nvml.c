@@ -5,6 +5,7 @@
  */
 #include "nvml.h"
 
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -197,14 +198,6 @@ nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo_v2(nvmlDevice_t device, unsigned i
     struct link *link;
     nvmlReturn_t found = find_link(device, number, &link);
     if (!found) fill_pci(pci, link->pci);
-    return found;
-}
-
-nvmlReturn_t nvmlDeviceGetNvLinkRemoteDeviceType(nvmlDevice_t device, unsigned int number, unsigned int *type) {
-    ENTER(device);
-    struct link *link;
-    nvmlReturn_t found = find_link(device, number, &link);
-    if (!found) *type = !strcmp(link->remote, "gpu") ? 0 : !strcmp(link->remote, "switch") ? 2 : 255;
     return found;
 }
 
@@ -402,9 +395,14 @@ static nvmlReturn_t fill_processes(nvmlDevice_t device, const char *list, unsign
         const struct process *process = &scenario()->processes[i];
         if (!is_on(process, list, device)) continue;
         if (found++ >= room) continue;
-        nvmlProcessInfo_longest_t entry = {process->pid, process->bytes, process->gpu_instance,
-                                           process->compute_instance, 0};
-        memcpy(entries + (size_t)(found - 1) * stride, &entry, stride);
+        nvmlProcessInfo_longest_t *entry = (void *)(entries + (size_t)(found - 1) * stride);
+        entry->pid = process->pid;
+        entry->usedGpuMemory = process->bytes;
+        if (stride > offsetof(nvmlProcessInfo_longest_t, gpuInstanceId)) {
+            entry->gpuInstanceId = process->gpu_instance;
+            entry->computeInstanceId = process->compute_instance;
+        }
+        if (stride == sizeof *entry) entry->usedGpuCcProtectedMemory = 0;
     }
     *count = found;
     return found > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;

@@ -54,7 +54,7 @@ static void read_link(const char *rest, const char *line) {
     int index, number;
     struct link link = {.listed = 1};
     char state[16];
-    if (sscanf(rest, "%d %d %15s %31s %u %15s", &index, &number, link.remote, link.pci, &link.version, state) != 6)
+    if (sscanf(rest, "%d %d %31s %u %15s", &index, &number, link.pci, &link.version, state) != 5)
         refuse("bad nvlink line", line);
     if (number < 0 || number >= MAX_LINKS) refuse("no such link", line);
     link.active = !strcmp(state, "active");

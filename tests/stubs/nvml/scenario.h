@@ -20,7 +20,7 @@ struct fact {
 };
 
 struct link {
-    char remote[16], pci[32];
+    char pci[32];
     unsigned int version;
     int listed, active;
 };

@@ -11,7 +11,7 @@ The stub reads the file again when it was replaced, so a test changes the node b
     lost_after GPU CALLS                    so many calls about that GPU go well, then it is off the bus
     xid SEQUENCE GPU NUMBER                 an XID event, delivered once; SEQUENCE counts up
     instance GPU INDEX GI CI                a MIG instance
-    nvlink GPU LINK REMOTE PCI VERSION STATE    REMOTE gpu or switch, STATE active or inactive
+    nvlink GPU LINK PCI VERSION STATE       PCI address of the other end, NVML's version number, active or inactive
     p2p GPU GPU LETTERS                     what the first can do with the second: r read, w write, n NVLink
     process_stride BYTES                    length of an entry in a process list; 24 unless told
 """
@@ -120,5 +120,5 @@ class Scenario:
             others = [b for b in range(len(self.gpus)) if b != a]
             for lane in range(lanes):
                 to = "00000000:85:00.0" if remote == "switch" else pci(others[lane % len(others)])
-                self.orders.append(f"nvlink {a} {lane} {remote} {to} {version} active")
+                self.orders.append(f"nvlink {a} {lane} {to} {version} active")
             self.orders += [f"p2p {a} {b} rwn" for b in others]

@@ -1,0 +1,162 @@
+"""What NVIDIA's provider makes of errors that a GPU counts and reports, over the stub library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmd.devices.nvidia import NvidiaProvider
+from hegmd.protocol.snapshots import Health
+from tests.stubs.nvml.node import NvidiaNode
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NvidiaNode:
+    node = NvidiaNode.make(tmp_path)
+    for name, value in node.scenario.environment().items():
+        monkeypatch.setenv(name, value)
+    return node
+
+
+@pytest.fixture
+def provider(node: NvidiaNode) -> Iterator[NvidiaProvider]:
+    provider = node.provider()
+    provider.open()
+    provider.snapshot()
+    yield provider
+    provider.close()
+
+
+def health(provider: NvidiaProvider, index: int = 0) -> Health:
+    return provider.snapshot().gpus[index].health
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "note"),
+    [
+        ({"ecc_uncorrected": 2}, "warn", "2 uncorrected memory errors"),
+        ({"remapped_rows": "0 1 1 0"}, "warn", "wait for a reset to be replaced"),
+        ({"remapped_rows": "0 8 0 1"}, "failed", "replace the GPU"),
+        ({"retired_pending": 1}, "warn", "wait for a reset to be taken out of use"),
+        ({"field.230": 1}, "failed", "nvidia-smi --gpu-reset -i 0"),
+        ({"field.230": 2}, "failed", "a reboot of the node"),
+        ({"field.230": 77}, "failed", "recovery action 77"),
+        ({"clocks_event_reasons": "0x48"}, "warn", "too hot"),
+        ({"clocks_event_reasons": "0x80"}, "warn", "power supply"),
+        ({"clocks_event_reasons": "0x08"}, "warn", "heat or power"),
+        ({"fabric_state": 2}, "warn", "nvidia-fabricmanager"),
+        ({"fabric_state": 3, "fabric_status": 3}, "warn", "refused it (status 3)"),
+    ],
+)
+def test_what_speaks_against_a_gpu(
+    node: NvidiaNode, provider: NvidiaProvider, facts: dict[str, str | int | None], state: str, note: str
+) -> None:
+    node.scenario.gpus[0] |= facts
+    node.scenario.write()
+    found = health(provider)
+    assert found.state == state
+    assert len(found.notes) == 1
+    assert note in found.notes[0]
+    assert health(provider, 1) == Health(state="ok", ecc_corrected=0, ecc_uncorrected=0, retired_pages=0)
+
+
+@pytest.mark.parametrize("reasons", ["0x0", "0x1", "0x2", "0x4", "0x10", "0x100", "N/A"])
+def test_clocks_that_are_low_for_a_normal_reason_are_no_note(
+    node: NvidiaNode, provider: NvidiaProvider, reasons: str
+) -> None:
+    node.scenario.gpus[0]["clocks_event_reasons"] = reasons
+    node.scenario.write()
+    assert (health(provider).state, health(provider).notes) == ("ok", ())
+
+
+def test_counters_are_what_the_driver_says(node: NvidiaNode, provider: NvidiaProvider) -> None:
+    node.scenario.gpus[0] |= {"ecc_corrected": 12, "remapped_rows": "3 1 0 0"}
+    node.scenario.gpus[1] |= {"ecc_corrected": None, "ecc_uncorrected": None, "remapped_rows": None}
+    node.scenario.gpus[1] |= {"retired_single_bit": 2, "retired_double_bit": 5, "retired_pending": 0}
+    node.scenario.write()
+    first, second = health(provider, 0), health(provider, 1)
+    assert (first.ecc_corrected, first.ecc_uncorrected, first.retired_pages) == (12, 0, 4)
+    assert (second.ecc_corrected, second.ecc_uncorrected, second.retired_pages) == (None, None, 7)
+
+
+def test_nothing_to_go_by_is_unknown_and_not_ok(node: NvidiaNode, provider: NvidiaProvider) -> None:
+    for fact in ("ecc_corrected", "ecc_uncorrected", "remapped_rows", "field.230", "clocks_event_reasons"):
+        node.scenario.gpus[0][fact] = None
+    node.scenario.write()
+    assert health(provider).state == "unknown"
+
+
+# ---- XID events -----------------------------------------------------------------------------------------------------
+
+
+def test_a_jobs_own_fault_is_noted_and_held_against_no_gpu(node: NvidiaNode, provider: NvidiaProvider) -> None:
+    node.scenario.order("xid 1 0 31", "xid 2 0 31")
+    for _ in range(2):  # remembered, and not counted again
+        found = health(provider)
+        assert (found.state, found.last_xid) == ("ok", 31)
+        (note,) = found.notes
+        assert note.startswith("XID 31, 2 times, last seen 2025-03-09 12:00:00 UTC: a job touched memory")
+    assert health(provider, 1).last_xid is None
+
+
+def test_the_worst_comes_first_and_the_newest_is_the_last_xid(node: NvidiaNode, provider: NvidiaProvider) -> None:
+    node.scenario.order("xid 1 0 43", "xid 2 0 63", "xid 3 0 119", "xid 4 0 45", "xid 5 0 4242")
+    found = health(provider)
+    assert (found.state, found.last_xid) == ("failed", 4242)
+    assert [note.split()[1].rstrip(",") for note in found.notes] == ["119", "63", "4242", "43", "45"]
+
+
+def test_xids_are_remembered_when_the_library_is_opened_again(node: NvidiaNode, provider: NvidiaProvider) -> None:
+    node.scenario.order("xid 1 1 48")
+    before = health(provider, 1)
+    node.scenario.mend()
+    provider.close()
+    provider.open()
+    assert health(provider, 1) == before
+    assert (before.state, before.last_xid) == ("failed", 48)
+
+
+def test_a_lost_gpu_does_not_drown_what_the_others_report(node: NvidiaNode, provider: NvidiaProvider) -> None:
+    """With a lost GPU in the event set every wait fails at once, so that it has to leave the set."""
+    node.scenario.order("lost_after 0 0", "xid 1 1 79")
+    for _ in range(2):
+        snapshot = provider.snapshot()
+        assert snapshot.gpus[0].state == "lost"
+    assert provider.snapshot().gpus[1].health.last_xid == 79
+
+
+def test_a_lost_gpu_that_came_back_is_watched_again(node: NvidiaNode, provider: NvidiaProvider) -> None:
+    node.scenario.order("xid 1 0 62")
+    assert health(provider).last_xid == 62
+    node.scenario.order("lost_after 0 0")
+    assert (health(provider).state, health(provider).last_xid) == ("failed", 62)
+    node.scenario.mend()
+    provider.snapshot()
+    node.scenario.order("xid 2 0 64")
+    assert health(provider).last_xid == 64
+
+
+def test_a_storm_of_events_is_one_note(node: NvidiaNode, provider: NvidiaProvider) -> None:
+    node.scenario.order(*(f"xid {sequence} 0 92" for sequence in range(1, 101)))
+    found = health(provider)
+    assert found.notes[0].startswith("XID 92, 100 times")
+
+
+def test_events_that_the_driver_does_not_offer_cost_nothing_else(node: NvidiaNode, provider: NvidiaProvider) -> None:
+    node.scenario.order("error nvmlEventSetCreate 3", "error nvmlDeviceRegisterEvents 3")
+    provider.close()
+    provider.open()
+    assert (health(provider).state, health(provider).last_xid) == ("ok", None)
+
+
+def test_a_set_of_events_that_failed_is_made_anew(node: NvidiaNode, provider: NvidiaProvider) -> None:
+    """Even when all GPUs answer: one may have been lost and reset between two snapshots."""
+    node.scenario.log = node.folder / "calls"
+    node.scenario.order("error nvmlEventSetWait_v2 15")
+    assert [gpu.state for gpu in provider.snapshot().gpus] == ["ok", "ok"]
+    node.scenario.mend()
+    assert node.scenario.log.read_text().split().count("nvmlEventSetCreate") == 1
+    provider.snapshot()
+    assert node.scenario.log.read_text().split().count("nvmlEventSetCreate") == 1
