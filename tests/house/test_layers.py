@@ -35,7 +35,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.journald": (),
     "hegmd.log_forms": ("hegmd.journald",),
     "hegmd.log": (*GROUND, "hegmd.log_forms", "hegmd.journald"),
-    "hegmd.audit": (*GROUND, "hegmd.log"),
+    "hegmd.audit_file": GROUND,
+    "hegmd.audit": (*GROUND, "hegmd.log", "hegmd.audit_file"),
     "hegmd.metrics": (*GROUND, "hegmd.log"),
     "hegmd.events": (*GROUND, "hegmd.log"),
     "hegmd.toml_lines": ("hegmd.errors",),
@@ -69,7 +70,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 # Packages from outside and modules of the standard library that only some rooms may touch: the hardware, other
 # programs and the network each have one door.
 FENCES: dict[str, tuple[str, ...]] = {
-    "amdsmi": ("hegmd.devices.amd",),
+    "amdsmi": ("hegmd.devices.amd_binding",),
     "pynvml": ("hegmd.devices.nvml",),
     "subprocess": ("hegmd.external",),
     "asyncio": (),

@@ -29,12 +29,10 @@ IN_TESTS: tuple[Rule, ...] = (rules.sleep, rules.patching)
 # (rule, module): why it may.
 EXCEPTIONS: dict[tuple[Rule, str], str] = {
     (rules.output, "hegmctl.output"): "the sink of the command line",
-    (rules.output, "hegmctl.cli"): "hands the streams to the sink",
-    (rules.output, "hegmd.log"): "the sink of the daemon's log",
+    (rules.output, "hegmctl.watch"): "hands the terminal to the screen",
     (rules.output, "hegmd.__main__"): "says what is wrong before there is a log",
-    (rules.output, "hegmd.config"): "run as a program, it writes the commented example",
     (rules.leaving, "hegmctl.cli"): "the client's one exit",
-    (rules.leaving, "hegmctl.__main__"): "the client's one exit",
+    (rules.leaving, "hegmctl.interruption"): "dies of the signal that asked it to",
     (rules.leaving, "hegmd.__main__"): "the daemon's one exit",
 }
 
