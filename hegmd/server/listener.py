@@ -22,6 +22,7 @@ import anyio.lowlevel
 
 from hegmd.errors import BUSY, DENIED, REFUSED, HegmError
 from hegmd.log import limited
+from hegmd.metrics import Counters
 from hegmd.protocol.connection import ServerConnection
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.peers import peer_of
@@ -129,13 +130,13 @@ class Listener:
         listening: socket.socket,
         admission: Admission,
         open_session: Callable[[PeerStream, Peer], Session],
-        on_refused: Callable[[HegmError], None],
+        counters: Counters,
     ) -> None:
         listening.setblocking(False)
         self._listening = listening
         self._admission = admission
         self._open_session = open_session
-        self._on_refused = on_refused
+        self._counters = counters
         self._sessions: set[Session] = set()
         self._accepting = anyio.CancelScope()
 
@@ -183,7 +184,7 @@ class Listener:
 
     def _turn_away(self, connection: socket.socket, error: HegmError) -> None:
         """Say why, as far as that goes without waiting, and close."""
-        self._on_refused(error)
+        self._counters.refused(error.code.name)
         limited(logger, f"refused-{error.code.name}", logging.WARNING, "connection refused: %s", error.message)
         told = ServerConnection(frame_bytes=0, requests_in_flight=0).error(None, error)
         with connection, contextlib.suppress(OSError):
@@ -193,8 +194,10 @@ class Listener:
     async def _serve(self, stream: PeerStream, peer: Peer) -> None:
         session = self._open_session(stream, peer)
         self._sessions.add(session)
+        self._counters.connected()
         try:
             await session.serve()
         finally:
             self._sessions.discard(session)
+            self._counters.disconnected()
             self._admission.leave(peer)

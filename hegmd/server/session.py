@@ -18,6 +18,7 @@ import anyio.lowlevel
 
 from hegmd.errors import CANCELLED, TIMEOUT, UNAVAILABLE, HegmError, PeerError
 from hegmd.log import limited
+from hegmd.metrics import Counters
 from hegmd.protocol.connection import Asked, ProtocolBroken, ServerConnection, Unfit
 from hegmd.protocol.messages import Cancel, CancelReply, Hello, Request
 from hegmd.protocol.record import Record
@@ -68,8 +69,11 @@ Answerer = Callable[[Call], Awaitable[Record]]
 class Session:
     """Owns one connection. `answer` turns a request into its reply; it may raise HegmError and nothing else."""
 
-    def __init__(self, stream: PeerStream, peer: Peer, answer: Answerer, limits: SessionLimits) -> None:
+    def __init__(
+        self, stream: PeerStream, peer: Peer, answer: Answerer, limits: SessionLimits, counters: Counters
+    ) -> None:
         self.peer = peer
+        self._counters = counters
         self.limits = limits
         self.protocol = ServerConnection(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight)
         self.closing = contextlib.ExitStack()  # what handlers want undone when the connection ends
@@ -88,6 +92,7 @@ class Session:
                 try:
                     await self._read(tasks)
                 except HegmError as error:
+                    self._note(error)
                     await self._part(error)
                 except _GONE:
                     pass
@@ -100,8 +105,9 @@ class Session:
         """Write one frame. A peer that does not take it within the limit loses the connection, nothing else."""
         try:
             await self._stream.send(data, self.limits.send_deadline_s)
+            self._counters.sent_bytes += len(data)
         except HegmError as error:
-            limited(logger, f"slow-{self.peer.uid}", logging.WARNING, "connection dropped: %s", error.message)
+            self._note(error)
             raise anyio.ClosedResourceError from error
 
     async def stop(self) -> None:
@@ -118,6 +124,7 @@ class Session:
             data = await self._receive(deadline)
             if not data:
                 return
+            self._counters.received_bytes += len(data)
             self.protocol.feed(data)
             if await self._take_requests(tasks) or frame_deadline is None:
                 frame_deadline = anyio.current_time() + self.limits.frame_deadline_s
@@ -186,10 +193,16 @@ class Session:
             call.scope.cancel()
         await self.send(self.protocol.reply(request_id, CancelReply(found=call is not None)))
 
+    def _note(self, error: HegmError) -> None:
+        """Keep that the connection ends by no wish of the peer's."""
+        self._counters.dropped(error.code.name)
+        if isinstance(error, PeerError):
+            self._counters.bad_frame()
+        kind = f"{error.code.name}-{self.peer.uid}"
+        limited(logger, kind, logging.WARNING, "connection of uid %d dropped: %s", self.peer.uid, error.message)
+
     async def _part(self, error: HegmError) -> None:
         """Tell the peer why its connection ends, if it listens; no longer than a moment."""
         request_id = error.request_id if isinstance(error, ProtocolBroken) else None
-        if isinstance(error, PeerError):
-            limited(logger, f"broken-{self.peer.uid}", logging.WARNING, "connection dropped: %s", error.message)
         with anyio.move_on_after(1, shield=True), contextlib.suppress(OSError, anyio.ClosedResourceError, HegmError):
             await self._stream.send(self.protocol.error(request_id, error), 1)

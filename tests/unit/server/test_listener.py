@@ -13,6 +13,7 @@ import anyio
 import pytest
 
 from hegmd.errors import BUSY, DENIED, REFUSED, UNAVAILABLE, HegmError
+from hegmd.metrics import Counters
 from hegmd.protocol.connection import Answer, Failure
 from hegmd.protocol.messages import Caller, Hello, Limits, Ping, Pong, Welcome
 from hegmd.protocol.record import Record
@@ -45,17 +46,17 @@ async def answer(call: Call) -> Record:
 @asynccontextmanager
 async def listening(
     path: Path, *, clients: int = 100, clients_per_uid: int = 100, policy: Policy = ANYBODY
-) -> AsyncIterator[tuple[Listener, Admission, list[HegmError]]]:
-    refused: list[HegmError] = []
+) -> AsyncIterator[tuple[Listener, Admission, Counters]]:
+    counters = Counters()
     admission = Admission(policy, clients, clients_per_uid)
 
     def open_session(stream: PeerStream, peer: Peer) -> Session:
-        return Session(stream, peer, answer, LIMITS)
+        return Session(stream, peer, answer, LIMITS, counters)
 
-    listener = Listener(bind(path, 0o600, None), admission, open_session, refused.append)
+    listener = Listener(bind(path, 0o600, None), admission, open_session, counters)
     async with anyio.create_task_group() as tasks:
         await tasks.start(listener.run)
-        yield listener, admission, refused
+        yield listener, admission, counters
         tasks.cancel_scope.cancel()
 
 
@@ -92,14 +93,14 @@ async def _refusal(talker: Talker) -> HegmError:
 
 @pytest.mark.parametrize("limits", [{"clients": 1}, {"clients_per_uid": 1}])
 async def test_one_client_too_many_is_told_so_and_the_others_stay(socket_path: Path, limits: dict[str, int]) -> None:
-    async with listening(socket_path, **limits) as (_, admission, refused):
+    async with listening(socket_path, **limits) as (_, admission, counters):
         with connected(socket_path) as one:
             await one.hello()
             with connected(socket_path) as two:
                 assert (await _refusal(two)).code is BUSY
             assert isinstance(await one.ask(Ping()), Answer)
             assert admission.current == 1
-        assert [error.code for error in refused] == [BUSY]
+        assert dict(counters.refused) == {BUSY.name: 1}
 
 
 class Hermit(Policy):
@@ -110,10 +111,10 @@ class Hermit(Policy):
 
 
 async def test_whom_the_daemon_does_not_serve_is_told_so(socket_path: Path) -> None:
-    async with listening(socket_path, policy=Hermit(daemon_uid=0)) as (_, admission, refused):
+    async with listening(socket_path, policy=Hermit(daemon_uid=0)) as (_, admission, counters):
         with connected(socket_path) as talker:
             assert (await _refusal(talker)).code is DENIED
-        assert len(refused) == 1
+        assert dict(counters.refused) == {DENIED.name: 1}
         assert admission.current == 0
 
 

@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 from hegmd.errors import BAD_REQUEST, CANCELLED, NOT_FOUND, TIMEOUT, UNAVAILABLE, HegmError
+from hegmd.metrics import Counters
 from hegmd.protocol import codec
 from hegmd.protocol.connection import Answer, Failure, Progress
 from hegmd.protocol.frames import frame
@@ -88,7 +89,7 @@ async def talking(limits: SessionLimits = PATIENT) -> AsyncIterator[tuple[Talker
     """A session being served, its peer, its handler, and an event that its end sets."""
     here, there = socket.socketpair()
     daemon = Daemon()
-    session = Session(PeerStream(there), PEER, daemon.answer, limits)
+    session = Session(PeerStream(there), PEER, daemon.answer, limits, Counters())
     ended = anyio.Event()
 
     async def serve() -> None:

@@ -1,0 +1,158 @@
+"""What each request is answered with: translates between messages and the parts of the daemon, decides nothing."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from hegmd import __version__
+from hegmd.devices.simulated import SimulatedProvider
+from hegmd.errors import INCOMPATIBLE, NOT_FOUND, HegmError
+from hegmd.events import EventLog
+from hegmd.inventory import Inventory, NodeSnapshot
+from hegmd.protocol import messages as m
+from hegmd.protocol.snapshots import AgentInfo, Check, GpuProcess
+from hegmd.server.auth import Policy
+from hegmd.server.dispatch import Handler
+from hegmd.server.session import Call
+from hegmd.workers import Workers
+
+# An answer may be this old. Several callers at once then share one reading of the drivers.
+FRESH_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What handlers reach: the parts of the daemon, and a few of its actions as plain calls."""
+
+    policy: Policy
+    inventory: Inventory
+    events: EventLog
+    workers: Workers
+    simulator: SimulatedProvider | None
+    limits: m.Limits
+    doctor: Callable[[Callable[[Check], Awaitable[None]]], Awaitable[tuple[Check, ...]]]
+    show_config: Callable[[], m.ConfigReply]
+    reload: Callable[[], Awaitable[m.ReloadReply]]
+    metrics: Callable[[NodeSnapshot], str]
+
+
+class Handlers:
+    """One method per message."""
+
+    def __init__(self, services: Services) -> None:
+        self._s = services
+
+    def table(self) -> Mapping[type[m.Request], Handler]:
+        """Which method answers which message."""
+        return {
+            m.Hello: self.hello,
+            m.Ping: self.ping,
+            m.Gpus: self.gpus,
+            m.Processes: self.processes,
+            m.Events: self.events,
+            m.Doctor: self.doctor,
+            m.ShowConfig: self.show_config,
+            m.Reload: self.reload,
+            m.Metrics: self.metrics,
+            m.SimulateHold: self.simulate_hold,
+            m.SimulateFault: self.simulate_fault,
+        }
+
+    async def hello(self, call: Call, hello: m.Hello) -> m.Welcome:
+        if hello.role == "agent":
+            agent = AgentInfo(name=hello.name, version=hello.program_version)
+            call.session.closing.callback(self._s.workers.register(call.peer.pid, agent))
+        return m.Welcome(
+            version=call.session.protocol.version,
+            daemon_version=__version__,
+            node=socket.gethostname(),
+            simulated=self._s.simulator is not None,
+            capabilities=("simulate",) if self._s.simulator is not None else (),
+            limits=self._s.limits,
+            you=self._s.policy.describe(call.peer),
+        )
+
+    async def ping(self, call: Call, _: m.Ping) -> m.Pong:
+        return m.Pong()
+
+    async def gpus(self, call: Call, _: m.Gpus) -> m.GpusReply:
+        snapshot = await self._s.inventory.fresh(FRESH_S)
+        return m.GpusReply(taken_utc=snapshot.taken_utc, gpus=snapshot.gpus, vendors=snapshot.vendors)
+
+    async def processes(self, call: Call, request: m.Processes) -> m.ProcessesReply:
+        snapshot = await self._s.inventory.fresh(FRESH_S)
+        _check_known(request, snapshot)
+        wanted = [process for process in snapshot.processes if _is_wanted(process, request)]
+        return m.ProcessesReply(
+            taken_utc=snapshot.taken_utc,
+            processes=tuple(self._s.policy.visible(call.peer, process) for process in wanted),
+            vendors=snapshot.vendors,
+        )
+
+    async def events(self, call: Call, request: m.Events) -> m.EventsReply:
+        if not request.follow:
+            next_seq = self._s.events.next_seq
+            for event in self._s.events.remembered(request.since, request.kinds):
+                await call.emit(event)
+            return m.EventsReply(next_seq=next_seq)
+        async with self._s.events.subscribe(request.since, request.kinds) as subscription:
+            async for event in subscription:
+                await call.emit(event)
+        return m.EventsReply(next_seq=self._s.events.next_seq)
+
+    async def doctor(self, call: Call, _: m.Doctor) -> m.DoctorReply:
+        return m.DoctorReply(checks=await self._s.doctor(call.emit))
+
+    async def show_config(self, call: Call, _: m.ShowConfig) -> m.ConfigReply:
+        return self._s.show_config()
+
+    async def reload(self, call: Call, _: m.Reload) -> m.ReloadReply:
+        return await self._s.reload()
+
+    async def metrics(self, call: Call, _: m.Metrics) -> m.MetricsReply:
+        return m.MetricsReply(text=self._s.metrics(await self._s.inventory.fresh(FRESH_S)))
+
+    async def simulate_hold(self, call: Call, request: m.SimulateHold) -> m.HoldReply:
+        simulator = self._simulator()
+        held_bytes = simulator.hold(call.session, call.peer.pid, request.gpu, request.vram_bytes)
+        call.session.closing.callback(simulator.release, call.session)
+        return m.HoldReply(gpu=request.gpu, vram_bytes=held_bytes)
+
+    async def simulate_fault(self, call: Call, request: m.SimulateFault) -> m.FaultReply:
+        return m.FaultReply(faults=self._simulator().set_fault(request.target, request.fault))
+
+    def _simulator(self) -> SimulatedProvider:
+        if self._s.simulator is None:
+            raise HegmError(
+                INCOMPATIBLE,
+                "the GPUs of this daemon are real",
+                "start another daemon for simulation: hegmd --simulate 2x8GiB --socket PATH --state-dir DIR",
+            )
+        return self._s.simulator
+
+
+def _check_known(request: m.Processes, snapshot: NodeSnapshot) -> None:
+    """Raise NOT_FOUND for pids and GPUs that are not there."""
+    gpus = {gpu.id for gpu in snapshot.gpus}
+    for gpu in request.gpus:
+        if gpu not in gpus:
+            have = f"this node has {', '.join(sorted(gpus))}" if gpus else "this node has no GPU that hegmd can see"
+            raise HegmError(NOT_FOUND, f"no GPU {gpu[:40]!r}; {have}", "hegmctl gpus lists them", {"gpu": gpu[:40]})
+    present = {process.pid for process in snapshot.processes}
+    missing = [pid for pid in request.pids if pid not in present]
+    if missing:
+        some = ", ".join(str(pid) for pid in missing[:10])
+        raise HegmError(
+            NOT_FOUND,
+            f"no process {some} on any GPU of this node",
+            "hegmctl ps lists those that are; a job shows up once it has opened a GPU",
+            {"pids": missing[:100]},
+        )
+
+
+def _is_wanted(process: GpuProcess, request: m.Processes) -> bool:
+    if request.pids and process.pid not in request.pids:
+        return False
+    return not request.gpus or any(use.gpu in request.gpus for use in process.gpus)
