@@ -1,0 +1,81 @@
+"""hegmd's entry: arguments, configuration, log, then the app; the only place that decides the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+import anyio
+
+from hegmd import log
+from hegmd.app import App, look_once, node_facts
+from hegmd.arguments import parser
+from hegmd.config import Config, load
+from hegmd.devices.node_spec import Topology
+from hegmd.devices.topology import parse_topology
+from hegmd.doctor.run import run_checks
+from hegmd.errors import HegmError
+from hegmd.protocol.snapshots import Check
+from hegmd.service import take_offer
+
+# The options that are settings; the others say what this run is to do.
+_SETTINGS = {
+    "socket": "daemon.socket",
+    "state_dir": "daemon.state_dir",
+    "log_level": "log.level",
+    "log_format": "log.format",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run hegmd and return its exit status."""
+    arguments = parser().parse_args(argv)
+    try:
+        return _run(arguments)
+    except HegmError as error:
+        for line in (*error.message.splitlines(), error.hint):
+            print(f"hegmd: {line}", file=sys.stderr)
+        return error.code.exit_status
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    given = {key: getattr(arguments, name) for name, key in _SETTINGS.items()}
+    settings = {key: value for key, value in given.items() if value is not None}
+    load_again = partial(load, path=arguments.config, user_mode=arguments.user, arguments=settings)
+    config = load_again()
+    topology = None if arguments.simulate is None else parse_topology(arguments.simulate)
+    if arguments.check_config:
+        print(f"{config.path or 'no configuration file, so the defaults'}: ok")
+        return 0
+    if arguments.doctor:
+        anyio.run(_examine, config, topology, arguments.user)
+        return 0
+    offer = take_offer(os.environ, os.getpid())
+    with log.set_up(config.log.level, config.log.format) as log_setup:
+        app = App(config, load_again, log_setup, offer, topology, user_mode=arguments.user)
+        anyio.run(app.run)
+    return 0
+
+
+async def _examine(config: Config, topology: Topology | None, user_mode: bool) -> None:
+    """Make the doctor's checks without a daemon and print each as a line of JSON."""
+
+    async def show(check: Check) -> None:
+        print(json.dumps(check.to_plain()), flush=True)
+
+    snapshot = await look_once(config, topology)
+    simulated = topology is not None
+    await run_checks(
+        node_facts(config, snapshot.gpus, snapshot.vendors, simulated=simulated, user_mode=user_mode), show
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""Builds the daemon's parts, wires them, and owns the outermost task group, the signals and the way down.
+
+The only part, with __main__, that reads the configuration: everything else is given values. Order matters on the way up
+(the state directory is locked before anything listens, and systemd hears READY only when the first inventory is there)
+and on the way down (peers are told before their connections close).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import logging
+import os
+import platform
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import anyio
+import anyio.abc
+
+from hegmd import __version__
+from hegmd.audit import Audit
+from hegmd.config import Config, after_reload, changes
+from hegmd.devices.base import PROVIDERS, DeviceProvider
+from hegmd.devices.node_spec import Topology
+from hegmd.devices.simulated import SimulatedProvider
+from hegmd.doctor.facts import NodeFacts
+from hegmd.doctor.run import run_checks
+from hegmd.errors import HegmError
+from hegmd.events import EventLog
+from hegmd.external import find_program
+from hegmd.inventory import Inventory, NodeSnapshot
+from hegmd.log import LogSetup
+from hegmd.metrics import Build, Counters, Tallies, read_own_process, render
+from hegmd.processes import ProcessTable
+from hegmd.protocol.messages import PROTOCOL_VERSION, ConfigReply, Limits, ReloadReply
+from hegmd.protocol.snapshots import Check, Gpu, Vendor
+from hegmd.server.auth import Peer, Policy
+from hegmd.server.dispatch import Dispatcher
+from hegmd.server.handlers import Handlers, Services
+from hegmd.server.listener import Admission, Listener, bind
+from hegmd.server.session import Session, SessionLimits
+from hegmd.server.stream import PeerStream
+from hegmd.service import Offer
+from hegmd.state_dir import StateDir
+from hegmd.ways import NodeMeans
+from hegmd.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+SOCKET_NAME = "hegmd"  # FileDescriptorName= in hegmd.socket
+GOODBYE_S = 3.0
+
+
+def vendors_off(config: Config, topology: Topology | None) -> tuple[str, ...]:
+    """The vendors that the configuration leaves out."""
+    wanted = {"nvidia": config.inventory.nvidia, "amd": config.inventory.amd}
+    return () if topology is not None else tuple(vendor for vendor in PROVIDERS if wanted[vendor] == "off")
+
+
+def providers_for(config: Config, topology: Topology | None) -> tuple[DeviceProvider, ...]:
+    """The vendors to ask: the simulated one alone, or every real one that is not switched off."""
+    if topology is not None:
+        return (SimulatedProvider(topology),)
+    off = vendors_off(config, topology)
+    return tuple(make() for vendor, make in PROVIDERS.items() if vendor not in off)
+
+
+def node_facts(
+    config: Config, gpus: tuple[Gpu, ...], vendors: tuple[Vendor, ...], *, simulated: bool, user_mode: bool
+) -> NodeFacts:
+    """What the doctor is told of the node."""
+    return NodeFacts(
+        vendors=vendors,
+        gpus=gpus,
+        simulated=simulated,
+        user_mode=user_mode,
+        under_systemd=os.environ.get("INVOCATION_ID") is not None,
+        socket_path=config.daemon.socket,
+        state_dir=config.daemon.state_dir,
+        image_dir=config.doctor.image_dir,
+        group=config.daemon.group,
+    )
+
+
+async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:
+    """One look at the node without a daemon."""
+    async with Inventory(
+        providers_for(config, topology),
+        query_deadline_s=config.inventory.query_deadline_s,
+        events=EventLog(),
+        table=ProcessTable(),
+        means=NodeMeans(uid=os.geteuid(), criu_path=find_program("criu")),
+        off=vendors_off(config, topology),
+    ) as inventory:
+        return await inventory.refresh()
+
+
+class App:
+    """One daemon: made from a configuration, run once."""
+
+    def __init__(
+        self,
+        config: Config,
+        load_again: Callable[[], Config],
+        log: LogSetup,
+        offer: Offer,
+        topology: Topology | None,
+        *,
+        user_mode: bool,
+    ) -> None:
+        self._config = config
+        self._load_again = load_again
+        self._log = log
+        self._offer = offer
+        self._manager = offer.manager()
+        self._user_mode = user_mode
+        self._reloading = anyio.Lock()
+        self._examining = anyio.Lock()
+        self._events = EventLog(config.events.remembered)
+        self._workers = Workers()
+        self._counters = Counters()
+        self._audit = Audit(config.audit.file)
+        self._providers = providers_for(config, topology)
+        self._policy = self._make_policy()
+        self._inventory = Inventory(
+            self._providers,
+            query_deadline_s=config.inventory.query_deadline_s,
+            events=self._events,
+            table=ProcessTable(),
+            means=NodeMeans(uid=os.geteuid(), criu_path=find_program("criu")),
+            agents=self._workers.agents,
+            off=vendors_off(config, topology),
+        )
+        self._admission = Admission(self._policy, config.limits.clients, config.limits.clients_per_uid)
+        self._dispatcher = Dispatcher(Handlers(self._services()).table(), self._policy, self._counters, self._audit)
+
+    # -- up and down ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT. Raises HegmError when it cannot start."""
+        _raise_descriptor_limit()
+        with contextlib.ExitStack() as held:
+            held.callback(self._manager.close)
+            held.callback(self._audit.close)
+            held.enter_context(StateDir(self._config.daemon.state_dir))
+            listeners = [self._listener(listening) for listening in self._listening_sockets(held)]
+            with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+                async with self._inventory, anyio.create_task_group() as background:
+                    await background.start(self._inventory.run, self._config.inventory.refresh_s)
+                    background.start_soon(self._keep_alive)
+                    await self._serve(listeners, signals)
+                    background.cancel_scope.cancel()
+        logger.info("stopped")
+
+    async def _serve(self, listeners: list[Listener], signals: AsyncIterator[signal.Signals]) -> None:
+        """Serve until a signal says stop; then until every peer was told, or a moment later."""
+        async with anyio.create_task_group() as serving:
+            for listener in listeners:
+                await serving.start(listener.run)
+            self._manager.ready(self._status())
+            logger.info("hegmd %s serves at %s", __version__, self._config.daemon.socket)
+            async for number in signals:
+                if number != signal.SIGHUP:
+                    break
+                await self._reload_on_signal()
+            logger.info("stopping on %s", number.name)
+            self._manager.stopping("telling clients")
+            for listener in listeners:
+                listener.stop()
+            serving.cancel_scope.deadline = anyio.current_time() + GOODBYE_S
+
+    def _listening_sockets(self, held: contextlib.ExitStack) -> list[socket.socket]:
+        """The sockets that systemd hands over; without any, one that is bound here and unlinked at the end."""
+        passed = held.enter_context(self._offer.descriptors())
+        sockets = passed.take_listeners(SOCKET_NAME)
+        if not sockets:
+            daemon = self._config.daemon
+            daemon.socket.parent.mkdir(mode=0o700 if self._user_mode else 0o755, parents=True, exist_ok=True)
+            sockets = [bind(daemon.socket, daemon.socket_mode, self._policy.admin_gid)]
+            held.callback(daemon.socket.unlink, missing_ok=True)
+        return sockets
+
+    def _listener(self, listening: socket.socket) -> Listener:
+        limits = self._config.limits
+        session_limits = SessionLimits(
+            frame_bytes=limits.frame_bytes,
+            requests_in_flight=limits.requests_in_flight,
+            hello_deadline_s=limits.hello_deadline_s,
+            frame_deadline_s=limits.frame_deadline_s,
+            send_deadline_s=limits.send_deadline_s,
+        )
+
+        def open_session(stream: PeerStream, peer: Peer) -> Session:
+            return Session(stream, peer, self._dispatcher.answer, session_limits, self._counters)
+
+        return Listener(listening, self._admission, open_session, self._counters)
+
+    async def _keep_alive(self) -> None:
+        """Tell systemd, from the loop itself, that the loop turns; a loop that hangs is killed and started anew."""
+        limit_s = self._offer.watchdog_limit_s
+        while limit_s is not None:
+            self._manager.alive()
+            self._manager.status(self._status())
+            await anyio.sleep(limit_s / 3)
+
+    def _status(self) -> str:
+        """One line for `systemctl status`."""
+        latest = self._inventory.latest
+        seen = "" if latest is None else f"{len(latest.gpus)} GPUs, {len(latest.processes)} processes on them, "
+        return f"{seen}{self._admission.current} clients"
+
+    # -- configuration -------------------------------------------------------------------------------------------------
+
+    async def _reload_on_signal(self) -> None:
+        self._manager.reloading()
+        try:
+            await self.reload()
+        except HegmError as error:
+            logger.error("the configuration stays as it was: %s", error.message)
+        self._manager.ready(self._status())
+
+    async def reload(self) -> ReloadReply:
+        """Read the configuration again and put in force what can be. Raises HegmError, changing nothing."""
+        async with self._reloading:
+            new = await anyio.to_thread.run_sync(self._load_again)
+            changed, after_restart = changes(self._config, new)
+            in_force = after_reload(self._config, new)
+            self._log.configure(in_force.log.level, in_force.log.format)
+            self._audit.reopen(in_force.audit.file)
+            self._inventory.set_query_deadline(in_force.inventory.query_deadline_s)
+            self._inventory.set_refresh(in_force.inventory.refresh_s)
+            self._config = in_force
+            self._events.record("config.reloaded", "info", "configuration read again", facts={"changed": list(changed)})
+            return ReloadReply(changed=changed, after_restart=after_restart)
+
+    def _show_config(self) -> ConfigReply:
+        path = self._config.path
+        return ConfigReply(path=None if path is None else str(path), settings=self._config.describe())
+
+    # -- wiring --------------------------------------------------------------------------------------------------------
+
+    def _make_policy(self) -> Policy:
+        gid = None if self._user_mode else _group_id(self._config.daemon.group)
+        return Policy(daemon_uid=os.geteuid(), admin_gid=gid, own_user_only=self._user_mode)
+
+    def _services(self) -> Services:
+        simulator = self._providers[0] if self._providers else None
+        limits = self._config.limits
+        return Services(
+            policy=self._policy,
+            inventory=self._inventory,
+            events=self._events,
+            workers=self._workers,
+            simulator=simulator if isinstance(simulator, SimulatedProvider) else None,
+            limits=Limits(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight),
+            doctor=self._examine,
+            show_config=self._show_config,
+            reload=self.reload,
+            metrics=self._metrics,
+        )
+
+    async def _examine(self, on_check: Callable[[Check], Awaitable[None]]) -> tuple[Check, ...]:
+        """The doctor's checks, for one caller at a time: they start programs."""
+        async with self._examining:
+            snapshot = await self._inventory.fresh(0)
+            simulated = any(isinstance(provider, SimulatedProvider) for provider in self._providers)
+            facts = node_facts(
+                self._config, snapshot.gpus, snapshot.vendors, simulated=simulated, user_mode=self._user_mode
+            )
+            return await run_checks(facts, on_check)
+
+    def _metrics(self, snapshot: NodeSnapshot) -> str:
+        build = Build(__version__, PROTOCOL_VERSION, platform.python_version())
+        tallies = Tallies(
+            events=self._events.counts,
+            log_dropped=self._log.dropped,
+            log_held_back=self._log.held_back,
+            audit_lost=self._audit.lost,
+        )
+        return render(snapshot, self._counters, build=build, own=read_own_process(), tallies=tallies)
+
+
+def _group_id(name: str) -> int | None:
+    """The group that administers; without it on the node, root alone does."""
+    if not name:
+        return None
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        logger.warning("there is no group %s; only root may act on other users' processes", name)
+        return None
+
+
+def _raise_descriptor_limit() -> None:
+    """Every client and every process takes a descriptor; the soft limit is made for programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
