@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
@@ -118,6 +119,26 @@ async def test_of_much_output_the_end_is_kept() -> None:
     completed = await run(["seq", "300000"], deadline_s=10)
     assert completed.stdout.endswith("299999\n300000\n")
     assert len(completed.stdout) == external.OUTPUT_TAIL_BYTES
+
+
+def test_what_an_ended_child_left_in_a_large_pipe_is_read() -> None:
+    """With pages of 64 KiB a pipe holds a MiB from the start, and the child can be gone before we have read that."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 1024 * 1024)
+    child = os.posix_spawn("/bin/true", ["true"], {})
+    pidfd = os.pidfd_open(child)
+    try:
+        os.write(writer, b"x" * 1_000_000 + b"end")
+        os.set_blocking(reader, False)
+        tail = external._Tail()
+        watch = external._Watch(pidfd, {reader: tail})
+        assert watch.until_exit()
+        watch.drain()  # returns, although the pipe is still open for writing
+        assert tail.text().endswith("xend")
+    finally:
+        os.waitpid(child, 0)
+        for fd in (reader, writer, pidfd):
+            os.close(fd)
 
 
 async def test_output_that_is_not_text_does_not_hurt() -> None:

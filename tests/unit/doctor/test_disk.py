@@ -38,7 +38,7 @@ def test_a_directory_on_something_else(node: FileNode, kind: str, words: str) ->
 def test_the_deepest_mount_counts_and_names_are_unescaped(node: FileNode, tmp_path: Path) -> None:
     spaced = tmp_path / "a b"
     spaced.mkdir(mode=0o700)
-    mounted(node, ("/", "ext4"), (str(spaced).replace(" ", "\\040"), "xfs"), (str(spaced)[:-1], "tmpfs"))
+    mounted(node, (str(spaced).replace(" ", "\\040"), "xfs"), (str(spaced)[:-1], "tmpfs"), ("/", "ext4"))
     mount = disk.mount_of(node.facts(), spaced / "below")
     assert mount is not None
     assert mount.kind == "xfs"

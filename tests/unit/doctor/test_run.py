@@ -142,7 +142,7 @@ async def test_what_the_listener_raises_ends_the_run_as_it_is(node: FileNode) ->
         return ok("never")
 
     with pytest.raises(Gone):
-        await run_checks(node.facts(), hear, checks=(Look("a", lambda _: ok("fine")), Ask("b", wait)))
+        await run_checks(node.facts(), hear, checks=(Look("a", lambda _: ok("fine")), Ask("b", wait)), deadline_s=60)
     assert ended.is_set()
 
 
