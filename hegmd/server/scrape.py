@@ -1,0 +1,210 @@
+"""Metrics over HTTP on the loopback addresses, for Prometheus on the same node or behind a proxy.
+
+One GET or HEAD of /metrics for each connection, within limits on time, size and number. Every local user can connect,
+so nothing is here that `hegmctl metrics` would not tell them, and connections that sit there without asking give way
+to new ones. Which requests are taken is in `scrape_http`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+
+from hegmd.errors import REFUSED, HegmError
+from hegmd.log import error_ref, fields, limited
+from hegmd.metrics import CONTENT_TYPE
+from hegmd.server.scrape_http import END_OF_HEAD, Refusal, Response, method_of
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
+_NO_SUCH_ADDRESS = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+_BACKLOG = 32
+_READ_BYTES = 4096
+_PRESSED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_PRESSED_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What one connection, and all of them together, may cost."""
+
+    connections: int = 32
+    head_bytes: int = 8192
+    head_deadline_s: float = 5.0
+    send_deadline_s: float = 10.0
+    close_deadline_s: float = 1.0
+
+
+def bind_loopback(port: int) -> list[socket.socket]:
+    """Sockets that listen on that port of each loopback address there is. Raises HegmError if one is taken."""
+    sockets: list[socket.socket] = []
+    try:
+        for family, address in _LOOPBACK:
+            try:
+                sockets.append(_listen(family, address, port))
+            except OSError as error:
+                if not (family == socket.AF_INET6 and error.errno in _NO_SUCH_ADDRESS):
+                    raise
+    except OSError as error:
+        for opened in sockets:
+            opened.close()
+        raise HegmError(
+            REFUSED,
+            f"metrics cannot be served at port {port}: {error.strerror}",
+            f"set metrics.port to another; `ss -ltnp sport = :{port}` shows who has this one",
+        ) from error
+    return sockets
+
+
+def _listen(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart does not wait for old connections
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind((address, port))
+        made.listen(_BACKLOG)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+class ScrapePort:
+    """Answers on listening sockets, which it owns from `run` on."""
+
+    def __init__(
+        self,
+        sockets: Sequence[socket.socket],
+        render: Callable[[], Awaitable[str]],
+        limits: HttpLimits | None = None,
+    ) -> None:
+        self._sockets = sockets
+        self._render = render
+        self._limits = limits or HttpLimits()
+        self._open = 0
+        self._asking: dict[socket.socket, anyio.CancelScope] = {}
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled."""
+        with contextlib.ExitStack() as held:
+            for listening in self._sockets:
+                held.enter_context(listening)
+            async with anyio.create_task_group() as tasks:
+                for listening in self._sockets:
+                    tasks.start_soon(self._accept, listening, tasks)
+                task_status.started()
+
+    async def _accept(self, listening: socket.socket, tasks: anyio.abc.TaskGroup) -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionError):
+                await anyio.wait_readable(listening)
+            except OSError as error:
+                if error.errno not in _PRESSED:
+                    raise
+                limited(logger, "accept", logging.ERROR, "cannot accept connections: %s", error.strerror)
+                await anyio.sleep(_PRESSED_PAUSE_S)
+            else:
+                connection.setblocking(False)
+                self._admit(connection, tasks)
+                await anyio.lowlevel.checkpoint()
+
+    def _admit(self, connection: socket.socket, tasks: anyio.abc.TaskGroup) -> None:
+        """Let a connection in; at the limit, in place of the oldest that has not asked yet, or not at all."""
+        if self._open >= self._limits.connections:
+            oldest = next(iter(self._asking), None)
+            if oldest is None:
+                connection.close()
+                return
+            self._asking.pop(oldest).cancel()
+        self._open += 1
+        scope = anyio.CancelScope()
+        self._asking[connection] = scope
+        tasks.start_soon(self._serve, connection, scope)
+
+    async def _serve(self, connection: socket.socket, asking: anyio.CancelScope) -> None:
+        try:
+            with connection, contextlib.suppress(OSError):
+                response = await self._answer(connection, asking)
+                if response is not None:
+                    await self._send(connection, response.encode())
+        finally:
+            self._open -= 1
+
+    async def _answer(self, connection: socket.socket, asking: anyio.CancelScope) -> Response | None:
+        """What to answer; None to somebody who left, or gave way, before having asked."""
+        try:
+            head: bytes | None = None
+            try:
+                with asking:
+                    head = await self._read_head(connection)
+            finally:
+                self._asking.pop(connection, None)
+            if head is None:
+                return None
+            method = method_of(head)
+            text = await self._render()
+            return Response("200 OK", text.encode(), CONTENT_TYPE, with_body=method == "GET")
+        except Refusal as refusal:
+            return refusal.response
+        except HegmError as error:
+            return Response("503 Service Unavailable", f"{error}\n".encode())
+        except OSError:
+            raise
+        except Exception as unexpected:  # the edge where a bug becomes an answer
+            reference = error_ref()
+            logger.error("metrics failed [%s]", reference, exc_info=unexpected, extra=fields(error_ref=reference))
+            return Response("500 Internal Server Error", f"a bug in hegmd; its log has {reference}\n".encode())
+
+    async def _read_head(self, connection: socket.socket) -> bytes | None:
+        """The request up to its empty line; None if the peer leaves before. Raises Refusal for what is no request."""
+        data = b""
+        with anyio.move_on_after(self._limits.head_deadline_s):
+            while END_OF_HEAD not in data:
+                if len(data) > self._limits.head_bytes:
+                    raise Refusal("431 Request Header Fields Too Large", "the request is too large")
+                received = await _receive(connection)
+                if not received:
+                    return None
+                data += received
+                if not data[:1].isalpha():  # such as the hello of TLS, whose sender would wait in vain
+                    raise Refusal("400 Bad Request", "this port speaks HTTP/1.1, without encryption")
+            return data.partition(END_OF_HEAD)[0]
+        raise Refusal("408 Request Timeout", "no whole request came in time")
+
+    async def _send(self, connection: socket.socket, data: bytes) -> None:
+        """Send all, then wait for the peer to close: closing with something unread would make it lose the answer."""
+        rest = memoryview(data)
+        with anyio.move_on_after(self._limits.send_deadline_s) as limit:
+            while rest:
+                try:
+                    rest = rest[connection.send(rest) :]
+                except BlockingIOError:
+                    await anyio.wait_writable(connection)
+        if limit.cancelled_caught:
+            return
+        connection.shutdown(socket.SHUT_WR)
+        with anyio.move_on_after(self._limits.close_deadline_s):
+            while await _receive(connection):
+                pass
+
+
+async def _receive(connection: socket.socket) -> bytes:
+    """The next bytes, empty at the end. Lets others run even if there always are some."""
+    while True:
+        await anyio.lowlevel.checkpoint()
+        try:
+            return connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            await anyio.wait_readable(connection)

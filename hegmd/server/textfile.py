@@ -1,0 +1,135 @@
+"""Metrics as a file, for node_exporter's textfile collector.
+
+Owns the file: it appears whole or not at all, and goes away when the daemon ends or is told to write elsewhere, because
+figures that nobody renews would be taken for true. Written outside of the loop, since the disk may hang; while it does,
+nothing more is written, and that is said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import anyio.abc
+
+from hegmd.detached import run_detached
+from hegmd.errors import HegmError
+
+logger = logging.getLogger(__name__)
+
+WRITE_DEADLINE_S = 10.0
+REMOVE_DEADLINE_S = 2.0
+LINGER_S = 1.0
+_MODE = 0o644  # node_exporter runs as a user of its own
+
+
+class Textfile:
+    """Writes what `render` gives to one file, again and again; to none while the path is None."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        interval_s: float,
+        render: Callable[[], Awaitable[str]],
+        *,
+        write: Callable[[Path, str], None] | None = None,
+        write_deadline_s: float = WRITE_DEADLINE_S,
+    ) -> None:
+        self._path = path
+        self._interval_s = interval_s
+        self._render = render
+        self._put = write or write_whole
+        self._write_deadline_s = write_deadline_s
+        self._changed = anyio.Event()
+        self._written: Path | None = None
+        self._under_way: set[object] = set()
+        self._failing = False
+        #: How often the file could not be written since the start.
+        self.failures = 0
+
+    def configure(self, path: Path | None, interval_s: float) -> None:
+        """Go on with these; at once, if they differ."""
+        if (path, interval_s) != (self._path, self._interval_s):
+            self._path, self._interval_s = path, interval_s
+            self._changed.set()
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Write until cancelled; then take the file away."""
+        task_status.started()
+        try:
+            while True:
+                self._changed = anyio.Event()
+                await self._turn()
+                with anyio.move_on_after(None if self._path is None else self._interval_s):
+                    await self._changed.wait()
+        finally:
+            with anyio.move_on_after(REMOVE_DEADLINE_S, shield=True):
+                await self._take_away()
+
+    async def _turn(self) -> None:
+        path = self._path
+        if self._written not in (None, path):
+            await self._take_away()
+        if path is None:
+            return
+        try:
+            text = await self._render()
+            await self._write(path, text)
+        except (HegmError, OSError) as error:
+            self._failed(path, error)
+        else:
+            if self._failing:
+                logger.info("metrics are written to %s again", path)
+            self._failing = False
+
+    async def _write(self, path: Path, text: str) -> None:
+        if self._under_way:
+            raise OSError("the disk does not answer")
+        token = object()
+        self._under_way.add(token)
+
+        def work(_: object) -> None:
+            try:
+                self._put(path, text)
+            finally:
+                self._under_way.discard(token)
+
+        self._written = path
+        with anyio.move_on_after(self._write_deadline_s) as limit:
+            # A write that is almost done is waited for, so that the end finds the file and takes it away.
+            await run_detached(work, name="hegmd-textfile", linger_s=LINGER_S)
+        if limit.cancelled_caught:
+            raise OSError(f"not written after {self._write_deadline_s:g} s")
+
+    async def _take_away(self) -> None:
+        path, self._written = self._written, None
+        if path is not None and not self._under_way:
+            with contextlib.suppress(OSError):
+                await run_detached(lambda _: path.unlink(missing_ok=True), name="hegmd-textfile")
+
+    def _failed(self, path: Path, error: Exception) -> None:
+        self.failures += 1
+        if not self._failing:
+            reason = error.strerror or error if isinstance(error, OSError) else error
+            logger.error("metrics cannot be written to %s: %s", path, reason)
+        self._failing = True
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Put a file in place in one step, readable for everybody. Raises OSError, leaving nothing behind."""
+    # The collector reads *.prom only, and so does not see this one.
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.unlink(missing_ok=True)
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE)
+    try:
+        with open(descriptor, "wb") as file:
+            os.fchmod(descriptor, _MODE)
+            file.write(text.encode())
+        fresh.rename(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
