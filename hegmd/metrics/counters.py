@@ -50,13 +50,13 @@ class Counters:
         self.durations: dict[str, Histogram] = {}
         self.connections = 0
         self.connections_total = 0
-        self.refused: Counter[str] = Counter()
-        self.dropped: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.drops: Counter[str] = Counter()
         self.bad_frames = 0
         self.received_bytes = 0
         self.sent_bytes = 0
         self.refreshes = Histogram()
-        self.inventory_failures: Counter[str] = Counter()
+        self.vendor_failures: Counter[str] = Counter()
 
     def request(self, op: str, result: str, took_s: float | None) -> None:
         """A request was answered: `result` is ok, or the code of its error. None for time that says nothing."""
@@ -65,28 +65,28 @@ class Counters:
         if took_s is not None:
             self.durations.setdefault(op, Histogram()).observe(took_s)
 
-    def connection_opened(self) -> None:
+    def connected(self) -> None:
         self.connections += 1
         self.connections_total += 1
 
-    def connection_closed(self) -> None:
+    def disconnected(self) -> None:
         self.connections -= 1
 
-    def connection_refused(self, code: str) -> None:
+    def refused(self, code: str) -> None:
         """A peer was turned away; the code of the error that it was given."""
-        self.refused[code] += 1
+        self.refusals[code] += 1
 
-    def connection_dropped(self, code: str) -> None:
+    def dropped(self, code: str) -> None:
         """The daemon ended a connection; the code of the error."""
-        self.dropped[code] += 1
+        self.drops[code] += 1
 
     def bad_frame(self) -> None:
         """Something arrived that is no message."""
         self.bad_frames += 1
 
-    def inventory_refreshed(self, took_s: float) -> None:
+    def refreshed(self, took_s: float) -> None:
         self.refreshes.observe(took_s)
 
-    def inventory_failed(self, vendor: str) -> None:
+    def vendor_failed(self, vendor: str) -> None:
         """A vendor's library answered with an error, or not in time."""
-        self.inventory_failures[vendor] += 1
+        self.vendor_failures[vendor] += 1

@@ -176,8 +176,8 @@ def _processes(
 def _inventory(out: Exposition, counters: Counters) -> None:
     took = out.family("hegmd_inventory_refresh_duration_seconds", "histogram", "Time that a look at the node took.")
     took.add_histogram(counters.refreshes, {})
-    failures = out.family("hegmd_inventory_failures_total", "counter", "Errors and timeouts of a vendor's library.")
-    _by_word(failures, "vendor", counters.inventory_failures)
+    failures = out.family("hegmd_vendor_failures_total", "counter", "Errors and timeouts of a vendor's library.")
+    _by_word(failures, "vendor", counters.vendor_failures)
 
 
 def _server(out: Exposition, counters: Counters) -> None:
@@ -192,9 +192,9 @@ def _server(out: Exposition, counters: Counters) -> None:
     out.family("hegmd_connections", "gauge", "Connections now.").add(counters.connections)
     out.family("hegmd_connections_total", "counter", "Connections let in.").add(counters.connections_total)
     refused = out.family("hegmd_connections_refused_total", "counter", "Connections turned away, by error code.")
-    _by_word(refused, "code", counters.refused)
+    _by_word(refused, "code", counters.refusals)
     dropped = out.family("hegmd_connections_dropped_total", "counter", "Connections the daemon ended, by error code.")
-    _by_word(dropped, "code", counters.dropped)
+    _by_word(dropped, "code", counters.drops)
     out.family("hegmd_bad_frames_total", "counter", "Frames that are no message.").add(counters.bad_frames)
     out.family("hegmd_received_bytes_total", "counter", "Bytes received at the socket.").add(counters.received_bytes)
     out.family("hegmd_sent_bytes_total", "counter", "Bytes sent at the socket.").add(counters.sent_bytes)

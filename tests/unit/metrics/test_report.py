@@ -158,15 +158,15 @@ def test_what_the_daemon_counts_is_told() -> None:
     counters.request("gpus", "timeout", None)
     counters.request("no such op" * 1000, "bad-request", 0.1)
     for _ in range(3):
-        counters.connection_opened()
-    counters.connection_closed()
-    counters.connection_refused("busy")
-    counters.connection_dropped("bad-request")
+        counters.connected()
+    counters.disconnected()
+    counters.refused("busy")
+    counters.dropped("bad-request")
     counters.bad_frame()
     counters.received_bytes += 10
     counters.sent_bytes += 20
-    counters.inventory_refreshed(0.02)
-    counters.inventory_failed("amd")
+    counters.refreshed(0.02)
+    counters.vendor_failed("amd")
     tallies = Tallies(events={"gpu.lost": 2}, log_dropped=3, log_held_back=4, audit_lost=5)
     found = metrics(Node(), counters, tallies)
     assert values(found, "hegmd_requests_total") == [
@@ -193,7 +193,7 @@ def test_what_the_daemon_counts_is_told() -> None:
     assert values(found, "hegmd_connections_refused_total") == [({"code": "busy"}, 1)]
     assert values(found, "hegmd_connections_dropped_total") == [({"code": "bad-request"}, 1)]
     assert values(found, "hegmd_events_total") == [({"kind": "gpu.lost"}, 2)]
-    assert values(found, "hegmd_inventory_failures_total") == [({"vendor": "amd"}, 1)]
+    assert values(found, "hegmd_vendor_failures_total") == [({"vendor": "amd"}, 1)]
     refreshes = found["hegmd_inventory_refresh_duration_seconds"].samples
     assert refreshes["hegmd_inventory_refresh_duration_seconds_count", frozenset()] == 1
 
