@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from hegmd.audit_file import AuditFile
-from hegmd.errors import DENIED, HegmError
+from hegmd.errors import HegmError
 from hegmd.log import Limiter, fields
 from hegmd.protocol.messages import Request
 
@@ -30,8 +30,9 @@ ITEMS = 16
 DEPTH = 4
 RECORD_BYTES = 8192
 
-# What is done is always recorded; what somebody was denied, so often for each user and kind of request, then counted.
-DENIALS_A_MINUTE = 10
+# What is done is always recorded; what failed, so often for each user, kind of request and reason, then counted: a peer
+# can fail as often as it likes.
+FAILURES_A_MINUTE = 10
 
 
 class Who(Protocol):
@@ -58,7 +59,7 @@ class Audit:
     ) -> None:
         self._clock = clock
         self._user_name = user_name
-        self._denials = Limiter(burst=DENIALS_A_MINUTE, clock=limiter_clock)
+        self._failures = Limiter(burst=FAILURES_A_MINUTE, clock=limiter_clock)
         self._file = None if file is None else AuditFile(file)
 
     @property
@@ -71,8 +72,8 @@ class Audit:
     ) -> None:
         """Keep what came of a request: `result` is ok, cancelled, or a code of an error. Never waits, never raises."""
         left_out = 0
-        if error is not None and error.code is DENIED:
-            admitted = self._denials.admit((who.uid, request.op))
+        if error is not None:
+            admitted = self._failures.admit((who.uid, request.op, result))
             if admitted is None:
                 return
             left_out = admitted

@@ -44,7 +44,7 @@ def decode(payload: bytes) -> dict[str, object]:
     except RecursionError:
         raise _malformed("nested too deeply") from None
     except Exception as error:  # the C and the Python unpacker raise different classes for the same bytes
-        raise _malformed(str(error) or type(error).__name__) from error
+        raise _malformed(str(error) or "no msgpack") from error
     if type(message) is not dict:
         raise _malformed(f"a {type(message).__name__} where a map belongs")
     _check_shape(message)

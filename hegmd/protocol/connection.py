@@ -119,7 +119,8 @@ class ServerConnection:
         if type(request_id) is not int or not 1 <= request_id <= MAX_ID:
             raise ProtocolBroken(_bad("a request needs an id from 1 to 2^53-1", "count requests up from 1"))
         if request_id in self._in_flight:
-            raise ProtocolBroken(_bad(f"request id {request_id} is still unanswered", "use each id once"), request_id)
+            # Told under no id: under this one, the error would end the request that has it rightly.
+            raise ProtocolBroken(_bad(f"request id {request_id} is still unanswered", "use each id once"))
         return request_id
 
     def _check_version(self, version: object) -> None:

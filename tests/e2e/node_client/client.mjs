@@ -40,8 +40,11 @@ const frame = (message) => {
   return Buffer.concat([header, payload]);
 };
 
+const open = new Set();
+
 class Connection {
   constructor(address) {
+    open.add(this);
     this.frames = new Frames(64 * 1024 * 1024);
     this.waiting = [];
     this.ended = false;
@@ -76,6 +79,7 @@ class Connection {
   }
 
   close() {
+    open.delete(this);
     this.socket.destroy();
   }
 }
@@ -173,6 +177,7 @@ for (const [file, check] of suites) {
       passed += 1;
       console.log(`ok      ${file}: ${vector.name}`);
     } catch (error) {
+      for (const connection of [...open]) connection.close();
       failed += 1;
       console.log(`failed  ${file}: ${vector.name}: ${error.message}`);
     }

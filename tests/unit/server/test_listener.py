@@ -100,7 +100,7 @@ async def test_one_client_too_many_is_told_so_and_the_others_stay(socket_path: P
                 assert (await _refusal(two)).code is BUSY
             assert isinstance(await one.ask(Ping()), Answer)
             assert admission.current == 1
-        assert dict(counters.refused) == {BUSY.name: 1}
+        assert dict(counters.refusals) == {BUSY.name: 1}
 
 
 class Hermit(Policy):
@@ -114,7 +114,7 @@ async def test_whom_the_daemon_does_not_serve_is_told_so(socket_path: Path) -> N
     async with listening(socket_path, policy=Hermit(daemon_uid=0)) as (_, admission, counters):
         with connected(socket_path) as talker:
             assert (await _refusal(talker)).code is DENIED
-        assert dict(counters.refused) == {DENIED.name: 1}
+        assert dict(counters.refusals) == {DENIED.name: 1}
         assert admission.current == 0
 
 

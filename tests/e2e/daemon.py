@@ -1,0 +1,96 @@
+"""A real hegmd as a child process, ready when it says so, and gone with its context."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+from typing_extensions import Self
+
+READY_WITHIN_S = 30.0
+
+
+class RunningDaemon:
+    """Starts `hegmd` on a socket of its own; it says itself when it is ready, by the service manager's protocol."""
+
+    def __init__(self, folder: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
+        self.folder = folder
+        self.socket_path = folder / "hegmd.sock"
+        self._arguments = arguments
+        self._environ = environ or {}
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the daemon
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+        self.log.close()
+
+    def command(self) -> list[str]:
+        """What is run; `--simulate 2x8GiB` unless other GPUs were asked for."""
+        gpus = () if "--simulate" in self._arguments else ("--simulate", "2x8GiB")
+        paths = ("--socket", str(self.socket_path), "--state-dir", str(self.folder / "state"))
+        return [sys.executable, "-m", "hegmd", *paths, *gpus, *self._arguments]
+
+    def start(self) -> None:
+        """Start it and wait until it serves. Raises RuntimeError with its log when it ends instead."""
+        address = self.folder / "notify.sock"
+        with contextlib.suppress(FileNotFoundError):
+            address.unlink()
+        self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._notify.bind(str(address))
+        environ = {**os.environ, **self._environ, "NOTIFY_SOCKET": str(address)}
+        self.process = subprocess.Popen(self.command(), env=environ, stdin=subprocess.DEVNULL, stderr=self.log)
+        watch = os.pidfd_open(self.process.pid)
+        try:
+            self._await_ready(self._notify, watch)
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            os.close(watch)
+
+    def _await_ready(self, notify: socket.socket, watch: int) -> None:
+        poll = select.poll()
+        poll.register(notify, select.POLLIN)
+        poll.register(watch, select.POLLIN)
+        while True:
+            ready = dict(poll.poll(READY_WITHIN_S * 1000))
+            if notify.fileno() in ready and b"READY=1" in notify.recv(4096):
+                return
+            if not ready or watch in ready:
+                raise RuntimeError(f"hegmd did not come up: {self.log_text()}")
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """End it, kindly unless told otherwise; its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait(15)
+        finally:
+            self._notify.close()
+
+    def log_text(self) -> str:
+        """What it logged so far."""
+        self.log.seek(0)
+        return self.log.read()
+
+    def open_fds(self) -> int:
+        return psutil.Process(self.process.pid).num_fds()
+
+    def resident_bytes(self) -> int:
+        return psutil.Process(self.process.pid).memory_info().rss
