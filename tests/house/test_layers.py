@@ -54,7 +54,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.inventory": (*GROUND, *SEEN, *NODE, "hegmd.processes"),
     "hegmd.doctor": (*GROUND, "hegmd.log", "hegmd.detached", *NODE, "hegmd.processes"),
     # Those who ask
-    "hegmd.server": (*GROUND, *SEEN, *NODE, "hegmd.processes", "hegmd.inventory", "hegmd.doctor"),
+    "hegmd.server": (*GROUND, *SEEN, *NODE, "hegmd.processes", "hegmd.inventory", "hegmd.doctor", "hegmd.detached"),
     "hegmd.server.auth": ("hegmd.errors", "hegmd.protocol"),
     # Where it all comes together
     "hegmd.config": (*GROUND, "hegmd.settings", "hegmd.toml_lines"),
