@@ -92,18 +92,22 @@ class ProcessTable:
         *,
         open_pidfd: Callable[[int], int] = os.pidfd_open,
         pidfd_limit: int | None = None,
+        lookups: Lookups | None = None,
     ) -> None:
         self._proc_root = proc_root
         self._open_pidfd = open_pidfd
-        self._pidfd_limit = _half_of_the_descriptors() if pidfd_limit is None else pidfd_limit
+        self._pidfd_limit = pidfd_limit
+        self._pidfd_room = 0
         self._entries: dict[int, _Entry] = {}
         self._pid_of: dict[int, int] = {}
         self._poll: select.epoll | None = None
         self._next_reread = 0
         self._root_is_ours = _is_own_proc(proc_root)
         self.in_first_namespace = _is_first_namespace(proc_root)
+        #: Who left in the last refresh without having ended, as far as that can be seen.
+        self.departed: frozenset[int] = frozenset()
         #: What has to be waited for: command lines and users' names. For another thread than this table's.
-        self.lookups = Lookups(proc_root)
+        self.lookups = Lookups(proc_root) if lookups is None else lookups
 
     def refresh(self, pids: Iterable[int], unproven: frozenset[int] = frozenset()) -> Mapping[int, ProcessFacts]:
         """What is known of exactly these pids now; the others' descriptors are closed.
@@ -113,9 +117,12 @@ class ProcessTable:
         believed only of processes that hold a GPU's device open.
         """
         wanted = set(pids)
-        for pid in self._entries.keys() - wanted:
-            self._drop(pid)
+        self._pidfd_room = _half_of_the_descriptors() if self._pidfd_limit is None else self._pidfd_limit
         self._bury_the_dead()
+        leavers = self._entries.keys() - wanted
+        self.departed = frozenset(pid for pid in leavers if self._entries[pid].facts.presence is not Presence.ENDED)
+        for pid in leavers:
+            self._drop(pid)
         doubted: frozenset[int] = frozenset() if self.in_first_namespace else unproven
         for pid in wanted:
             entry = self._entries.get(pid)
@@ -174,7 +181,7 @@ class ProcessTable:
         """A pidfd; or None with the reason why none can be had; or None twice if there is no such process here."""
         if not self._root_is_ours:
             return None, "this /proc is another namespace's"
-        if len(self._pid_of) >= self._pidfd_limit:
+        if len(self._pid_of) >= self._pidfd_room:
             return None, "hegmd's limit of open files is reached, raise LimitNOFILE="
         try:
             return self._open_pidfd(pid), None
