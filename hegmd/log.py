@@ -262,6 +262,11 @@ class LogSetup:
         """How many records were lost since the start because nobody read them in time."""
         return self._dropped_before + (self._handler.dropped if self._handler else 0)
 
+    @property
+    def held_back(self) -> int:
+        """How many records were left out since the start because there were too many of their kind."""
+        return _limiter.held_back
+
     def configure(self, level: str, form: str) -> None:
         """Log at that level and in that form from now on. Raises HegmError, changing nothing, if it cannot be done."""
         handler, found = self._handler_for(form)
