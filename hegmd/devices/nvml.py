@@ -86,7 +86,7 @@ class Nvml:
         try:
             self._handle = _ctypes.dlopen(library, 0)
         except OSError as error:
-            if "cannot open shared object file" in str(error):
+            if str(error) == f"{library}: cannot open shared object file: No such file or directory":
                 raise LibraryMissing(str(error)) from None
             raise LibraryFailed(None, str(error)) from None
         self._library: ctypes.CDLL | None = ctypes.CDLL(library, handle=self._handle)

@@ -6,6 +6,7 @@ The rule behind all of it: nothing crashes, nothing unknown is shown as 0, and o
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from hegmd.devices.base import DeviceAbsent, DeviceError, VendorSnapshot
 from hegmd.devices.nvidia import NvidiaProvider
 from hegmd.protocol.snapshots import Gpu
 from hegmd.testing.contracts import check_absent, check_snapshot
+from tests.stubs.build import COMPILER
 from tests.stubs.nvml.node import NvidiaNode
 from tests.stubs.nvml.scenario import uuid
 
@@ -338,6 +340,16 @@ def test_a_file_that_is_no_library_is_an_error_and_not_an_absence(node: NvidiaNo
         node.provider(broken).open()
     assert not isinstance(raised.value, DeviceAbsent)
     assert "broken.so" in raised.value.message
+
+
+def test_a_library_without_one_that_it_needs_is_an_error_and_not_an_absence(node: NvidiaNode) -> None:
+    unlinked = node.folder / "unlinked.so"
+    subprocess.run([COMPILER, "-shared", "-Wl,--no-as-needed", "-o", unlinked, node.library], check=True)
+    node.library.unlink()
+    with pytest.raises(DeviceError) as raised:
+        node.provider(unlinked).open()
+    assert not isinstance(raised.value, DeviceAbsent)
+    assert "libnvidia-ml.so.1" in raised.value.message
 
 
 def test_closing_after_the_driver_went_away_is_fine(node: NvidiaNode, provider: NvidiaProvider) -> None:

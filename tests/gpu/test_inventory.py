@@ -1,0 +1,93 @@
+"""The NVIDIA inventory on real GPUs: the contract, and every field beside nvidia-smi with real torch jobs.
+
+`python3 -m tests.gpu.inventory_run` does the same and more as one command with a table, for a machine that has no
+pytest with our plugins.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from hegmd.devices.nvidia import NvidiaProvider
+from hegmd.testing.contracts import check_provider
+from tests.gpu import nvidia_smi
+from tests.gpu.comparison import MIB, Row, compare_gpus, compare_processes, compare_rows, compare_topology, table
+from tests.gpu.jobs import VramJob
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(180),  # torch from a cold disk
+    pytest.mark.skipif(not nvidia_smi.is_there(), reason="no nvidia-smi here"),
+]
+HELD_BYTES = 3 << 30
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[list[VramJob]]:
+    """One on each GPU, each with another amount of memory."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("no torch here")
+    count = len(nvidia_smi.query("gpu", ["uuid"]))
+    with ExitStack() as stack:
+        started = [stack.enter_context(VramJob(index, HELD_BYTES + index * 256 * MIB)) for index in range(count)]
+        for job in started:
+            job.held_at()
+        yield started
+
+
+@pytest.fixture
+def provider() -> Iterator[NvidiaProvider]:
+    provider = NvidiaProvider()
+    provider.open()
+    yield provider
+    provider.close()
+
+
+def agree(rows: list[Row]) -> None:
+    assert rows, "nothing was compared"
+    assert all(row.equal is not False for row in rows), "\n" + table(rows)
+
+
+@pytest.mark.contract
+def test_the_contract_is_kept_by_the_real_library() -> None:
+    check_provider(NvidiaProvider, expect_gpus=len(nvidia_smi.query("gpu", ["uuid"])))
+
+
+def test_every_field_is_what_nvidia_smi_shows(jobs: list[VramJob], provider: NvidiaProvider) -> None:
+    assert jobs
+    gpus = provider.snapshot().gpus
+    agree(compare_gpus(gpus) + compare_rows(gpus))
+
+
+def test_links_and_numa_nodes_are_what_nvidia_smi_shows(provider: NvidiaProvider) -> None:
+    agree(compare_topology(provider.snapshot().gpus))
+
+
+def test_versions_are_what_nvidia_smi_shows(provider: NvidiaProvider) -> None:
+    assert provider.snapshot().compute_version == nvidia_smi.cuda_version()
+
+
+def test_processes_are_what_nvidia_smi_shows(jobs: list[VramJob], provider: NvidiaProvider) -> None:
+    snapshot = provider.snapshot()
+    shares = {(use.pid, use.use.gpu): use.use.vram_bytes for use in snapshot.uses}
+    agree(compare_processes(shares))
+    for job in jobs:
+        held_bytes = shares[job.pid, snapshot.gpus[job.gpu].uuid]
+        assert held_bytes is not None
+        assert job.held_bytes <= held_bytes < job.held_bytes + 2 * 1024 * MIB  # and the context
+
+
+def test_closing_lets_go_of_the_driver(provider: NvidiaProvider) -> None:
+    provider.snapshot()
+    assert "libnvidia-ml" in Path("/proc/self/maps").read_text()
+    provider.close()
+    assert "libnvidia-ml" not in Path("/proc/self/maps").read_text()
+    opened = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    devices = [os.readlink(path) for path in opened if os.path.lexists(path)]
+    assert not [device for device in devices if device.startswith("/dev/nvidia")]
