@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from hegmctl.connection import connect
 
+from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
 from tests.house.source import ROOT
 

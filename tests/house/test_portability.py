@@ -70,7 +70,7 @@ def _newer_than_3_9(*paths: Path) -> str:
     vermin = Path(sys.executable).with_name("vermin")
     if not vermin.exists():
         pytest.skip("vermin is not installed; `make check` installs it")
-    argv = [vermin, "-t=3.9-", "--violations", "--no-tips", "--format", "parsable", *paths]
+    argv = [str(vermin), "-t=3.9-", "--violations", "--no-tips", "--format", "parsable", *map(str, paths)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
