@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import sys
@@ -57,6 +58,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.doctor:
         anyio.run(_examine, config, topology, arguments.user)
         return 0
+    # A loop that hangs gets SIGABRT from systemd's watchdog: then the journal shows where every thread was.
+    faulthandler.enable()
     offer = take_offer(os.environ, os.getpid())
     with log.set_up(config.log.level, config.log.format) as log_setup:
         app = App(config, load_again, log_setup, offer, topology, user_mode=arguments.user)
@@ -72,9 +75,8 @@ async def _examine(config: Config, topology: Topology | None, user_mode: bool) -
 
     snapshot = await look_once(config, topology)
     simulated = topology is not None
-    await run_checks(
-        node_facts(config, snapshot.gpus, snapshot.vendors, simulated=simulated, user_mode=user_mode), show
-    )
+    facts = node_facts(config, snapshot, simulated=simulated, user_mode=user_mode, under_systemd=False)
+    await run_checks(facts, show)
 
 
 if __name__ == "__main__":

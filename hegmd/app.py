@@ -36,13 +36,15 @@ from hegmd.log import LogSetup
 from hegmd.metrics import Build, Counters, Tallies, read_own_process, render
 from hegmd.processes import ProcessTable
 from hegmd.protocol.messages import PROTOCOL_VERSION, ConfigReply, Limits, ReloadReply
-from hegmd.protocol.snapshots import Check, Gpu, Vendor
+from hegmd.protocol.snapshots import Check
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.dispatch import Dispatcher
-from hegmd.server.handlers import Handlers, Services
+from hegmd.server.handlers import FRESH_S, Handlers, Services
 from hegmd.server.listener import Admission, Listener, bind
+from hegmd.server.scrape import ScrapePort, bind_loopback
 from hegmd.server.session import Session, SessionLimits
 from hegmd.server.stream import PeerStream
+from hegmd.server.textfile import Textfile
 from hegmd.service import Offer
 from hegmd.state_dir import StateDir
 from hegmd.ways import NodeMeans
@@ -69,15 +71,15 @@ def providers_for(config: Config, topology: Topology | None) -> tuple[DeviceProv
 
 
 def node_facts(
-    config: Config, gpus: tuple[Gpu, ...], vendors: tuple[Vendor, ...], *, simulated: bool, user_mode: bool
+    config: Config, snapshot: NodeSnapshot, *, simulated: bool, user_mode: bool, under_systemd: bool
 ) -> NodeFacts:
     """What the doctor is told of the node."""
     return NodeFacts(
-        vendors=vendors,
-        gpus=gpus,
+        vendors=snapshot.vendors,
+        gpus=snapshot.gpus,
         simulated=simulated,
         user_mode=user_mode,
-        under_systemd=os.environ.get("INVOCATION_ID") is not None,
+        under_systemd=under_systemd,
         socket_path=config.daemon.socket,
         state_dir=config.daemon.state_dir,
         image_dir=config.doctor.image_dir,
@@ -123,6 +125,7 @@ class App:
         self._workers = Workers()
         self._counters = Counters()
         self._audit = Audit(config.audit.file)
+        self._textfile = Textfile(config.metrics.textfile, config.metrics.textfile_interval_s, self._metrics)
         self._providers = providers_for(config, topology)
         self._policy = self._make_policy()
         self._inventory = Inventory(
@@ -146,11 +149,16 @@ class App:
             held.callback(self._manager.close)
             held.callback(self._audit.close)
             held.enter_context(StateDir(self._config.daemon.state_dir))
+            port = self._config.metrics.port
+            scrape_sockets = [held.enter_context(one) for one in bind_loopback(port)] if port else []
             listeners = [self._listener(listening) for listening in self._listening_sockets(held)]
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
                 async with self._inventory, anyio.create_task_group() as background:
                     await background.start(self._inventory.run, self._config.inventory.refresh_s)
                     background.start_soon(self._keep_alive)
+                    background.start_soon(self._textfile.run)
+                    if scrape_sockets:
+                        await background.start(ScrapePort(scrape_sockets, self._metrics).run)
                     await self._serve(listeners, signals)
                     background.cancel_scope.cancel()
         logger.info("stopped")
@@ -230,6 +238,7 @@ class App:
             in_force = after_reload(self._config, new)
             self._log.configure(in_force.log.level, in_force.log.format)
             self._audit.reopen(in_force.audit.file)
+            self._textfile.configure(in_force.metrics.textfile, in_force.metrics.textfile_interval_s)
             self._inventory.set_query_deadline(in_force.inventory.query_deadline_s)
             self._inventory.set_refresh(in_force.inventory.refresh_s)
             self._config = in_force
@@ -268,11 +277,17 @@ class App:
             snapshot = await self._inventory.fresh(0)
             simulated = any(isinstance(provider, SimulatedProvider) for provider in self._providers)
             facts = node_facts(
-                self._config, snapshot.gpus, snapshot.vendors, simulated=simulated, user_mode=self._user_mode
+                self._config,
+                snapshot,
+                simulated=simulated,
+                user_mode=self._user_mode,
+                under_systemd=self._manager.present,
             )
             return await run_checks(facts, on_check)
 
-    def _metrics(self, snapshot: NodeSnapshot) -> str:
+    async def _metrics(self) -> str:
+        """The metrics as text, for the socket, the loopback port and the textfile alike."""
+        snapshot = await self._inventory.fresh(FRESH_S)
         build = Build(__version__, PROTOCOL_VERSION, platform.python_version())
         tallies = Tallies(
             events=self._events.counts,

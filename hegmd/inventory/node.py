@@ -101,6 +101,9 @@ class Inventory:
         self._round: _Round | None = None
         self._rhythm_changed = anyio.Event()
         self._refresh_s = 0.0
+        # How many changes were announced by `expire`, and how many of them the newest snapshot was made after.
+        self._changes_known = 0
+        self._changes_covered = 0
         #: The newest snapshot; None before the first.
         self.latest: NodeSnapshot | None = None
         #: How many refreshes were finished, and how long the last one took.
@@ -120,9 +123,16 @@ class Inventory:
     async def fresh(self, max_age_s: float) -> NodeSnapshot:
         """A snapshot of at most that age, as far as the libraries answer within the query deadline."""
         latest = self.latest
-        if latest is not None and self._monotonic() - latest.monotonic <= max_age_s:
+        known = self._changes_known
+        if latest is not None and self._changes_covered >= known and self._monotonic() - latest.monotonic <= max_age_s:
             return latest
-        return await self.refresh()
+        latest = await self.refresh()
+        # The round that was under way may have begun before the change that the caller knows of.
+        return await self.refresh() if self._changes_covered < known else latest
+
+    def expire(self) -> None:
+        """Something changed just now that we know of: whoever asks from here on is told of it."""
+        self._changes_known += 1
 
     async def refresh(self) -> NodeSnapshot:
         """A snapshot whose making had not ended when this was called. Takes no longer than the query deadline."""
@@ -185,6 +195,7 @@ class Inventory:
 
     async def _look(self) -> NodeSnapshot:
         began, taken_utc = self._monotonic(), self._clock()
+        known = self._changes_known
         deadline_s = self._query_deadline_s
         async with anyio.create_task_group() as tasks:
             for vendor in self._vendors:
@@ -203,6 +214,7 @@ class Inventory:
         )
         self._changes.tell(snapshot.gpus, self._rolls.roll, snapshot.vendors, roll_is_late=self._rolls.late)
         self.latest = snapshot
+        self._changes_covered = known
         self.refresh_count += 1
         self.last_refresh_s = self._monotonic() - began
         return snapshot

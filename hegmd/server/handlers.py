@@ -35,7 +35,7 @@ class Services:
     doctor: Callable[[Callable[[Check], Awaitable[None]]], Awaitable[tuple[Check, ...]]]
     show_config: Callable[[], m.ConfigReply]
     reload: Callable[[], Awaitable[m.ReloadReply]]
-    metrics: Callable[[NodeSnapshot], str]
+    metrics: Callable[[], Awaitable[str]]
 
 
 class Handlers:
@@ -63,7 +63,7 @@ class Handlers:
     async def hello(self, call: Call, hello: m.Hello) -> m.Welcome:
         if hello.role == "agent":
             agent = AgentInfo(name=hello.name, version=hello.program_version)
-            call.session.closing.callback(self._s.workers.register(call.peer.pid, agent))
+            call.session.at_end("agent", self._s.workers.register(call.peer.pid, agent))
         return m.Welcome(
             version=call.session.protocol.version,
             daemon_version=__version__,
@@ -112,16 +112,24 @@ class Handlers:
         return await self._s.reload()
 
     async def metrics(self, call: Call, _: m.Metrics) -> m.MetricsReply:
-        return m.MetricsReply(text=self._s.metrics(await self._s.inventory.fresh(FRESH_S)))
+        return m.MetricsReply(text=await self._s.metrics())
 
     async def simulate_hold(self, call: Call, request: m.SimulateHold) -> m.HoldReply:
         simulator = self._simulator()
         held_bytes = simulator.hold(call.session, call.peer.pid, request.gpu, request.vram_bytes)
-        call.session.closing.callback(simulator.release, call.session)
+
+        def give_back() -> None:
+            simulator.release(call.session)
+            self._s.inventory.expire()
+
+        call.session.at_end("simulate.hold", give_back)
+        self._s.inventory.expire()
         return m.HoldReply(gpu=request.gpu, vram_bytes=held_bytes)
 
     async def simulate_fault(self, call: Call, request: m.SimulateFault) -> m.FaultReply:
-        return m.FaultReply(faults=self._simulator().set_fault(request.target, request.fault))
+        faults = self._simulator().set_fault(request.target, request.fault)
+        self._s.inventory.expire()
+        return m.FaultReply(faults=faults)
 
     def _simulator(self) -> SimulatedProvider:
         if self._s.simulator is None:

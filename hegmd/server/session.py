@@ -76,7 +76,7 @@ class Session:
         self._counters = counters
         self.limits = limits
         self.protocol = ServerConnection(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight)
-        self.closing = contextlib.ExitStack()  # what handlers want undone when the connection ends
+        self._at_end: dict[str, Callable[[], object]] = {}
         self._stream = stream
         self._answer = answer
         self._calls: dict[int, Call] = {}
@@ -99,7 +99,12 @@ class Session:
                 tasks.cancel_scope.cancel()
         finally:
             self._stream.close()
-            self.closing.close()
+            for undo in self._at_end.values():
+                undo()
+
+    def at_end(self, key: str, undo: Callable[[], object]) -> None:
+        """Have something undone when the connection ends; once for each key, however often it is asked for."""
+        self._at_end[key] = undo
 
     async def send(self, data: bytes) -> None:
         """Write one frame. A peer that does not take it within the limit loses the connection, nothing else."""

@@ -80,6 +80,37 @@ async def test_callers_at_the_same_time_share_one_look() -> None:
         assert node.inventory.refresh_count == 1
 
 
+async def test_after_a_change_that_is_known_of_a_young_snapshot_is_not_good_enough() -> None:
+    provider = Provider(gpu(0))
+    async with node_of(provider) as node:
+        young = await node.inventory.fresh(LONG_S)
+        assert await node.inventory.fresh(LONG_S) is young
+        node.inventory.expire()
+        newer = await node.inventory.fresh(LONG_S)
+        assert newer is not young
+        assert await node.inventory.fresh(LONG_S) is newer
+
+
+async def test_a_change_in_the_middle_of_a_look_makes_the_caller_wait_for_the_next_one() -> None:
+    provider = Provider(gpu(0))
+    found: list[NodeSnapshot] = []
+
+    async def ask(node: Node) -> None:
+        found.append(await node.inventory.fresh(0))
+
+    async with node_of(provider) as node:
+        provider.hang()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node.inventory.refresh)
+            await entered(provider)
+            provider.show(gpu(0), gpu(1))
+            node.inventory.expire()
+            tasks.start_soon(ask, node)
+            await wait_all_tasks_blocked()
+            provider.let_go()
+        assert [each.id for each in found[0].gpus] == ["gpu0", "gpu1"]
+
+
 async def test_when_the_leader_is_cancelled_the_next_takes_over_and_asks_nothing_twice() -> None:
     provider = Provider(gpu(0))
     found: list[NodeSnapshot] = []
