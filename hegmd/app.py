@@ -32,7 +32,7 @@ from hegmd.errors import HegmError
 from hegmd.events import EventLog
 from hegmd.external import find_program
 from hegmd.inventory import Inventory, NodeSnapshot
-from hegmd.log import LogSetup
+from hegmd.log import LogSetup, fields
 from hegmd.metrics import Build, Counters, Tallies, read_own_process, render
 from hegmd.processes import ProcessTable
 from hegmd.protocol.messages import PROTOCOL_VERSION, ConfigReply, Limits, ReloadReply
@@ -136,6 +136,7 @@ class App:
             means=NodeMeans(uid=os.geteuid(), criu_path=find_program("criu")),
             agents=self._workers.agents,
             off=vendors_off(config, topology),
+            on_look=self._count_look,
         )
         self._admission = Admission(self._policy, config.limits.clients, config.limits.clients_per_uid)
         self._dispatcher = Dispatcher(Handlers(self._services()).table(), self._policy, self._counters, self._audit)
@@ -242,6 +243,7 @@ class App:
             self._inventory.set_query_deadline(in_force.inventory.query_deadline_s)
             self._inventory.set_refresh(in_force.inventory.refresh_s)
             self._config = in_force
+            logger.info("configuration read again", extra=fields(changed=changed, after_restart=after_restart))
             self._events.record("config.reloaded", "info", "configuration read again", facts={"changed": list(changed)})
             return ReloadReply(changed=changed, after_restart=after_restart)
 
@@ -284,6 +286,12 @@ class App:
                 under_systemd=self._manager.present,
             )
             return await run_checks(facts, on_check)
+
+    def _count_look(self, snapshot: NodeSnapshot, took_s: float) -> None:
+        self._counters.refreshed(took_s)
+        for vendor in snapshot.vendors:
+            if vendor.state in {"failed", "stale"}:
+                self._counters.vendor_failed(vendor.vendor)
 
     async def _metrics(self) -> str:
         """The metrics as text, for the socket, the loopback port and the textfile alike."""

@@ -69,7 +69,7 @@ class Inventory:
     """Looks after the node's inventory. Belongs to the event loop; use as an asynchronous context manager.
 
     `agents` and `held` tell the connected agents and the bytes that hegmd holds, by pid, whenever they are asked.
-    `off` are vendors that the configuration leaves out.
+    `off` are vendors that the configuration leaves out. `on_look` is told of every look and how long it took.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it is made of, each named, put together in one place only
@@ -83,6 +83,7 @@ class Inventory:
         agents: Callable[[], Mapping[int, AgentInfo]] = dict,
         held: Callable[[], Mapping[int, int]] = dict,
         off: Sequence[str] = (),
+        on_look: Callable[[NodeSnapshot, float], object] = lambda _snapshot, _took_s: None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,6 +97,7 @@ class Inventory:
         self._agents = agents
         self._held = held
         self._off = tuple(Vendor(vendor=name, state="off", message="switched off by configuration") for name in off)
+        self._on_look = on_look
         self._clock = clock
         self._monotonic = monotonic
         self._round: _Round | None = None
@@ -217,6 +219,7 @@ class Inventory:
         self._changes_covered = known
         self.refresh_count += 1
         self.last_refresh_s = self._monotonic() - began
+        self._on_look(snapshot, self.last_refresh_s)
         return snapshot
 
     def _roll_call(self) -> RollCall:

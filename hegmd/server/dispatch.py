@@ -15,7 +15,7 @@ import anyio
 
 from hegmd.audit import Audit
 from hegmd.errors import INTERNAL, Bug, HegmError
-from hegmd.log import error_ref, operation
+from hegmd.log import error_ref, fields, operation
 from hegmd.metrics import Counters
 from hegmd.protocol.messages import Request
 from hegmd.protocol.record import Record
@@ -54,7 +54,8 @@ class Dispatcher:
                 raise
             finally:
                 took_s = time.perf_counter() - started
-                self._counters.request(call.request.op, result, took_s)
+                # How long a stream lasted is the caller's choice and says nothing of the daemon.
+                self._counters.request(call.request.op, result, None if call.request.event else took_s)
                 if call.request.changes_state:
                     self._audit.record(call.peer, call.request, result, error, took_s, operation_id)
 
@@ -74,7 +75,7 @@ class Dispatcher:
 
     def _internal(self, call: Call, cause: Exception) -> HegmError:
         reference = error_ref()
-        logger.error("%s failed [%s]", call.request.op, reference, exc_info=cause)
+        logger.error("%s failed [%s]", call.request.op, reference, exc_info=cause, extra=fields(error_ref=reference))
         return HegmError(
             INTERNAL,
             f"{call.request.op} failed inside hegmd: {type(cause).__name__} [{reference}]",
