@@ -241,3 +241,62 @@ class SimulateFault(Request, op="simulate.fault", reply=FaultReply, changes_stat
 
     target: str = field("id of a GPU, or `vendor` for the whole library")
     fault: str = field("lost, error, hang, unknown-memory, ecc, xid, or none to mend it")
+
+
+class Order(Record):
+    """What the daemon wants of an agent. `do` says what; what is done is told by `agent.report`."""
+
+    order: int = field("number of the order, counted by the daemon on this connection")
+    do: str = field("survey, park, withdraw, evacuate, refill, release or dismiss")
+    at: int | None = field(
+        "park: at the boundary with this count, or the next one after it; nil for the next", default=None
+    )
+    limit_s: float | None = field("park and release: how long it may take; nil for as long as it takes", default=None)
+
+
+class AgentDismissed(Record):
+    """The daemon has no more orders on this connection."""
+
+
+class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order):
+    """An agent offers its process: the daemon's orders come as events until one side ends it.
+
+    The process is the peer of the connection, by the kernel's word; what is said here only describes it. Orders that
+    move bytes (`evacuate`, `refill`) come with one descriptor, the memory to copy to or from.
+    """
+
+    token: str = field("names this agent across connections; made by the agent, 32 hexadecimal digits")
+    framework: str | None = field("what trains, such as torch; nil if none is there yet", default=None)
+    framework_version: str | None = field("its version", default=None)
+    python_version: str = field("version of the interpreter")
+    job: str | None = field("the `hegmctl run` it belongs to, by its name", default=None)
+    rank: int | None = field("its rank, in a distributed job", default=None)
+    world_size: int | None = field("how many ranks the job has", default=None)
+    boundary: int = field("batch boundaries that it has passed")
+    parked: bool = field("whether the training thread is parked now, as after a restart of the daemon", default=False)
+    held_bytes: int = field("bytes of its storages that are out of the process now", default=0)
+
+
+class LeftAlone(Record):
+    """Storages that the agent does not vouch for, and why."""
+
+    why: str = field("one sentence")
+    storages: int = field("how many")
+    size_bytes: int = field("their bytes")
+
+
+class Noted(Record):
+    """The report was taken."""
+
+
+class AgentReport(Request, op="agent.report", reply=Noted):
+    """What became of an order."""
+
+    order: int = field("number of the order")
+    result: str = field("done, failed, or progress while it is under way")
+    message: str = field("failed: what and why", default="")
+    hint: str = field("failed: the next step", default="")
+    boundary: int | None = field("batch boundaries that it has passed", default=None)
+    storages: int | None = field("survey, evacuate, refill: how many storages", default=None)
+    size_bytes: int | None = field("survey, evacuate, refill: how many bytes; in progress, so far", default=None)
+    left_alone: tuple[LeftAlone, ...] = field("survey: what it leaves to other carriers", default=())
