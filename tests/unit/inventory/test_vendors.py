@@ -190,6 +190,19 @@ async def test_a_library_that_recovers_has_its_gpus_under_their_old_names() -> N
         assert node.kinds("vendor", "gpu") == ["vendor.failed", "vendor.recovered"]
 
 
+async def test_each_failure_and_each_recovery_is_told_once() -> None:
+    provider = Provider(gpu(0))
+    working = provider.answer
+    async with node_of(provider) as node:
+        for _ in range(2):
+            for answer in (DeviceError("broken", "mend it"), working):
+                provider.answer = answer
+                node.clock.advance(LAST_RETRY_S)
+                await node.inventory.refresh()
+                await node.inventory.refresh()
+        assert node.kinds("vendor") == ["vendor.failed", "vendor.recovered"] * 2
+
+
 async def test_a_missing_library_is_looked_for_now_and_then() -> None:
     provider = Provider(gpu(0))
     provider.answer = DeviceAbsent("no NVIDIA driver", "install one")
