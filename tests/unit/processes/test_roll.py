@@ -17,6 +17,7 @@ from hegmd.processes.roll import NOTE_NOT_LOOKED_AT, Roll, RollCall, Roster, sta
 from hegmd.processes.table import NOTE_ENDED, NOTE_NO_PID, ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse
 from hegmd.ways import GpuTraits, Ground, NodeMeans
+from tests.unit.processes.pretended_proc import Start
 
 ME = os.getpid()
 GROUND = Ground(
@@ -146,8 +147,8 @@ def test_processes_that_left_are_not_in_the_roll(roster: Roster) -> None:
     assert call_roll(roster, replace(CALL, uses=())) == Roll()
 
 
-def test_most_processes_are_alike_and_judged_once(roster: Roster) -> None:
-    roll = call_roll(roster, replace(CALL, uses=(use(ME), use(os.getppid()))))
+def test_most_processes_are_alike_and_judged_once(roster: Roster, start: Start) -> None:
+    roll = call_roll(roster, replace(CALL, uses=(use(ME), use(start().pid))))
     assert roll.processes[0].ways is roll.processes[1].ways
 
 
