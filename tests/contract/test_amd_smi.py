@@ -32,21 +32,6 @@ Look = Callable[[], VendorSnapshot]
 Make = Callable[[], AmdProvider]
 
 
-@pytest.fixture(scope="session")
-def rocm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A ROCm with the stub. The binding loads its library once in a process, so there is one for all these tests."""
-    rocm = tmp_path_factory.mktemp("rocm")
-    (rocm / "lib").mkdir()
-    build_stub("amdsmi", rocm / "lib")
-    write(rocm / ".info" / "version", "7.0.2-56")
-    before = os.environ.get("ROCM_PATH")
-    os.environ["ROCM_PATH"] = str(rocm)
-    yield rocm
-    os.environ.pop("ROCM_PATH")
-    if before is not None:
-        os.environ["ROCM_PATH"] = before
-
-
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scenario:
     """What the stub answers: two MI300X with one XGMI link between them."""
