@@ -7,12 +7,13 @@ import sys
 
 import anyio
 import pytest
+from anyio import wait_all_tasks_blocked
 
 from hegmd.devices.base import DeviceAbsent, DeviceError
 from hegmd.inventory.node import VENDORS_SHARE
 from hegmd.inventory.vendors import ABSENT_RETRY_S, FIRST_RETRY_S, LAST_RETRY_S
 from tests.unit.doubles import Provider, gpu, use
-from tests.unit.inventory.rig import LONG_S, ME, SHORT_S, Node, joined, node_of, process_of, shown, vendor_of
+from tests.unit.inventory.rig import LONG_S, ME, SHORT_S, Node, entered, joined, node_of, process_of, shown, vendor_of
 
 
 async def test_a_hanging_library_is_waited_for_once_and_holds_up_nobody() -> None:
@@ -100,6 +101,22 @@ async def test_closing_does_not_wait_for_a_library_that_hangs() -> None:
             await node.inventory.aclose()
         assert provider.count("close") == 0
     provider.let_go()
+
+
+async def test_closing_waits_for_a_library_that_is_only_being_asked() -> None:
+    provider = Provider(gpu(0))
+    async with node_of(provider) as node:
+        provider.hang()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node.inventory.refresh)
+            await entered(provider)
+            tasks.cancel_scope.cancel()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node.inventory.aclose)
+            await wait_all_tasks_blocked()
+            assert provider.count("close") == 0
+            provider.let_go()
+        assert provider.calls == ["open", "snapshot", "close"]
 
 
 HANGING_DAEMON = """
