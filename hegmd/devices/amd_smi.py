@@ -44,7 +44,7 @@ class AmdSmi:
         self._kfd = kfd
         self._handles: dict[str, Any] = {}
         self._fixed: dict[str, AmdFacts] = {}
-        self._driven: tuple[str, ...] = ()
+        self._driven: tuple[str, ...] | None = None  # None: not started
         self.library_version = ""
         self.driver_version: str | None = None
 
@@ -52,7 +52,7 @@ class AmdSmi:
 
     def start(self) -> None:
         """Raises Unfit before anything was called that depends on layouts, and DeviceError when it does not start."""
-        self._driven = self._kfd.driven_gpus()
+        driven = self._kfd.driven_gpus()
         self._answer("amdsmi_init", self._binding.AmdSmiInitFlags.INIT_AMD_GPUS)
         try:
             self.library_version = check_fit(self._binding)
@@ -65,10 +65,12 @@ class AmdSmi:
             self.stop()
             raise
         self._fixed = {}
+        self._driven = driven
 
     def stop(self) -> None:
         """Whatever the library says to it."""
         self._handles = {}
+        self._driven = None
         try:
             self._binding.amdsmi_shut_down()
         except self._binding.AmdSmiException as error:
@@ -82,9 +84,7 @@ class AmdSmi:
         try:
             self.start()
         except Unfit as unfit:
-            raise DeviceError(
-                f"{unfit}, and did before", "restart hegmd, which still has the library of before"
-            ) from None
+            raise DeviceError(f"AMD SMI changed while it was in use: {unfit}", "sudo systemctl restart hegmd") from None
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
