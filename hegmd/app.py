@@ -18,7 +18,6 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import anyio
-import anyio.abc
 
 from hegmd import __version__
 from hegmd.audit import Audit
@@ -173,9 +172,9 @@ class App:
             logger.info("hegmd %s serves at %s", __version__, self._config.daemon.socket)
             async for number in signals:
                 if number != signal.SIGHUP:
+                    logger.info("stopping on %s", number.name)
                     break
                 await self._reload_on_signal()
-            logger.info("stopping on %s", number.name)
             self._manager.stopping("telling clients")
             for listener in listeners:
                 listener.stop()

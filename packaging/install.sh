@@ -76,7 +76,7 @@ done
 # ---- systemd --------------------------------------------------------------------------------------------------------
 
 put_unit() { # FILE TARGET: the units name the programs by the path of a package
-    sed "s#/usr/bin/hegmd#$prefix/bin/hegmd#g" "$1" >"$made/unit"
+    sed "s#/usr/bin/hegm#$prefix/bin/hegm#g" "$1" >"$made/unit"
     put 0644 "$made/unit" "$2"
 }
 for unit in hegmd.service hegmd.socket; do

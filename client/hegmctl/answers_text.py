@@ -50,7 +50,7 @@ def _counted(count: int, what: str) -> str:
 def version_text(answer: VersionAnswer, style: Style) -> list[str]:
     """Both versions and what they speak."""
     spoken = ", ".join(str(version) for version in answer.protocols)
-    lines = [f"hegmctl  {answer.version}, protocol {spoken}"]
+    lines = [f"hegmctl  {printable(answer.version)}, protocol {spoken}"]
     daemon = answer.daemon
     if daemon is None:
         lines.append(f"hegmd    {UNKNOWN}")
@@ -114,8 +114,10 @@ def reload_text(reply: ReloadReply, style: Style) -> list[str]:
 
 
 def metrics_text(reply: MetricsReply, style: Style) -> list[str]:
-    """The metrics as they are: another program reads them."""
-    return reply.text.splitlines()
+    """The metrics as they are, for another program to read; on a terminal as safe as everything else."""
+    lines = reply.text.split("\n")
+    lines = lines[:-1] if lines[-1] == "" else lines
+    return lines if style.columns is None else [printable(line) for line in lines]
 
 
 def hold_text(reply: HoldReply, style: Style) -> list[str]:

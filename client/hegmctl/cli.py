@@ -7,6 +7,7 @@ it in a script or a loop goes by that (and shows it as 130 and 141).
 
 from __future__ import annotations
 
+import os
 import sys
 
 from hegmctl.interruption import Interrupted, die_of
@@ -35,14 +36,17 @@ def main() -> NoReturn:
         from signal import SIGPIPE
 
         die_of(SIGPIPE)
-    sys.exit(status)
+    # Everything is written and closed. To take the interpreter down in order would free memory for 2.5 ms, a fourth of
+    # what Python takes to start, in a process that has nothing else to do.
+    os._exit(status)
 
 
 def run(words: Sequence[str]) -> int:
     """Run hegmctl for these arguments, with this process's standard streams, and return the exit status."""
     from hegmctl.arguments import parse
-    from hegmctl.output import flush, sink_for
+    from hegmctl.output import escape_what_cannot_be_encoded, flush, sink_for
 
+    escape_what_cannot_be_encoded()
     # Known before the rest is read, so that a mistake in the rest is told in the form that was asked for.
     before_tail = words[: words.index("--")] if "--" in words else words
     sink = sink_for(json="--json" in before_tail, quiet=False, colour=None)

@@ -260,17 +260,19 @@ class Connection:
         return request_id
 
     def _last_words(self) -> HegmError | None:
-        """The reason that the daemon gave before it hung up, if it did. Closes the connection."""
+        """What the other end said before it hung up, if it makes an error of its own. Closes the connection."""
         try:
             while data := self._wire.receive(monotonic() + PARTING_LIMIT_S):
                 self._protocol.feed(data)
+        except OSError:
+            pass  # a reset, because it never read what we sent; what came before that still counts
+        self.close()
+        try:
             while (said := self._protocol.next_event()) is not None:
                 if isinstance(said, Failure):
                     return self._explained(said.error)
-        except (OSError, ProtocolBroken):
-            return None  # then it said nothing of use, and the caller has an error of its own
-        finally:
-            self.close()
+        except ProtocolBroken as error:
+            return broken(self.endpoint.path, error, self._protocol.welcome)
         return None
 
     def _explained(self, error: HegmError) -> HegmError:

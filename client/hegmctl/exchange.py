@@ -110,7 +110,11 @@ class Exchange:
     def forget(self, waiter: Waiter) -> None:
         """Give a request up. If it is not answered yet the daemon is told to cancel it. Waits for nothing."""
         waiter.close()
-        if self._waiters.pop(waiter.id, None) is not None and self._ended is None:
+        self._cancel(waiter)
+
+    def _cancel(self, waiter: Waiter) -> None:
+        under_way = self._waiters.pop(waiter.id, None) is not None and self._ended is None
+        if under_way and self.welcome is not None:  # an unanswered hello is given up with its connection
             _cancel_id, frame = self._protocol.request(Cancel(request=waiter.id))
             self._put_in_line(frame, Descriptors())
 
@@ -199,7 +203,7 @@ class Exchange:
         if isinstance(said, Answer):
             del self._waiters[said.id]
         elif waiter.unread >= MOST_UNREAD:
-            self.forget(waiter)
+            self._cancel(waiter)
             waiter.fail(HegmError(BUSY, f"{MOST_UNREAD} events were not taken in time", "read them as they come"))
             return
         waiter.put((said, descriptors))

@@ -7,7 +7,7 @@ shown is, what is wrong with a GPU, why something about a process is unknown.
 from __future__ import annotations
 
 from hegmctl.quantities import binary_size, duration, used_of_total
-from hegmctl.tables import UNKNOWN, Column, Style, printable, table, wrapped
+from hegmctl.tables import UNKNOWN, Column, Style, printable, shortened, table, wrapped
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -86,12 +86,12 @@ def _vendor_remarks(vendors: Iterable[Vendor], *, absent: bool = False) -> list[
     """What has to be known about the libraries that the facts come from."""
     remarks: list[str] = []
     for vendor in vendors:
-        said = ": ".join(part for part in (vendor.message.rstrip("."), vendor.hint) if part)
+        said = "; ".join(part for part in (vendor.message.rstrip(".") or vendor.state, vendor.hint) if part)
         if vendor.state == "stale":
-            age = "nothing was ever read" if vendor.age_s is None else f"what is shown is {duration(vendor.age_s)} old"
-            remarks.append(f"{vendor.vendor} does not answer; {age}. {said}".rstrip())
+            age = "nothing was ever read" if vendor.age_s is None else f"{duration(vendor.age_s)} old"
+            remarks.append(f"{vendor.vendor} ({age}): {said}")
         elif vendor.state == "failed" or (absent and vendor.state in ("absent", "off")):
-            remarks.append(f"{vendor.vendor}: {said or vendor.state}")
+            remarks.append(f"{vendor.vendor}: {said}")
         elif vendor.vendor == _SIMULATED and vendor.state == "ok":
             remarks.append("These GPUs are simulated.")
     return remarks
@@ -254,6 +254,7 @@ def ways_text(reply: ProcessesReply, style: Style) -> list[str]:
             f"{use.gpu} {UNKNOWN if use.vram_bytes is None else binary_size(use.vram_bytes)}" for use in process.gpus
         )
         head = printable(f"{process.pid}  {_owner(process)}  {shares}  {_command(process)}")
+        head = shortened(head, style.columns, style.ellipsis) if style.columns else head
         lines.append(style.paint(head, "bold"))
         for way in process.ways:
             answer = style.paint("yes", "green") if way.possible else style.paint("no ", "yellow")

@@ -69,7 +69,7 @@ class TextSink(Sink):
             _write_error(f"hegmctl: {printable(text)}")
 
     def error(self, error: HegmError) -> None:
-        flush()
+        _flush_if_possible()
         style = self._error_style
         # A message can have several lines (one for each mistake in a configuration); everything else is escaped.
         message = "\n".join(printable(line) for line in error.message.splitlines())
@@ -101,13 +101,20 @@ class JsonSink(Sink):
             _write_error(_json({"note": text}))
 
     def error(self, error: HegmError) -> None:
-        flush()
+        _flush_if_possible()
         _write_error(_json({"error": error_plain(error)}))
 
 
 def error_plain(error: HegmError) -> dict[str, object]:
     """An error as a map, in JSON and wherever else it is data."""
     return {"code": error.code.name, "message": error.message, "hint": error.hint, "facts": error.facts}
+
+
+def escape_what_cannot_be_encoded() -> None:
+    """Have letters that the locale's encoding lacks written as escapes, instead of failing half way through."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)  # which what stands in for it may not have
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
 
 
 def sink_for(*, json: bool, quiet: bool, colour: bool | None) -> Sink:
@@ -174,6 +181,14 @@ def flush() -> None:
         raise
     except OSError as error:
         raise _unwritable(error.strerror or str(error)) from error
+
+
+def _flush_if_possible() -> None:
+    """Let what was answered come before the error; where it cannot be written, that is the error, or a lesser one."""
+    try:
+        flush()
+    except HegmError:
+        pass
 
 
 def _unwritable(why: str) -> HegmError:

@@ -125,7 +125,7 @@ class Screen:
             lines = [*lines[: room - 1], f"... and {len(lines) - room + 1} more lines"]
         head = f"{strftime('%H:%M:%S', localtime())}  {self._message or self._title}"
         head = self._style.paint(shortened(head, columns, self._style.ellipsis), "yellow" if self._message else "dim")
-        text = f"{_CLEAR_LINE}\r\n".join([head, "", *lines])
+        text = f"{_CLEAR_LINE}\n".join([head, "", *lines])
         self._write(f"{_HOME}{text}{_CLEAR_LINE}{_CLEAR_BELOW}")
 
     def _write(self, text: str) -> None:

@@ -91,10 +91,12 @@ def shortened(text: str, columns: int, ellipsis: str) -> str:
     """The text in at most that many columns, its end cut off if need be."""
     if width(text) <= columns:
         return text
+    if columns < len(ellipsis):
+        return ""
     kept = text[:columns]
     while kept and width(kept) > columns - len(ellipsis):
         kept = kept[:-1]
-    return (kept + ellipsis)[: max(columns, 0)]
+    return kept + ellipsis
 
 
 def wrapped(text: str, columns: int, indent: str = "") -> list[str]:

@@ -54,7 +54,7 @@ class Reconnecting:
                 raise
             self.close()
             if not self._away:
-                tell(f"{error.message}; waiting for it")
+                tell(f"waiting for the daemon: {error.message}")
             self._away = True
             return None
 

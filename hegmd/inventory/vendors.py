@@ -97,13 +97,17 @@ class VendorWatch:
 
     async def close(self, limit_s: float) -> None:
         """Close the library, unless it hangs: then its thread is left behind, as it is when closing takes too long."""
-        if self._job is not None and not self._job.done:
-            self._job.let_go()
-            self._job = None
+        began = anyio.current_time()
+        with anyio.CancelScope(deadline=began if self._overdue else began + limit_s):
+            if self._job is not None:
+                await self._job.wait()
+        if not self._take_answer():
+            if self._job is not None:
+                self._job.let_go()
+                self._job = None
             return
-        self._take_answer()
         job = Job(self._provider.close, name=f"hegmd-{self.name}-close", monotonic=self._monotonic)
-        with anyio.move_on_after(limit_s):
+        with anyio.CancelScope(deadline=began + limit_s):
             await job.wait()
         job.let_go()
         self._forget()

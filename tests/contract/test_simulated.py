@@ -165,9 +165,9 @@ def test_no_sequence_of_holds_over_commits_or_loses_a_byte(
             left[pid, gpu] = left.get((pid, gpu), 0) + vram_bytes
     snapshot = provider.snapshot()
     assert shares(snapshot) == left
-    for gpu in snapshot.gpus:
-        assert gpu.memory_used_bytes == sum(size for (_, where), size in left.items() if where == f"gpu{gpu.index}")
-        assert gpu.memory_used_bytes <= 8
+    for seen in snapshot.gpus:
+        used_bytes = sum(size for (_, where), size in left.items() if where == f"gpu{seen.index}")
+        assert seen.memory_used_bytes == used_bytes <= 8
 
 
 def test_a_lost_gpu_is_still_listed_and_knows_nothing_but_itself() -> None:

@@ -24,6 +24,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -203,13 +204,30 @@ class SystemdNode:
         return self.root / "run/host/changes"
 
     def argv(self, *command: str, user: str | None = None) -> list[str]:
-        """The command line that runs `command` inside, for callers who need the process themselves."""
+        """The command line that runs `command` inside, for callers who need the process themselves.
+
+        nsenter forks, and would leave the command behind when it is killed: hence the death signal.
+        """
         enter = ["nsenter", "-t", str(self._pid), "-m", "-p", "-u", "-i", "-n", "-C", "--wd"]
-        environment = ["env", "-i", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8"]
+        switch = ["setpriv", "--pdeathsig", "KILL"]
+        home = "/root"
         if user is not None:
-            switch = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"]
-            return [*enter, *switch, *environment, f"HOME=/home/{user}", *command]
-        return [*enter, *environment, "HOME=/root", "DEBIAN_FRONTEND=noninteractive", *command]
+            switch += [f"--reuid={user}", f"--regid={user}", "--init-groups"]
+            home = f"/home/{user}"
+        path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        environment = ["env", "-i", path, "LANG=C.UTF-8", f"HOME={home}", "DEBIAN_FRONTEND=noninteractive"]
+        return [*enter, *switch, *environment, *command]
+
+    @contextlib.contextmanager
+    def start(self, *command: str, user: str | None = None) -> Iterator[subprocess.Popen[str]]:
+        """A command that goes on running inside until the block is left."""
+        process = subprocess.Popen(
+            self.argv(*command, user=user), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            yield process
+        finally:
+            _end(process)
 
     def run(
         self, *command: str, user: str | None = None, check: bool = True, stdin: str | None = None
@@ -249,27 +267,22 @@ class SystemdNode:
         self, *words: str, after: str, unit: str | None = None, timeout_s: float = 30
     ) -> dict[str, Any]:
         """The first entry after `after` whose message holds all the words; waits for it to be written."""
-        follow = subprocess.Popen(
-            self.argv("journalctl", "-f", "-o", "json", "--all", "-q", "--no-tail", *_matching(unit, after)),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        timer = threading.Timer(timeout_s, follow.kill)
-        timer.start()
         seen: list[str] = []
-        try:
-            assert follow.stdout is not None
-            for line in follow.stdout:
-                entry = json.loads(line)
-                message = str(entry.get("MESSAGE"))
-                if all(word in message for word in words):
-                    return dict(entry)
-                seen.append(message)
-        finally:
-            timer.cancel()
-            timer.join()
-            _end(follow)
+        with self.start(
+            "journalctl", "-f", "-o", "json", "--all", "-q", "--no-tail", *_matching(unit, after)
+        ) as follow:
+            timer = threading.Timer(timeout_s, follow.kill)
+            timer.start()
+            try:
+                for line in follow.stdout or ():
+                    entry = json.loads(line)
+                    message = str(entry.get("MESSAGE"))
+                    if all(word in message for word in words):
+                        return dict(entry)
+                    seen.append(message)
+            finally:
+                timer.cancel()
+                timer.join()
         raise AssertionError(f"no journal entry with {words} within {timeout_s} s, but:\n" + "\n".join(seen))
 
 
@@ -302,7 +315,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 
 @contextlib.contextmanager
-def _own_cgroup(name: str) -> Any:
+def _own_cgroup(name: str) -> Iterator[Path]:
     """A cgroup for the machine, in the unified hierarchy wherever that is mounted; removed with all below it."""
     with contextlib.ExitStack() as stack:
         mounted = _mounted_cgroup2()

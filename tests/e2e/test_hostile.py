@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from hegmctl.connection import connect
 
+from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.hostile import Hostile
 

@@ -31,7 +31,8 @@ def _run(*argv: str) -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout
+    if done.returncode != 0:
+        pytest.fail(done.stdout, pytrace=False)
 
 
 def test_the_code_is_formatted() -> None:

@@ -37,7 +37,7 @@ def pci(index: int) -> str:
 
 
 def h200(index: int) -> Facts:
-    """What NVML told of an idle H200 under driver 580.159.04, but for the identity."""
+    """An idle H200 under driver 580: values of the right form and size, not a recording."""
     return {
         "uuid": uuid(index),
         "pci": pci(index),
@@ -115,7 +115,7 @@ class Scenario:
         self.write()
 
     def link_all(self, remote: str = "switch", *, lanes: int = 18, version: int = 6) -> None:
-        """NVLink between all GPUs: through a switch, or with `gpu` in equal shares straight to the others."""
+        """NVLink between all GPUs: through a switch, or for `gpu` in equal shares straight to the others."""
         for a in range(len(self.gpus)):
             others = [b for b in range(len(self.gpus)) if b != a]
             for lane in range(lanes):

@@ -7,12 +7,13 @@ import sys
 
 import anyio
 import pytest
+from anyio import wait_all_tasks_blocked
 
 from hegmd.devices.base import DeviceAbsent, DeviceError
 from hegmd.inventory.node import VENDORS_SHARE
 from hegmd.inventory.vendors import ABSENT_RETRY_S, FIRST_RETRY_S, LAST_RETRY_S
 from tests.unit.doubles import Provider, gpu, use
-from tests.unit.inventory.rig import LONG_S, ME, SHORT_S, Node, joined, node_of, process_of, shown, vendor_of
+from tests.unit.inventory.rig import LONG_S, ME, SHORT_S, Node, entered, joined, node_of, process_of, shown, vendor_of
 
 
 async def test_a_hanging_library_is_waited_for_once_and_holds_up_nobody() -> None:
@@ -102,6 +103,22 @@ async def test_closing_does_not_wait_for_a_library_that_hangs() -> None:
     provider.let_go()
 
 
+async def test_closing_waits_for_a_library_that_is_only_being_asked() -> None:
+    provider = Provider(gpu(0))
+    async with node_of(provider) as node:
+        provider.hang()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node.inventory.refresh)
+            await entered(provider)
+            tasks.cancel_scope.cancel()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node.inventory.aclose)
+            await wait_all_tasks_blocked()
+            assert provider.count("close") == 0
+            provider.let_go()
+        assert provider.calls == ["open", "snapshot", "close"]
+
+
 HANGING_DAEMON = """
 import threading, anyio
 from hegmd.events import EventLog
@@ -188,6 +205,19 @@ async def test_a_library_that_recovers_has_its_gpus_under_their_old_names() -> N
         assert found.gpus[0].memory_used_bytes == 2 << 30
         assert provider.calls[-2:] == ["open", "snapshot"]
         assert node.kinds("vendor", "gpu") == ["vendor.failed", "vendor.recovered"]
+
+
+async def test_each_failure_and_each_recovery_is_told_once() -> None:
+    provider = Provider(gpu(0))
+    working = provider.answer
+    async with node_of(provider) as node:
+        for _ in range(2):
+            for answer in (DeviceError("broken", "mend it"), working):
+                provider.answer = answer
+                node.clock.advance(LAST_RETRY_S)
+                await node.inventory.refresh()
+                await node.inventory.refresh()
+        assert node.kinds("vendor") == ["vendor.failed", "vendor.recovered"] * 2
 
 
 async def test_a_missing_library_is_looked_for_now_and_then() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,10 +12,12 @@ import pytest
 
 from hegmd.devices.base import ProcessUse
 from hegmd.processes.lookups import NOTE_UNREAD
+from hegmd.processes.procfs import read_command
 from hegmd.processes.roll import NOTE_NOT_LOOKED_AT, Roll, RollCall, Roster, stand_in
 from hegmd.processes.table import NOTE_ENDED, NOTE_NO_PID, ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse
 from hegmd.ways import GpuTraits, Ground, NodeMeans
+from tests.unit.processes.pretended_proc import Start
 
 ME = os.getpid()
 GROUND = Ground(
@@ -60,9 +63,8 @@ def test_a_process_with_all_that_is_known_of_it(roster: Roster) -> None:
     process = only(call_roll(roster, replace(CALL, agents={ME: agent}, held_bytes={ME: 77})))
     assert (process.pid, process.uid, process.agent, process.held_bytes) == (ME, os.getuid(), agent, 77)
     assert process.gpus == (GpuUse(gpu="gpu0", vram_bytes=1 << 30, kind="compute"),)
-    assert process.command is not None
-    assert "pytest" in process.command
-    assert process.user == ("root" if os.getuid() == 0 else process.user)
+    assert process.command == read_command("/proc", ME)
+    assert process.user == pwd.getpwuid(os.getuid()).pw_name
     assert [way.way for way in process.ways] == ["agent", "driver", "criu", "restart"]
     assert process.ways[0].possible
     assert process.note is None
@@ -145,8 +147,8 @@ def test_processes_that_left_are_not_in_the_roll(roster: Roster) -> None:
     assert call_roll(roster, replace(CALL, uses=())) == Roll()
 
 
-def test_most_processes_are_alike_and_judged_once(roster: Roster) -> None:
-    roll = call_roll(roster, replace(CALL, uses=(use(ME), use(os.getppid()))))
+def test_most_processes_are_alike_and_judged_once(roster: Roster, start: Start) -> None:
+    roll = call_roll(roster, replace(CALL, uses=(use(ME), use(start().pid))))
     assert roll.processes[0].ways is roll.processes[1].ways
 
 

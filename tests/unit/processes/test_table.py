@@ -172,3 +172,25 @@ def test_no_facts_of_a_death_in_the_middle_of_reading_again(proc: PretendedProc,
     end(child)
     assert one(table, 7).presence is Presence.ENDED
     table.close()
+
+
+def test_no_facts_of_the_successor_of_a_death_in_the_middle_of_reading_again(proc: PretendedProc, start: Start) -> None:
+    old, other = start(), start()
+    proc.held = {7: old.pid}
+    proc.put(7, name=b"old", start_ticks=100)
+    proc.put(8)
+
+    def open_pidfd(pid: int) -> int:
+        if pid == 8:  # admitted in the same refresh, before the known ones are read again
+            end(old)
+            proc.put(7, name=b"new", start_ticks=200)
+            return os.pidfd_open(other.pid)
+        return proc.open_pidfd(pid)
+
+    table = ProcessTable(str(proc.root), open_pidfd=open_pidfd)
+    before = one(table, 7)
+    found = table.refresh([7, 8])
+    assert found[8].presence is Presence.VISIBLE
+    assert found[7] is before
+    assert table.refresh([7, 8])[7].presence is Presence.ENDED
+    table.close()

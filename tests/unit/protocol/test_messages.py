@@ -54,7 +54,7 @@ def test_no_field_takes_a_value_of_another_kind(record: type[Record]) -> None:
     for f in record.fields:
         if f.type_text == "object":
             continue
-        wrong = [] if not f.type_text.startswith("tuple") else {}
+        wrong: object = [] if not f.type_text.startswith("tuple") else {}
         with pytest.raises(BadValue, match=f.name):
             record.from_plain({**plain, f.name: wrong}, record.__name__)
 

@@ -66,7 +66,7 @@ def test_a_whole_number_is_a_number() -> None:
 def test_records_are_frozen_and_hashable() -> None:
     record = Inner(size_bytes=1)
     with pytest.raises(AttributeError, match="frozen"):
-        record.size_bytes = 2  # type: ignore[misc]
+        record.size_bytes = 2  # type: ignore[misc]  # what is tried
     with pytest.raises(AttributeError, match="frozen"):
         del record.size_bytes
     assert {record, Inner(size_bytes=1)} == {record}
@@ -76,9 +76,9 @@ def test_records_are_frozen_and_hashable() -> None:
 
 def test_a_mistake_of_ours_is_an_error_at_once() -> None:
     with pytest.raises(TypeError, match="needs size_bytes"):
-        Inner()  # type: ignore[call-arg]
+        Inner()  # type: ignore[call-arg]  # what is tried
     with pytest.raises(TypeError, match="has no sise"):
-        Inner(size_bytes=1, sise=2)  # type: ignore[call-arg]
+        Inner(size_bytes=1, sise=2)  # type: ignore[call-arg]  # what is tried
     with pytest.raises(TypeError, match="without a type"):
 
         class Untyped(Record):

@@ -91,9 +91,11 @@ async def _refusal(talker: Talker) -> HegmError:
     return told.error
 
 
-@pytest.mark.parametrize("limits", [{"clients": 1}, {"clients_per_uid": 1}])
-async def test_one_client_too_many_is_told_so_and_the_others_stay(socket_path: Path, limits: dict[str, int]) -> None:
-    async with listening(socket_path, **limits) as (_, admission, counters):
+@pytest.mark.parametrize(("clients", "clients_per_uid"), [(1, 100), (100, 1)])
+async def test_one_client_too_many_is_told_so_and_the_others_stay(
+    socket_path: Path, clients: int, clients_per_uid: int
+) -> None:
+    async with listening(socket_path, clients=clients, clients_per_uid=clients_per_uid) as (_, admission, counters):
         with connected(socket_path) as one:
             await one.hello()
             with connected(socket_path) as two:

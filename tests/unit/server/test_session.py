@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import pytest
@@ -19,6 +20,7 @@ from hegmd.protocol.messages import (
     Caller,
     Cancel,
     CancelReply,
+    ErrorInfo,
     Events,
     EventsReply,
     Gpus,
@@ -177,7 +179,7 @@ async def test_what_handlers_want_undone_is_undone_at_the_end() -> None:
     undone: list[str] = []
     async with talking() as (talker, session, _, ended):
         for what in ("once", "again"):
-            session.at_end("hold", lambda what=what: undone.append(what))
+            session.at_end("hold", partial(undone.append, what))
         await talker.hello()
         talker.socket.close()
         await ended.wait()
@@ -243,9 +245,9 @@ async def test_a_peer_that_breaks_the_protocol_is_told_why_and_closed(data: byte
         await talker.send(data)
         await ended.wait()
         raw = await talker.receive()
-        told = codec.decode(raw[4:])
-        assert told["err"]["code"] == BAD_REQUEST.name  # type: ignore[index]
-        assert told["err"]["hint"]  # type: ignore[index]
+        told = ErrorInfo.from_plain(codec.decode(raw[4:])["err"], "err")
+        assert told.code == BAD_REQUEST.name
+        assert told.hint
 
 
 async def test_a_flood_over_the_limit_is_answered_busy_and_breaks_nothing() -> None:

@@ -1,0 +1,177 @@
+"""One AMD GPU as it was read, by AMD SMI or from the kernel's files, and what that makes of it as a record.
+
+Owns what must be the same whichever way the facts came: the GPU's identity, what it is called, whether its health is in
+doubt. So a node whose library breaks keeps its GPUs' identities. Pure: facts in, records out; None is unknown.
+
+The UUID is the one of HIP: `GPU-` and the chip's unique id, which ROCR_VISIBLE_DEVICES understands and both sources
+tell. GPUs that are parts of one card share that id, so theirs carries the PCI address as well; a card without an id is
+known by its PCI address alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hegmd.protocol.snapshots import Gpu, Health, PeerLink
+
+VENDOR = "amd"
+PCI_VENDOR_ID = 0x1002
+
+
+@dataclass(frozen=True, slots=True)
+class AmdLink:
+    """A way to another GPU, which is named by its PCI address."""
+
+    to_pci_address: str
+    kind: str
+    lanes: int | None = None
+    bytes_per_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BadPages:
+    """Pages of video memory: out of use, to be taken out at the next reset, and impossible to take out."""
+
+    retired: int
+    pending: int
+    failed: int
+
+
+@dataclass(slots=True)
+class AmdFacts:
+    """What was read of one GPU; None for what was not told."""
+
+    pci_address: str
+    unique_id: int | None = None
+    device_id: int | None = None
+    gfx: str | None = None
+    name: str | None = None
+    numa_node: int | None = None
+    state: str = "ok"
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    utilisation_percent: float | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    ecc_corrected: int | None = None
+    ecc_uncorrected: int | None = None
+    ecc_deferred: int | None = None
+    bad_pages: BadPages | None = None
+    links: tuple[AmdLink, ...] = ()
+    failures: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def records_of(gpus: Sequence[AmdFacts], driver_version: str | None) -> tuple[Gpu, ...]:
+    """The records of these GPUs, whose order gives the index."""
+    uuids = uuids_of(gpus)
+    return tuple(_record(facts, index, uuids, driver_version) for index, facts in enumerate(gpus))
+
+
+def uuids_of(gpus: Sequence[AmdFacts]) -> dict[str, str]:
+    """The UUID of each GPU by its PCI address."""
+    shared = Counter(facts.unique_id for facts in gpus if facts.unique_id)
+    uuids: dict[str, str] = {}
+    for facts in gpus:
+        if not facts.unique_id:
+            uuids[facts.pci_address] = f"PCI-{facts.pci_address}"
+        elif shared[facts.unique_id] > 1:
+            uuids[facts.pci_address] = f"GPU-{facts.unique_id:016x}@{facts.pci_address}"
+        else:
+            uuids[facts.pci_address] = f"GPU-{facts.unique_id:016x}"
+    return uuids
+
+
+def percent(value: float | None) -> float | None:
+    """Libraries write numbers far out of range for what a chip does not tell; these three keep what can be true."""
+    return float(value) if value is not None and 0 <= value <= 100 else None
+
+
+def celsius(value: float | None) -> float | None:
+    """Nothing that is powered freezes."""
+    return float(value) if value is not None and 0 < value <= 150 else None
+
+
+def watts(value: float | None) -> float | None:
+    """Nothing that runs draws none."""
+    return float(value) if value is not None and 1 <= value <= 5000 else None
+
+
+def gfx_name(target_version: int) -> str | None:
+    """What compilers call the chip: 90402 as the kernel writes it is gfx942, and 90010 is gfx90a."""
+    if target_version <= 0:
+        return None
+    major, minor, step = target_version // 10000, target_version // 100 % 100, target_version % 100
+    return f"gfx{major}{minor:x}{step:x}"
+
+
+def _record(facts: AmdFacts, index: int, uuids: dict[str, str], driver_version: str | None) -> Gpu:
+    known = Gpu(
+        id=str(index),
+        index=index,
+        uuid=uuids[facts.pci_address],
+        pci_address=facts.pci_address,
+        name=facts.name or f"AMD {facts.gfx or 'GPU'}",
+        vendor=VENDOR,
+        chip=_chip(facts),
+        state=facts.state,
+        numa_node=facts.numa_node,
+        driver_version=driver_version,
+        health=judge(facts),
+    )
+    if facts.state != "ok":
+        return known
+    return known.replace(
+        memory_total_bytes=facts.memory_total_bytes,
+        memory_used_bytes=facts.memory_used_bytes,
+        utilisation_percent=facts.utilisation_percent,
+        temperature_celsius=facts.temperature_celsius,
+        power_watts=facts.power_watts,
+        power_limit_watts=facts.power_limit_watts,
+        links=tuple(
+            PeerLink(to_uuid=uuids[link.to_pci_address], kind=link.kind, lanes=link.lanes, bytes_per_s=link.bytes_per_s)
+            for link in facts.links
+            if link.to_pci_address in uuids
+        ),
+    )
+
+
+def _chip(facts: AmdFacts) -> str | None:
+    """Two GPUs with an equal text are of one kind: the same product as PCI knows it, and the same instruction set."""
+    if facts.device_id is None or facts.gfx is None:
+        return None
+    return f"{PCI_VENDOR_ID:04x}:{facts.device_id:04x} {facts.gfx}"
+
+
+def judge(facts: AmdFacts) -> Health:
+    """Whether the GPU can be trusted with a job, with a sentence for each thing that is not as it should be."""
+    if facts.state == "lost":
+        note = (
+            "the GPU fell off the bus; look at the kernel log (dmesg | grep -i amdgpu), then reset or reboot the node"
+        )
+        return Health(state="failed", notes=(note,))
+    told = [f"{what} ({words})" for what, words in facts.failures.items()]
+    if facts.state == "unknown":
+        note = f"the driver tells nothing about this GPU: {', '.join(told)}; compare with amd-smi and the kernel log"
+        return Health(state="unknown", notes=(note,))
+    failed, notes = False, [f"the driver failed to tell its {each}" for each in told]
+    if facts.ecc_uncorrected:
+        notes.append(f"{facts.ecc_uncorrected} uncorrected memory errors since the driver was loaded")
+    if facts.ecc_deferred:
+        notes.append(f"{facts.ecc_deferred} memory errors will hit whoever reads the memory next")
+    pages = facts.bad_pages
+    if pages is not None and pages.pending:
+        notes.append(f"{pages.pending} bad memory pages wait for a reset to be taken out of use")
+    if pages is not None and pages.failed:
+        failed = True
+        notes.append(f"{pages.failed} bad memory pages could not be taken out of use; reset the GPU")
+    doubtless = facts.ecc_uncorrected is not None or pages is not None
+    return Health(
+        state="failed" if failed else "warn" if notes else "ok" if doubtless else "unknown",
+        notes=tuple(notes),
+        ecc_corrected=facts.ecc_corrected,
+        ecc_uncorrected=facts.ecc_uncorrected,
+        retired_pages=None if pages is None else pages.retired,
+    )

@@ -1,0 +1,77 @@
+"""What the contract tests of several modules share: a node with two AMD GPUs behind the stub AMD SMI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmd.devices.amd import AmdProvider
+from hegmd.devices.base import VendorSnapshot
+from hegmd.testing.contracts import check_snapshot
+from tests.stubs.amdsmi.scenario import ENVIRONMENT, Scenario
+from tests.stubs.amdsmi.sysfs import FakeSys
+from tests.stubs.build import build_stub
+
+
+@pytest.fixture(scope="session")
+def rocm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A ROCm with the stub AMD SMI. The binding keeps the library that it finds first, so a process has one."""
+    rocm = tmp_path_factory.mktemp("rocm")
+    (rocm / "lib").mkdir()
+    build_stub("amdsmi", rocm / "lib")
+    (rocm / ".info").mkdir()
+    (rocm / ".info" / "version").write_text("7.0.2-56\n")
+    before = os.environ.get("ROCM_PATH")
+    os.environ["ROCM_PATH"] = str(rocm)
+    yield rocm
+    os.environ.pop("ROCM_PATH")
+    if before is not None:
+        os.environ["ROCM_PATH"] = before
+
+
+@pytest.fixture
+def scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scenario:
+    """What the stub answers: two MI300X with one XGMI link between them."""
+    scenario = Scenario.of_mi300x(tmp_path / "scenario", 2)
+    scenario.link_all()
+    scenario.write()
+    monkeypatch.setenv(ENVIRONMENT, str(scenario.path))
+    return scenario
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> FakeSys:
+    """The same two GPUs as the kernel has them, without its list of processes."""
+    kernel = FakeSys.of_mi300x(tmp_path / "sys", 2)
+    kernel.proc.rmdir()
+    return kernel
+
+
+@pytest.fixture
+def make_amd(rocm: Path, scenario: Scenario, kernel: FakeSys) -> Callable[[], AmdProvider]:
+    return lambda: AmdProvider(kernel.root, rocm)
+
+
+@pytest.fixture
+def amd(make_amd: Callable[[], AmdProvider]) -> Iterator[AmdProvider]:
+    """The provider, open."""
+    amd = make_amd()
+    amd.open()
+    yield amd
+    amd.close()
+
+
+@pytest.fixture
+def look(amd: AmdProvider) -> Callable[[], VendorSnapshot]:
+    """A snapshot that came from AMD SMI and keeps the contract, whatever was broken."""
+
+    def snapshot() -> VendorSnapshot:
+        snapshot = amd.snapshot()
+        check_snapshot(snapshot, "amd")
+        assert snapshot.library_version is not None, "this did not come from AMD SMI"
+        return snapshot
+
+    return snapshot

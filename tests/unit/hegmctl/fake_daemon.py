@@ -1,0 +1,223 @@
+"""A daemon for the tests of the client: the real protocol over a real socket in a thread, with prepared answers.
+
+It answers by the same `ServerConnection` as hegmd, so that a test of the client is also one of both ends joined. What
+it answers is a table of functions; what it was asked is kept. It can be told to misbehave: to hang up, to say raw
+bytes, to stay silent.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from typing_extensions import Self
+
+from hegmd.errors import CANCELLED, HegmError
+from hegmd.protocol import messages as m
+from hegmd.protocol.connection import Asked, ProtocolBroken, ServerConnection, Unfit
+from hegmd.protocol.record import Record
+from hegmd.protocol.snapshots import Event
+
+WAIT_S = 10.0
+
+
+class Caller:
+    """One connection, as the answering functions see it."""
+
+    def __init__(self, daemon: FakeDaemon, connection: socket.socket) -> None:
+        self.daemon = daemon
+        self.socket = connection
+        self.protocol = ServerConnection(frame_bytes=262_144, requests_in_flight=32)
+        self.sending = threading.Lock()
+        self.fds: list[int] = []
+        self.unanswered: set[int] = set()
+
+    def send(self, data: bytes, fds: Iterable[int] = ()) -> None:
+        """Send bytes, the descriptors with the first of them."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        with self.sending:
+            sent = self.socket.sendmsg([data], rights)
+            if sent < len(data):  # to send nothing to somebody who left is an error as well
+                self.socket.sendall(data[sent:])
+
+    def event(self, request_id: int, event: Record) -> None:
+        """Say something in the middle of a request."""
+        self.send(self.protocol.event(request_id, event))
+
+    def reply(self, request_id: int, reply: Record, fds: Iterable[int] = ()) -> None:
+        """Answer a request."""
+        fds = list(fds)
+        self.unanswered.discard(request_id)
+        self.send(self.protocol.reply(request_id, reply, len(fds)), fds)
+
+
+# None leaves the request unanswered, for the test to answer or not.
+Answerer = Callable[[Caller, Asked], Record | None]
+
+
+class FakeDaemon:
+    """Listens while the context lasts."""
+
+    def __init__(
+        self, path: Path, answers: dict[type[m.Request], Answerer], *, first_words: bytes | None = None
+    ) -> None:
+        self.path = path
+        self.answers = answers
+        self.first_words = first_words
+        self.asked: list[m.Request] = []
+        self.callers: list[Caller] = []
+        self.news = threading.Condition()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._threads: list[threading.Thread] = []
+        self._stopping = False
+
+    def __enter__(self) -> Self:
+        self._listener.bind(str(self.path))
+        self._listener.listen(64)
+        self._spawn(self._accept)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End every connection and listen no more. Stopping twice is fine."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread that accepts; closing alone does not
+        self.hang_up()
+        for thread in self._threads:
+            thread.join(WAIT_S)
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+
+    def hang_up(self) -> None:
+        """End every connection."""
+        for caller in list(self.callers):
+            with contextlib.suppress(OSError):  # it has hung up first
+                caller.socket.shutdown(socket.SHUT_RDWR)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something that was asked, or somebody who came or left, makes it true."""
+        with self.news:
+            if not self.news.wait_for(condition, WAIT_S):
+                raise AssertionError(f"waited in vain; asked so far: {self.asked}")
+
+    def wait_for(self, kind: type[m.Request], times: int = 1) -> m.Request:
+        """The request of that kind, once it was made so many times."""
+        self.wait_until(lambda: sum(isinstance(asked, kind) for asked in self.asked) >= times)
+        return [asked for asked in self.asked if isinstance(asked, kind)][times - 1]
+
+    def _spawn(self, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=target, args=args)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._stopping:
+            try:
+                connection, _address = self._listener.accept()
+            except OSError:
+                return
+            caller = Caller(self, connection)
+            self.callers.append(caller)
+            self._spawn(self._serve, caller)
+
+    def _serve(self, caller: Caller) -> None:
+        with caller.socket:
+            try:
+                if self.first_words is not None:
+                    caller.send(self.first_words)
+                    return
+                self._converse(caller)
+            except OSError:
+                pass  # the client has gone, which is its right
+            finally:
+                for fd in caller.fds:
+                    os.close(fd)
+                with self.news:
+                    self.callers.remove(caller)
+                    self.news.notify_all()
+
+    def _converse(self, caller: Caller) -> None:
+        while True:
+            data, fds, _flags, _address = socket.recv_fds(caller.socket, 65_536, 16)
+            caller.fds += fds
+            if not data:
+                return
+            caller.protocol.feed(data)
+            try:
+                while (asked := caller.protocol.next_event()) is not None:
+                    self._answer(caller, asked)
+            except ProtocolBroken as error:
+                caller.send(caller.protocol.error(error.request_id, error))
+                return
+
+    def _answer(self, caller: Caller, asked: Asked | Unfit) -> None:
+        if isinstance(asked, Unfit):
+            caller.send(caller.protocol.error(asked.id, asked.error))
+            return
+        caller.unanswered.add(asked.id)
+        try:
+            answer = self.answers.get(type(asked.request), unanswered)(caller, asked)
+        except HegmError as error:
+            caller.send(caller.protocol.error(asked.id, error))
+            caller.unanswered.discard(asked.id)
+        else:
+            if answer is not None:
+                caller.reply(asked.id, answer)
+        with self.news:
+            self.asked.append(asked.request)
+            self.news.notify_all()
+
+
+def unanswered(_caller: Caller, _asked: Asked) -> None:
+    """Say nothing."""
+
+
+def saying(reply: Record) -> Answerer:
+    """Answer with that record."""
+    return lambda _caller, _asked: reply
+
+
+def failing(error: HegmError) -> Answerer:
+    """Answer with that error."""
+
+    def answer(_caller: Caller, _asked: Asked) -> None:
+        raise error
+
+    return answer
+
+
+def cancelling(caller: Caller, asked: Asked) -> m.CancelReply:
+    """Answer a cancellation as hegmd does: the request that it names ends with an error."""
+    assert isinstance(asked.request, m.Cancel)
+    found = asked.request.request in caller.unanswered
+    if found:
+        cancelled = HegmError(CANCELLED, "cancelled", "nothing needs to be done")
+        caller.send(caller.protocol.error(asked.request.request, cancelled))
+        caller.unanswered.discard(asked.request.request)
+    return m.CancelReply(found=found)
+
+
+def remembering(events: Iterable[Event], *, then: Callable[[Caller], object] | None = None) -> Answerer:
+    """Send those events; then answer, or with `follow` call `then` and leave the request open."""
+
+    def answer(caller: Caller, asked: Asked) -> m.EventsReply | None:
+        assert isinstance(asked.request, m.Events)
+        wanted = [event for event in events if event.seq >= asked.request.since]
+        for event in wanted:
+            caller.event(asked.id, event)
+        if not asked.request.follow:
+            return m.EventsReply(next_seq=wanted[-1].seq + 1 if wanted else 1)
+        if then is not None:
+            then(caller)
+        return None
+
+    return answer

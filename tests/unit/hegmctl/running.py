@@ -1,0 +1,43 @@
+"""hegmctl as a real process, in this tree and with this Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+# Compiled once for all the runs of a session, wherever the tree's own caches are switched off.
+_CACHE = Path(tempfile.gettempdir()) / f"hegmctl-tests-{os.getuid()}"
+
+
+def environment(socket: Path | str | None = None, **more: str) -> dict[str, str]:
+    """The environment in which hegmctl is run: nothing of the caller's that it would go by."""
+    environ = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "TMPDIR")}
+    environ |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}", "PYTHONPYCACHEPREFIX": str(_CACHE), "TZ": "UTC"}
+    if socket is not None:
+        environ["HEGM_SOCKET"] = str(socket)
+    return {**environ, **more}
+
+
+def command(*words: str) -> list[str]:
+    """The words that run hegmctl."""
+    return [sys.executable, "-m", "hegmctl", *words]
+
+
+def hegmctl(
+    *words: str, socket: Path | str | None = None, environ: dict[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run it to its end with both outputs in pipes."""
+    return subprocess.run(
+        command(*words),
+        env=environment(socket, **(environ or {})),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=15,
+        cwd=cwd or ROOT,
+        check=False,
+    )

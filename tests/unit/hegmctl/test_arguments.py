@@ -1,0 +1,155 @@
+"""How a command line is read, and what somebody is told who mistyped."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hegmctl.arguments import parse
+from hegmctl.grammar import GLOBAL_OPTIONS, VERBS
+from hegmctl.mistakes import closest, distance
+from hegmd.errors import USAGE, HegmError
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ps --gpu gpu0 --json --timeout 5 4711 12",
+        "ps --gpu=gpu0 4711 12 --timeout=5 --json",
+        "--json --timeout 5s ps --gpu=gpu0 -- 4711 12",
+        "--timeout=5 ps 4711 --json 12 --gpu gpu0",
+    ],
+)
+def test_options_may_stand_anywhere_and_be_written_in_two_ways(line: str) -> None:
+    arguments = parse(line.split())
+    assert arguments.verb is VERBS["ps"]
+    assert arguments.flag("json")
+    assert not arguments.flag("ways")
+    assert arguments.seconds("timeout") == 5.0
+    assert arguments.texts("gpu") == ("gpu0",)
+    assert arguments.wholes("PID") == (4711, 12)
+
+
+@pytest.mark.parametrize(
+    ("line", "seconds"),
+    [("ps", None), ("ps -w", 2.0), ("ps --watch", 2.0), ("ps -w5", 5.0), ("ps --watch=0.5", 0.5), ("ps -qw=3", 3.0)],
+)
+def test_an_implied_value_is_taken_unless_another_is_attached(line: str, seconds: float | None) -> None:
+    assert parse(line.split()).seconds("watch") == seconds
+
+
+def test_a_value_that_is_not_attached_is_never_taken_for_an_implied_one() -> None:
+    arguments = parse(["ps", "--watch", "4711"])
+    assert arguments.seconds("watch") == 2.0
+    assert arguments.wholes("PID") == (4711,)
+
+
+def test_short_options_can_be_drawn_together() -> None:
+    arguments = parse(["events", "-qf"])
+    assert arguments.flag("quiet")
+    assert arguments.flag("follow")
+    assert parse(["ping", "-c3"]).whole("count") == 3
+    assert parse(["ping", "-qc", "3"]).whole("count") == 3
+
+
+def test_an_option_that_repeats_keeps_all_values_and_another_the_last() -> None:
+    arguments = parse(["events", "--kind", "gpu", "--kind=process", "--since", "1", "--since", "7"])
+    assert arguments.texts("kind") == ("gpu", "process")
+    assert arguments.whole("since") == 7
+
+
+def test_what_follows_two_dashes_is_handed_on_as_it_is() -> None:
+    arguments = parse(["simulate", "hold", "gpu0", "2GiB", "--", "python3", "--json", "--", "-x"])
+    assert arguments.verb is VERBS["simulate hold"]
+    assert arguments.required("GPU") == "gpu0"
+    assert arguments.whole("SIZE") == 2 * 1024**3
+    assert arguments.tail == ("python3", "--json", "--", "-x")
+    assert not arguments.flag("json")
+
+
+def test_help_is_given_without_what_the_command_needs() -> None:
+    assert parse(["simulate", "hold", "--help"]).verb is VERBS["simulate hold"]
+    assert parse(["simulate", "--help"]).group == "simulate"
+    assert parse(["-h"]).verb is None
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "hint"),
+    [
+        ("gpsu", "there is no command 'gpsu'", "did you mean `gpus`?"),
+        ("event", "there is no command 'event'", "did you mean `events`?"),
+        ("doc", "there is no command 'doc'", "did you mean `doctor`?"),
+        ("xyzzy", "there is no command 'xyzzy'", "`hegmctl --help` lists the commands"),
+        ("simulate holt", "there is no command 'simulate holt'", "did you mean `simulate hold`?"),
+        ("ps --wacth", "ps has no option --wacth", "did you mean --watch?"),
+        ("ps --josn", "ps has no option --josn", "did you mean --json?"),
+        ("ps -x", "ps has no option -x", "`hegmctl ps --help` lists the options"),
+        ("--colour gpus", "there is no option --colour", "did you mean --color?"),
+        ("-f events", "-f belongs to a command", "write it after events"),
+        ("gpus --json=yes", "--json takes no value", "write --json alone"),
+        ("gpus --socket", "--socket needs PATH", "write --socket PATH"),
+        ("gpus --socket=", "--socket is empty", "give it a value"),
+        ("gpus gpu0", "gpus does not take 'gpu0'", "`hegmctl gpus --help` shows what it takes"),
+        ("ps abc", "PID abc: a process id is needed", "write it in digits"),
+        ("ps -- -5", "PID -5: a process id is needed", "write it in digits"),
+        ("ps 0", "PID 0: a process id is needed", "write it in digits"),
+        ("ping -c 0", "-c 0: a whole number over 0 is needed", "write it in digits"),
+        ("events --since -1", "--since -1: a whole number is needed", "write it in digits"),
+        ("gpus --timeout 0", "--timeout 0: a number of seconds over 0 is needed", "write it as 5 or 0.5"),
+        ("gpus --timeout nan", "--timeout nan: a number of seconds over 0 is needed", "write it as 5 or 0.5"),
+        ("gpus --timeout inf", "--timeout inf: a number of seconds over 0 is needed", "write it as 5 or 0.5"),
+        ("simulate hold gpu0", "simulate hold needs SIZE", "`hegmctl simulate hold --help` explains it"),
+        ("simulate hold gpu0 much", "SIZE much: a size such as 2GiB is needed", "write bytes, or a number with"),
+        ("simulate hold gpu0 1GiB sleep", "simulate hold does not take 'sleep'", "put `--` before the COMMAND"),
+        ("simulate hold gpu0 1GiB --", "there is no COMMAND after `--`", "write the COMMAND, or leave `--` out"),
+        ("simulate fault gpu0 lsot", "FAULT cannot be 'lsot'", "did you mean lost?"),
+        ("-- gpus", "a command is needed before `--`", "`hegmctl --help` lists the commands"),
+    ],
+)
+def test_every_mistake_is_told_with_the_way_out(line: str, message: str, hint: str) -> None:
+    with pytest.raises(HegmError) as raised:
+        parse(line.split(" "))
+    assert raised.value.code is USAGE
+    assert raised.value.message == message
+    assert raised.value.hint.startswith(hint)
+
+
+_WORDS = [name for option in GLOBAL_OPTIONS for name in option.names]
+_WORDS += [name for verb in VERBS.values() for option in verb.options for name in option.names]
+_WORDS += [word for name in VERBS for word in name.split()] + [
+    "--",
+    "-",
+    "",
+    "4711",
+    "gpu0",
+    "2GiB",
+    "=",
+    "--=",
+    "-qqh",
+]
+
+
+@given(st.lists(st.one_of(st.sampled_from(_WORDS), st.text(max_size=8)), max_size=8))
+def test_any_words_are_read_or_refused_with_a_usage_error(words: list[str]) -> None:
+    refused: HegmError | None = None
+    verb = None
+    try:
+        verb = parse(words).verb
+    except HegmError as error:
+        refused = error
+    assert refused is None or refused.code is USAGE
+    assert verb is None or verb.name in VERBS
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "edits"),
+    [("", "", 0), ("a", "", 1), ("gpus", "gpsu", 1), ("watch", "wacth", 1), ("ps", "gpus", 2), ("abc", "abc", 0)],
+)
+def test_distance_counts_a_swap_as_one_edit(first: str, second: str, edits: int) -> None:
+    assert distance(first, second) == edits
+    assert distance(second, first) == edits
+
+
+def test_nothing_is_suggested_that_is_not_close() -> None:
+    assert closest("frobnicate", list(VERBS)) is None

@@ -1,0 +1,153 @@
+"""Where the daemon is looked for, and what is said when it is not there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from errno import EACCES, EAGAIN, EIO
+from pathlib import Path
+
+import pytest
+
+from hegmctl.connection import connect
+from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, unreachable
+from hegmd.errors import BUSY, DENIED, NO_DAEMON, UNAVAILABLE, USAGE, HegmError
+from tests.unit.hegmctl.running import ROOT, environment
+
+
+def test_the_option_comes_before_the_environment(socket_dir: Path) -> None:
+    environ = {"HEGM_SOCKET": "/b", "XDG_RUNTIME_DIR": str(socket_dir)}
+    assert find_endpoint("/a", environ).path == "/a"
+    assert find_endpoint(None, environ).path == "/b"
+    assert find_endpoint("", environ).origin == "HEGM_SOCKET"
+
+
+def test_the_nodes_socket_comes_before_the_users_own(socket_dir: Path) -> None:
+    system, own = socket_dir / "system", socket_dir / "hegm" / "hegmd.sock"
+    own.parent.mkdir()
+    own.touch()
+    system.touch()
+    environ = {"HEGM_SOCKET": "", "XDG_RUNTIME_DIR": str(socket_dir)}
+    assert find_endpoint(None, environ, str(system)).path == str(system)
+    system.unlink()
+    assert find_endpoint(None, environ, str(system)).path == str(own)
+    own.unlink()
+    missing = find_endpoint(None, environ, str(system))
+    assert (missing.path, missing.others) == (str(system), (str(own),))
+    assert find_endpoint(None, {}, str(system)).path == str(system)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+def test_a_socket_that_the_caller_may_not_use_gives_way_to_the_callers_own(socket_dir: Path) -> None:
+    system, own = socket_dir / "system", socket_dir / "hegm" / "hegmd.sock"
+    own.parent.mkdir()
+    own.touch()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(system))
+        listener.listen()
+        system.chmod(0o600)
+        socket_dir.chmod(0o755)
+        program = (
+            "import sys; from hegmctl.endpoint import find_endpoint; print(find_endpoint(None, None, sys.argv[1]).path)"
+        )
+        found = subprocess.run(
+            [sys.executable, "-c", program, str(system)],
+            env=environment(XDG_RUNTIME_DIR=str(socket_dir)),
+            user=65534,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert found.stdout.strip() == str(own)
+
+
+@pytest.mark.parametrize("path", ["/" + "x" * 107, "/a\0b"])
+def test_a_path_that_no_socket_can_have_is_a_mistake_of_usage(path: str) -> None:
+    with pytest.raises(HegmError, match="no socket can have") as raised:
+        find_endpoint(path)
+    assert raised.value.code is USAGE
+
+
+def _failure_of(path: Path) -> HegmError:
+    with pytest.raises(HegmError) as raised:
+        connect(str(path), timeout_s=5)
+    return raised.value
+
+
+def test_a_missing_socket_is_told_with_the_command_that_makes_one(socket_path: Path) -> None:
+    error = _failure_of(socket_path)
+    assert error.code is NO_DAEMON
+    assert error.message == f"there is no socket at {socket_path} (--socket)"
+    assert f"`hegmd --socket {socket_path}`" in error.hint
+
+
+def test_a_socket_that_its_daemon_left_behind_is_told_from_a_missing_one(socket_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(socket_path))
+    error = _failure_of(socket_path)
+    assert error.code is NO_DAEMON
+    assert "the daemon that made this socket is gone" in error.message
+
+
+def test_a_file_that_is_no_socket_is_called_so(socket_path: Path) -> None:
+    socket_path.touch()
+    assert _failure_of(socket_path).message == f"{socket_path} is not a socket"
+    assert _failure_of(socket_path / "below").code is NO_DAEMON
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "message", "hint"),
+    [
+        (Endpoint(SYSTEM_SOCKET, "system", ("/run/user/7/hegm/hegmd.sock",)), "nor at /run/user/7", "start"),
+        (
+            Endpoint("/run/user/7/hegm/hegmd.sock", "user", (SYSTEM_SOCKET,)),
+            f"nor at {SYSTEM_SOCKET}",
+            "`hegmd --user`",
+        ),
+        (Endpoint("/x", "HEGM_SOCKET"), "/x (HEGM_SOCKET)", "`hegmd --socket /x`"),
+    ],
+)
+def test_every_place_that_was_looked_at_is_named(endpoint: Endpoint, message: str, hint: str) -> None:
+    error = unreachable(endpoint, FileNotFoundError(2, "No such file"))
+    assert error.code is NO_DAEMON
+    assert message in error.message
+    assert hint in error.hint
+
+
+def test_who_is_turned_away_learns_which_group_to_join() -> None:
+    error = unreachable(Endpoint(SYSTEM_SOCKET, "system"), PermissionError(EACCES, "Permission denied"))
+    assert error.code is DENIED
+    assert "sudo usermod -aG hegm " in error.hint
+    assert "log in anew" in error.hint
+
+
+def test_other_failures_keep_the_kernels_reason() -> None:
+    endpoint = Endpoint("/x", "--socket")
+    assert unreachable(endpoint, BlockingIOError(EAGAIN, "again")).code is BUSY
+    error = unreachable(endpoint, OSError(EIO, "Input/output error"))
+    assert error.code is UNAVAILABLE
+    assert "Input/output error" in error.message
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+def test_a_socket_of_others_is_denied_and_not_missing(socket_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(socket_path))
+        listener.listen()
+        socket_path.chmod(0o600)
+        socket_path.parent.chmod(0o755)
+        ran = subprocess.run(
+            [sys.executable, "-m", "hegmctl", "gpus"],
+            env=environment(socket_path),
+            user=65534,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert ran.returncode == DENIED.exit_status
+    assert "you may not use the daemon's socket" in ran.stderr
+    assert "usermod -aG hegm nobody" in ran.stderr

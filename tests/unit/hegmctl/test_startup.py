@@ -1,0 +1,99 @@
+"""What a command may load. `hegmctl gpus` has 2.5 times a bare Python start, and one careless import eats a third."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.hegmctl import node
+from tests.unit.hegmctl.fake_daemon import FakeDaemon
+from tests.unit.hegmctl.running import ROOT, environment
+
+# Each costs between 3 and 13 ms, of the 15 that are left after Python itself has started.
+HEAVY = {
+    "argparse",
+    "anyio",
+    "asyncio",
+    "contextlib",
+    "dataclasses",
+    "enum",
+    "functools",
+    "inspect",
+    "json",
+    "logging",
+    "pathlib",
+    "re",
+    "select",
+    "shutil",
+    "signal",
+    "socket",
+    "subprocess",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "typing",
+    "unicodedata",
+}
+# What is of use to some commands only.
+RARE = {
+    "hegmctl.answers_text",
+    "hegmctl.async_connection",
+    "hegmctl.completions",
+    "hegmctl.help",
+    "hegmctl.mistakes",
+    "hegmctl.pages",
+    "hegmctl.screen",
+    "hegmctl.watch",
+}
+
+_PROGRAM = """
+import sys
+before = set(sys.modules)
+from hegmctl.cli import run
+status = run(sys.argv[1:])
+print("\\n".join(sorted(set(sys.modules) - before)), file=sys.stderr)
+raise SystemExit(status)
+"""
+
+
+@pytest.fixture
+def daemon(socket_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(socket_path, node.answers()) as daemon:
+        yield daemon
+
+
+def _loaded_by(daemon: FakeDaemon, *words: str) -> set[str]:
+    ran = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, *words],
+        env=environment(daemon.path),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    return set(ran.stderr.split())
+
+
+@pytest.mark.parametrize("words", [("gpus",), ("ps",), ("ps", "--ways"), ("__complete", "gpus")])
+def test_the_usual_commands_load_nothing_heavy(daemon: FakeDaemon, words: tuple[str, ...]) -> None:
+    loaded = _loaded_by(daemon, *words)
+    assert not loaded & HEAVY
+    assert not loaded & RARE
+    assert not {name for name in loaded if name.startswith("hegmd.") and not name.startswith("hegmd.protocol")} - {
+        "hegmd.errors"
+    }
+
+
+def test_json_costs_those_who_ask_for_it(daemon: FakeDaemon) -> None:
+    loaded = _loaded_by(daemon, "gpus", "--json")
+    assert "json" in loaded
+    assert not loaded & (HEAVY - {"json", "re", "enum", "functools"})
+
+
+def test_no_command_loads_the_event_loop(daemon: FakeDaemon) -> None:
+    for words in (("doctor",), ("events",), ("config",), ("version",), ("metrics",)):
+        assert not _loaded_by(daemon, *words) & {"anyio", "asyncio", "socket", "argparse", "typing", "dataclasses"}

@@ -1,0 +1,162 @@
+"""What a person sees: colours, widths, redrawing in place, and the terminal given back whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmd.errors import NOT_FOUND, HegmError
+from hegmd.protocol import messages as m
+from tests.unit.hegmctl import node
+from tests.unit.hegmctl.fake_daemon import FakeDaemon, failing, saying
+from tests.unit.hegmctl.running import hegmctl
+from tests.unit.hegmctl.terminal import Terminal
+
+GREEN = "\x1b[32m"
+
+
+@pytest.fixture
+def daemon(socket_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(socket_path, node.answers()) as daemon:
+        yield daemon
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "coloured"),
+    [
+        (("gpus",), {}, True),
+        (("gpus", "--no-color"), {}, False),
+        (("gpus",), {"NO_COLOR": "1"}, False),
+        (("gpus",), {"NO_COLOR": ""}, True),  # as no-color.org has it
+        (("gpus",), {"TERM": "dumb"}, False),
+        (("gpus", "--color"), {"TERM": "dumb", "NO_COLOR": "1"}, True),
+    ],
+)
+def test_colours_on_a_terminal(
+    daemon: FakeDaemon, words: tuple[str, ...], environ: dict[str, str], coloured: bool
+) -> None:
+    with Terminal(*words, socket=daemon.path, environ=environ) as terminal:
+        assert terminal.end() == 0
+    assert (GREEN in terminal.picture.raw) == coloured
+    assert terminal.picture.painted == coloured
+
+
+def test_colours_in_a_pipe_are_for_those_who_ask(daemon: FakeDaemon) -> None:
+    assert GREEN not in hegmctl("gpus", socket=daemon.path).stdout
+    assert GREEN in hegmctl("gpus", "--color", socket=daemon.path).stdout
+
+
+@pytest.mark.parametrize("columns", [50, 80, 120])
+def test_a_table_is_as_wide_as_the_terminal_allows(daemon: FakeDaemon, columns: int) -> None:
+    daemon.answers[m.Processes] = saying(
+        node.PROCESSES.replace(processes=(node.TRAINING.replace(command="python3 " + "x" * 300),))
+    )
+    with Terminal("ps", socket=daemon.path, columns=columns) as terminal:
+        assert terminal.end() == 0
+    row = terminal.picture.lines[1]
+    assert row.endswith("x…")
+    assert len(row) == columns
+
+
+def test_columns_of_the_environment_win(daemon: FakeDaemon) -> None:
+    with Terminal("gpus", socket=daemon.path, columns=200, environ={"COLUMNS": "60"}) as terminal:
+        terminal.end()
+    assert len(terminal.picture.lines[0]) <= 60
+
+
+def test_an_error_on_a_terminal_has_its_hint_on_a_line_of_its_own(daemon: FakeDaemon) -> None:
+    daemon.answers[m.Gpus] = failing(HegmError(NOT_FOUND, "what failed", "what to do"))
+    with Terminal("gpus", socket=daemon.path) as terminal:
+        assert terminal.end() == 5
+    assert terminal.picture.lines[:2] == ["hegmctl: what failed", "  → what to do"]
+
+
+def test_json_is_laid_out_for_people_on_a_terminal(daemon: FakeDaemon) -> None:
+    with Terminal("ping", "--json", socket=daemon.path) as terminal:
+        assert terminal.end() == 0
+    assert terminal.picture.lines[1] == '  "schema": 1,'
+
+
+def _watching(daemon: FakeDaemon, lines: int = 24) -> Terminal:
+    return Terminal("ps", "--watch=0.1", socket=daemon.path, lines=lines)
+
+
+def test_watching_redraws_in_place(daemon: FakeDaemon) -> None:
+    with _watching(daemon) as terminal:
+        lines = terminal.until(lambda lines: any("train.py" in line for line in lines))
+        assert terminal.picture.second
+        assert "25" not in terminal.picture.modes, "the cursor is hidden"
+        assert "hegmctl ps --watch=0.1" in lines[0]
+        daemon.answers[m.Processes] = saying(node.PROCESSES.replace(processes=(node.TRAINING.replace(pid=31337),)))
+        lines = terminal.until(lambda lines: any("31337" in line for line in lines))
+        assert not any("4711" in line for line in lines), "nothing of the picture before is left"
+        assert sum("COMMAND" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_terminal_is_given_back_with_the_last_picture_on_it(daemon: FakeDaemon, number: signal.Signals) -> None:
+    with _watching(daemon) as terminal:
+        terminal.until(lambda lines: any("train.py" in line for line in lines))
+        assert terminal.end(number) == -number
+    picture = terminal.picture
+    assert not picture.second
+    assert picture.modes == {"25", "7"}
+    assert picture.lines[0].startswith(" PID  USER"), picture.lines
+    assert not any("Traceback" in line for line in picture.lines)
+
+
+def test_watching_ends_with_an_error_on_a_terminal_that_was_put_right(daemon: FakeDaemon) -> None:
+    with _watching(daemon) as terminal:
+        terminal.until(lambda lines: any("train.py" in line for line in lines))
+        daemon.answers[m.Processes] = failing(HegmError(NOT_FOUND, "no process 4711", "hegmctl ps lists them"))
+        assert terminal.end() == 5
+    assert not terminal.picture.second
+    assert "hegmctl: no process 4711" in terminal.picture.lines
+
+
+def test_a_resized_terminal_is_redrawn_at_once(daemon: FakeDaemon) -> None:
+    long = node.PROCESSES.replace(processes=(node.TRAINING.replace(command="python3 " + "x" * 300),))
+    daemon.answers[m.Processes] = saying(long)
+    with Terminal("ps", "--watch=1000", socket=daemon.path, columns=80) as terminal:
+        terminal.until(lambda lines: any("x…" in line and len(line) == 80 for line in lines))
+        terminal.resize(120, 30)
+        terminal.until(lambda lines: any("x…" in line and len(line) == 120 for line in lines))
+        assert sum(isinstance(asked, m.Processes) for asked in daemon.asked) == 1, "nothing was asked for that"
+
+
+def test_what_does_not_fit_is_counted(daemon: FakeDaemon) -> None:
+    many = tuple(node.TRAINING.replace(pid=pid) for pid in range(100, 140))
+    daemon.answers[m.Processes] = saying(node.PROCESSES.replace(processes=many))
+    with _watching(daemon, lines=12) as terminal:
+        lines = terminal.until(lambda lines: any("more lines" in line for line in lines))
+        assert len(lines) == 12
+        assert lines[-1] == "... and 32 more lines"
+
+
+def test_watching_outlives_the_daemon(socket_path: Path) -> None:
+    with FakeDaemon(socket_path, node.answers()) as first, _watching(first) as terminal:
+        terminal.until(lambda lines: any("train.py" in line for line in lines))
+        first.stop()
+        lines = terminal.until(lambda lines: "waiting for the daemon" in lines[0])
+        assert any("train.py" in line for line in lines), "what was seen last stays to be read"
+        answers = node.answers()
+        answers[m.Processes] = saying(node.PROCESSES.replace(processes=(node.TRAINING.replace(pid=31337),)))
+        with FakeDaemon(socket_path, answers):
+            lines = terminal.until(lambda lines: any("31337" in line for line in lines))
+            assert "waiting" not in lines[0]
+
+
+def test_ctrl_z_gives_the_terminal_back_for_as_long_as_it_lasts(daemon: FakeDaemon) -> None:
+    with _watching(daemon) as terminal:
+        terminal.until(lambda lines: any("train.py" in line for line in lines))
+        terminal.process.send_signal(signal.SIGTSTP)
+        _pid, status = os.waitpid(terminal.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        terminal.until(lambda _lines: not terminal.picture.second)
+        assert "25" in terminal.picture.modes
+        terminal.process.send_signal(signal.SIGCONT)
+        terminal.until(lambda lines: terminal.picture.second and any("train.py" in line for line in lines))

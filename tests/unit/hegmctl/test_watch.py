@@ -1,0 +1,121 @@
+"""Answers that go on, into a pipe, across restarts of the daemon."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from hegmd.errors import DENIED, UNAVAILABLE, HegmError
+from hegmd.protocol import messages as m
+from hegmd.protocol.connection import Asked
+from hegmd.protocol.snapshots import Event
+from tests.unit.hegmctl import node
+from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, remembering, saying
+from tests.unit.hegmctl.test_cli import Running
+
+NEXT = Event(seq=3, time_utc=1_795_257_200.0, kind="gpu.back", severity="info", message="gpu1 is back", gpu="gpu1")
+
+
+def test_watching_into_a_pipe_appends_under_the_time(socket_path: Path) -> None:
+    with FakeDaemon(socket_path, node.answers()) as daemon, Running("ps", "-w0.01", socket=socket_path) as watching:
+        for _ in range(2):
+            assert len(watching.line().split(":")) == 3
+            table = [watching.line() for _ in range(6)]
+            assert table[0].startswith(" PID  USER")
+            assert table[-1] == ""
+        daemon.answers[m.Processes] = failing(HegmError(DENIED, "not any more", "ask"))
+        status, out, err = watching.end()
+    assert status == DENIED.exit_status
+    assert "\x1b" not in out
+    assert err == "hegmctl: not any more; ask\n"
+
+
+def test_watching_in_json_is_a_document_a_line(socket_path: Path) -> None:
+    with (
+        FakeDaemon(socket_path, node.answers()),
+        Running("ps", "--watch=0.01", "--json", socket=socket_path) as watching,
+    ):
+        for _ in range(3):
+            document = json.loads(watching.line())
+            assert document.pop("schema") == 1
+            assert document == json.loads(json.dumps(node.PROCESSES.to_plain()))
+
+
+@pytest.mark.parametrize("words", [("ps", "--watch=0.05"), ("events", "--follow")])
+def test_a_daemon_that_is_not_there_to_begin_with_is_an_error(socket_path: Path, words: tuple[str, ...]) -> None:
+    with Running(*words, socket=socket_path) as running:
+        assert running.end()[0] == 3
+
+
+def test_watching_waits_for_a_daemon_that_restarts_and_says_so_once(socket_path: Path) -> None:
+    with (
+        FakeDaemon(socket_path, node.answers()) as first,
+        Running("ps", "--watch=0.05", socket=socket_path) as watching,
+    ):
+        watching.line()
+        first.stop()
+        assert watching.line(of_errors=True).startswith("hegmctl: waiting for the daemon: ")
+        with FakeDaemon(socket_path, node.answers()) as second:
+            assert watching.line(of_errors=True) == "hegmctl: the daemon is back"
+            second.wait_for(m.Processes)
+            assert watching.end(signal.SIGINT)[0] == -signal.SIGINT
+
+
+def _stopping(caller: Caller) -> None:
+    """What hegmd says when it is told to end."""
+    caller.send(caller.protocol.error(None, HegmError(UNAVAILABLE, "hegmd is stopping", "connect again")))
+    caller.daemon.hang_up()
+
+
+def test_following_goes_on_with_the_events_of_the_next_daemon(socket_path: Path) -> None:
+    """A daemon counts from its own start: the numbers begin again, and nothing may be missed for that."""
+    answers = node.answers()
+    answers[m.Events] = remembering(node.EVENTS, then=_stopping)
+    with FakeDaemon(socket_path, answers) as first, Running("events", "-f", socket=socket_path) as following:
+        assert following.line().endswith("2 GPUs were found")
+        assert following.line().endswith("gpu1 is lost")
+        assert "hegmd is stopping" in following.line(of_errors=True)
+        first.stop()
+        answers[m.Events] = remembering([NEXT.replace(seq=1)])
+        with FakeDaemon(socket_path, answers):
+            assert following.line(of_errors=True) == "hegmctl: the daemon is back"
+            assert following.line().endswith("gpu1 is back")
+
+
+def test_following_repeats_nothing_when_only_the_connection_broke(socket_path: Path) -> None:
+    def answer(caller: Caller, asked: Asked) -> None:
+        remembering(node.EVENTS if len(seen) == 0 else [*node.EVENTS, NEXT])(caller, asked)
+        seen.append(asked)
+        if len(seen) == 1:
+            caller.daemon.hang_up()
+
+    seen: list[Asked] = []
+    answers = node.answers()
+    answers[m.Events] = answer
+    with FakeDaemon(socket_path, answers), Running("events", "-f", "--since", "2", socket=socket_path) as following:
+        assert following.line().endswith("gpu1 is lost")
+        following.line(of_errors=True)
+        assert following.line().endswith("gpu1 is back")
+    assert [asked.request for asked in seen] == [m.Events(since=2, follow=True), m.Events(since=0, follow=True)]
+
+
+def test_following_in_json_says_its_notes_in_json(socket_path: Path) -> None:
+    answers = node.answers()
+    answers[m.Events] = remembering(node.EVENTS, then=_stopping)
+    with FakeDaemon(socket_path, answers), Running("events", "-f", "--json", socket=socket_path) as following:
+        assert json.loads(following.line())["seq"] == 1
+        assert "waiting for the daemon" in json.loads(following.line(of_errors=True))["note"]
+
+
+def test_a_watched_gpu_that_changes_shows_the_change(socket_path: Path) -> None:
+    with (
+        FakeDaemon(socket_path, node.answers()) as daemon,
+        Running("ps", "--watch=0.01", "--json", socket=socket_path) as watching,
+    ):
+        watching.line()
+        daemon.answers[m.Processes] = saying(node.PROCESSES.replace(processes=()))
+        while json.loads(watching.line())["processes"]:
+            pass
