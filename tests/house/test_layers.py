@@ -53,6 +53,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.processes": (*GROUND, *SEEN, *NODE),
     "hegmd.inventory": (*GROUND, *SEEN, *NODE, "hegmd.processes"),
     "hegmd.doctor": (*GROUND, "hegmd.log", "hegmd.detached", *NODE, "hegmd.processes"),
+    # What moves them: decided without I/O, from values
+    "hegmd.migration": GROUND,
     # Those who ask
     "hegmd.server": (*GROUND, *SEEN, "hegmd.detached", *NODE, "hegmd.processes", "hegmd.inventory", "hegmd.doctor"),
     "hegmd.server.auth": ("hegmd.errors", "hegmd.protocol"),
@@ -82,7 +84,21 @@ FENCES: dict[str, tuple[str, ...]] = {
 }
 
 # Same arguments, same answer: these are tested without a clock, a network or a process.
-PURE = ("hegmd.errors", "hegmd.protocol", "hegmd.server.auth", "hegmd.ways", "hegmd.workloads")
+PURE = (
+    "hegmd.errors",
+    "hegmd.protocol",
+    "hegmd.server.auth",
+    "hegmd.ways",
+    "hegmd.workloads",
+    "hegmd.migration.actions",
+    "hegmd.migration.course",
+    "hegmd.migration.effects",
+    "hegmd.migration.events",
+    "hegmd.migration.machine",
+    "hegmd.migration.operation",
+    "hegmd.migration.stages",
+    "hegmd.migration.tagged",
+)
 
 # Parts get values. Only these read the configuration file's form.
 READS_CONFIG = ("hegmd.app", "hegmd.__main__", "hegmd.config")

@@ -1,0 +1,311 @@
+"""What each event changes in an operation: one function per event, named in the machine's table.
+
+Owns what is believed after an event, and when an operation is turned round. Writes facts down and never asks for an
+effect: that follows from the facts, in course.py. An action that refuses raises and has changed nothing.
+"""
+
+from __future__ import annotations
+
+from hegmd.errors import CANCELLED, REFUSED, TIMEOUT, Refused
+from hegmd.migration import course, effects, events
+from hegmd.migration.effects import Effect
+from hegmd.migration.operation import (
+    BACK,
+    FOR_AGENT,
+    FOR_RETRY,
+    FORWARD,
+    HOLD,
+    RESUME,
+    Failure,
+    Operation,
+    Pending,
+    Worker,
+)
+from hegmd.migration.stages import is_away, is_past_return
+
+# Ranks that have not met after so many attempts will not.
+MOST_ROUNDS = 10
+
+# Phases in which a deadline turns an operation that heads forward, when nobody's bytes are out.
+_TURN_WHEN_LATE = frozenset(
+    "settling arming counting quiescing measuring evacuating checkpointing restoring refilling".split()
+)
+
+
+def begin(op: Operation, event: events.Begin, now: float) -> Operation:
+    """Everything else follows from the facts."""
+    return op.replace()
+
+
+def cancel(op: Operation, event: events.CancelAsked, now: float) -> Operation:
+    """Turn back, unless it is on its way back or the way on is shorter."""
+    if op.heading != FORWARD:
+        raise Refused(f"operation {op.id} is on its way back already", f"watch it with: hegmctl op {op.id}")
+    if is_past_return(op):
+        raise Refused(
+            f"operation {op.id} is past the point from which going on is shorter than going back",
+            "let it finish, then move the job back if that is wanted",
+        )
+    return _back(op, CANCELLED.name, f"cancelled by {event.by or 'its caller'}", "ask for it again when it is wanted")
+
+
+def resume(op: Operation, event: events.ResumeAsked, now: float) -> Operation:
+    """Head for the GPUs that are named; where that fails, it is suspended again."""
+    missing = [worker.name for worker in op.live if worker.name not in event.to]
+    if missing:
+        raise Refused(f"no GPU is named for {', '.join(missing)}", "name one for every process of the job")
+    workers = tuple([_resuming(worker, event.to.get(worker.name)) for worker in op.workers])
+    return op.replace(kind=RESUME, heading=FORWARD, workers=workers, failure=None, tries=0)
+
+
+def _resuming(worker: Worker, gpu: str | None) -> Worker:
+    if worker.gone:
+        return worker
+    return worker.replace(origin=worker.at, goal=gpu, keeps=None, waits=None, verified=False)
+
+
+def worker_gone(op: Operation, event: events.WorkerGone, now: float) -> Operation:
+    """The process has ended: what it held can be given back, and the others do not go on without it."""
+    return _gone(op, event.worker, event.why)
+
+
+def _gone(op: Operation, name: str, why: str) -> Operation:
+    worker = op.worker(name)
+    if worker is None or worker.gone:
+        return op
+    away = is_away(op)
+    lost = worker.touched and not worker.verified and (worker.out or worker.at is None or worker.parked)
+    op = _without_orders(op, name).with_worker(
+        worker.replace(gone=True, lost=lost, unsure=False, waits=None, parked=False, asked=False)
+    )
+    state = " while its state was out of it" if lost else ""
+    op = _because(op, REFUSED.name, f"process {worker.pid} is gone{state}: {why}", "see the log of the job")
+    return course.turned_back(op) if op.heading == FORWARD and away else op
+
+
+def agent_lost(op: Operation, event: events.AgentLost, now: float) -> Operation:
+    """Whether the agent still does what it was asked is not known until it is back."""
+    worker = _living(op, event.worker)
+    if worker is None:
+        return op
+    return op.with_worker(worker.replace(unsure=True, waits=FOR_AGENT))
+
+
+def agent_back(op: Operation, event: events.AgentBack, now: float) -> Operation:
+    """The same agent is asked how things stand; another one means that the process runs another program now."""
+    worker = _living(op, event.worker)
+    if worker is None:
+        return op
+    if event.token != worker.token:
+        return _gone(op, worker.name, "it runs another program now")
+    return _without_orders(op, worker.name).with_worker(worker.replace(unsure=True, waits=None))
+
+
+def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> Operation:
+    """Turn back where that is still open; elsewhere look for oneself and try again."""
+    if op.deadline is None or now < op.deadline:
+        return op  # an alarm that was set for an earlier phase
+    if op.heading == FORWARD and op.phase in _TURN_WHEN_LATE and not _waits_for_moved(op):
+        message = f"operation {op.id} was not through with {op.phase} within its limit"
+        return _back(op, TIMEOUT.name, message, "ask again with a longer --timeout, or look at what the job does")
+    for pending in op.pending:
+        op = _forgotten(op, pending)
+    workers = [w if w.gone else w.replace(waits=None) for w in op.workers]
+    return course.later(op.replace(workers=tuple(workers)), now)
+
+
+def _waits_for_moved(op: Operation) -> bool:
+    """Whether it waits in `settling` for workers whose bytes may be out: turning round would not help them."""
+    return op.phase == "settling" and any(worker.touched for worker in op.live)
+
+
+def recovered(op: Operation, event: events.Recovered, now: float) -> Operation:
+    """Nothing that was under way is known, nor what the daemon holds; everybody is asked."""
+    for pending in op.pending:
+        op = _forgotten(op, pending)
+    workers = [w if w.gone else w.replace(unsure=True, recount=True, waits=None) for w in op.workers]
+    return op.replace(workers=tuple(workers), pending=())
+
+
+def _forgotten(op: Operation, pending: Pending) -> Operation:
+    """The operation without that effect, which may have been done or not: what it takes is taken for taken."""
+    op = op.replace(pending=tuple([other for other in op.pending if other.number != pending.number]))
+    worker = op.worker(pending.worker)
+    if worker is None:
+        return op
+    if Effect.register[pending.effect].in_worker:
+        return op if worker.gone else op.with_worker(worker.replace(unsure=True))
+    if pending.effect == effects.TakePool.tag:
+        # Only until it is asked for again; a worker that ends in between must not leave it behind.
+        return op.with_worker(worker.replace(pool_bytes=max(worker.pool_bytes, 1)))
+    if pending.effect == effects.TakeRoom.tag and pending.gpu is not None:
+        return op.with_worker(worker.replace(rooms={pending.gpu: 0, **worker.rooms}))
+    return op
+
+
+# ---- endings ---------------------------------------------------------------------------------------------------------
+
+
+def room_taken(op: Operation, worker: Worker, pending: Pending, event: events.RoomTaken) -> Operation:
+    rooms = {**worker.rooms, str(pending.gpu): pending.size_bytes or 0}
+    return op.with_worker(worker.replace(rooms=rooms))
+
+
+def room_given(op: Operation, worker: Worker, pending: Pending, event: events.RoomGiven) -> Operation:
+    rooms = {gpu: size for gpu, size in worker.rooms.items() if gpu != pending.gpu}
+    return op.with_worker(worker.replace(rooms=rooms))
+
+
+def pool_taken(op: Operation, worker: Worker, pending: Pending, event: events.PoolTaken) -> Operation:
+    return op.with_worker(worker.replace(pool_bytes=pending.size_bytes or 0))
+
+
+def pool_given(op: Operation, worker: Worker, pending: Pending, event: events.PoolGiven) -> Operation:
+    return op.with_worker(worker.replace(pool_bytes=0))
+
+
+def surveyed(op: Operation, worker: Worker, pending: Pending, event: events.Surveyed) -> Operation:
+    """While it stands, what is counted is what will be carried; before, it is only a boundary count."""
+    if not worker.parked:
+        return op.with_worker(worker.replace(boundary=event.boundary))
+    rooms = dict(worker.rooms)
+    if worker.at is not None:
+        rooms[worker.at] = max(event.size_bytes, rooms.get(worker.at, 0))
+    return op.with_worker(worker.replace(measured=True, size_bytes=event.size_bytes, rooms=rooms))
+
+
+def parked(op: Operation, worker: Worker, pending: Pending, event: events.Parked) -> Operation:
+    op = op.with_worker(worker.replace(parked=True, boundary=event.boundary, measured=False))
+    return _meeting_at(op, event.boundary)
+
+
+def overran(op: Operation, worker: Worker, pending: Pending, event: events.Overran) -> Operation:
+    return _meeting_at(op.with_worker(worker.replace(boundary=event.boundary, asked=False)), event.boundary + 1)
+
+
+def _meeting_at(op: Operation, boundary: int) -> Operation:
+    """Ranks stop where the one that is furthest stands, so that no collective is left half way."""
+    if not op.lockstep or op.at is None or boundary <= op.at:
+        return op
+    if op.rounds >= MOST_ROUNDS:
+        message = f"the ranks did not stop at one boundary in {MOST_ROUNDS} attempts"
+        return _back(op, REFUSED.name, message, "all ranks have to pass boundaries together; see the script's loops")
+    return op.replace(at=boundary, rounds=op.rounds + 1)
+
+
+def withdrawn(op: Operation, worker: Worker, pending: Pending, event: events.Withdrawn) -> Operation:
+    return op.with_worker(worker.replace(asked=False, parked=False))
+
+
+def evacuated(op: Operation, worker: Worker, pending: Pending, event: events.Evacuated) -> Operation:
+    return op.with_worker(worker.replace(out=True))
+
+
+def checkpointed(op: Operation, worker: Worker, pending: Pending, event: events.Checkpointed) -> Operation:
+    return op.with_worker(worker.replace(at=None))
+
+
+def restored(op: Operation, worker: Worker, pending: Pending, event: events.Restored) -> Operation:
+    return op.with_worker(worker.replace(at=pending.gpu))
+
+
+def refilled(op: Operation, worker: Worker, pending: Pending, event: events.Refilled) -> Operation:
+    return op.with_worker(worker.replace(out=False))
+
+
+def released(op: Operation, worker: Worker, pending: Pending, event: events.Released) -> Operation:
+    return op.with_worker(worker.replace(asked=False, parked=False))
+
+
+def verified(op: Operation, worker: Worker, pending: Pending, event: events.Verified) -> Operation:
+    return op.with_worker(worker.replace(verified=True, boundary=event.boundary))
+
+
+def inspected(op: Operation, worker: Worker, pending: Pending, event: events.Inspected) -> Operation:
+    """What was believed of the worker gives way to what is."""
+    if event.busy:
+        return op.with_worker(worker.replace(waits=FOR_RETRY))
+    was_standing = worker.parked and (op.heading == HOLD or is_away(op))
+    whole = event.gpu is not None and not event.out_bytes
+    passed = not event.parked and whole and worker.boundary is not None and event.boundary > worker.boundary
+    now_known = worker.replace(
+        unsure=False,
+        recount=False,
+        waits=None,
+        parked=event.parked,
+        boundary=event.boundary if event.parked or not worker.touched else worker.boundary,
+        out=event.out_bytes > 0,
+        at=event.gpu,
+        verified=worker.verified or (worker.touched and passed),
+        rooms=event.rooms if worker.recount else worker.rooms,
+        pool_bytes=event.pool_bytes if worker.recount else worker.pool_bytes,
+    )
+    op = _without_orders(op, worker.name)
+    if not was_standing or event.parked:
+        return op.with_worker(now_known)
+    # Its agent waited for a daemon as long as it may, took its own bytes back and let the training go on.
+    op = op.with_worker(now_known.replace(asked=False, origin=event.gpu, goal=event.gpu))
+    message = f"process {worker.pid} went on by itself when it had waited for hegmd for too long"
+    return _back(op, REFUSED.name, message, "ask again")
+
+
+def failed(op: Operation, worker: Worker, pending: Pending, event: events.Failed) -> Operation:
+    """By what failed: turn back, hold, or find out how it stands and try again."""
+    in_worker = Effect.register[pending.effect].in_worker
+    if in_worker and event.fault == events.DISCONNECTED:
+        return op.with_worker(worker.replace(unsure=True, waits=FOR_AGENT))
+    if pending.effect in _HARMLESS:
+        changed = {"asked": False} if pending.effect == effects.Park.tag else {}
+        return _astray(op.with_worker(worker.replace(**changed)), event)
+    if pending.effect in _UNCERTAIN:
+        op = op.with_worker(worker.replace(unsure=True))
+        if pending.effect in _OUTWARD and op.heading == BACK:
+            return _split(op, worker.name, event)
+        return _astray(op, event)
+    return op.with_worker(worker.replace(unsure=in_worker, waits=FOR_RETRY))
+
+
+_HARMLESS = frozenset((effects.TakeRoom.tag, effects.TakePool.tag, effects.Survey.tag, effects.Park.tag))
+_OUTWARD = frozenset((effects.Evacuate.tag, effects.Checkpoint.tag))
+_UNCERTAIN = frozenset((*_OUTWARD, effects.Restore.tag, effects.Refill.tag))
+
+
+def _astray(op: Operation, event: events.Failed) -> Operation:
+    """The way that it is on is closed: forward there is the way back, and back there is standing still."""
+    if op.heading == FORWARD:
+        return _back(op, event.code, event.message, event.hint)
+    hint = f"its bytes are held; bring it back with: hegmctl resume, see hegmctl op {op.id}"
+    return course.held(_because(op, event.code, event.message, hint))
+
+
+def _split(op: Operation, name: str, event: events.Failed) -> Operation:
+    """A worker that cannot leave again stays where it has arrived, rather than be put at risk for the others' sake."""
+    worker = op.worker(name)
+    if worker is None or worker.at is None:
+        return _astray(op, event)
+    return _because(op.with_worker(worker.replace(goal=worker.at)), event.code, event.message, event.hint)
+
+
+# ---- turning round ---------------------------------------------------------------------------------------------------
+
+
+def _back(op: Operation, code: str, message: str, hint: str) -> Operation:
+    op = _because(op, code, message, hint)
+    return course.turned_back(op) if op.heading == FORWARD else op
+
+
+def _because(op: Operation, code: str, message: str, hint: str) -> Operation:
+    """The first reason is the one that counts; what follows from it is in the story."""
+    return op if op.failure is not None else op.replace(failure=Failure(code=code, message=message, hint=hint))
+
+
+def _living(op: Operation, name: str) -> Worker | None:
+    worker = op.worker(name)
+    return None if worker is None or worker.gone else worker
+
+
+def _without_orders(op: Operation, name: str) -> Operation:
+    """The operation without what is under way in that worker: it was on a connection or in a process that has ended."""
+    return op.replace(
+        pending=tuple([p for p in op.pending if p.worker != name or not Effect.register[p.effect].in_worker])
+    )

@@ -1,0 +1,113 @@
+"""What an operation wants done, as data: the machine emits these, the runner performs them.
+
+Owns the names, the fields, the events that end each, and what becomes of one that is cancelled:
+- cut: it only reads; drop it, no event is needed;
+- finish: it runs to its end, shielded, and its ending event counts;
+- undo: it is dropped, and the effect named in its docstring takes it back.
+
+Every effect is for one worker and may be asked for twice: one that finds its work done says so and is done. `failed`
+ends each of them too. Nothing is performed before the journal has it on disk.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from hegmd.migration.tagged import Tagged
+from hegmd.protocol.record import field
+
+CUT, FINISH, UNDO = "cut", "finish", "undo"
+
+
+class Effect(Tagged):
+    """Base of all effects."""
+
+    ends: ClassVar[tuple[str, ...]] = ()
+    on_cancel: ClassVar[str] = FINISH
+    #: Whether the worker's agent or the driver's hold on it performs it; otherwise the daemon does, by itself.
+    in_worker: ClassVar[bool] = True
+
+    number: int = field("counts the effects of the operation; the event that ends it carries it")
+    worker: str = field("name of the worker")
+    cause: int = field("number of the operation's event that led to it")
+
+    def __init_subclass__(
+        cls, *, tag: str = "", ends: tuple[str, ...] = (), on_cancel: str = FINISH, in_worker: bool = True
+    ) -> None:
+        super().__init_subclass__(tag=tag)
+        cls.ends = (*ends, "failed") if ends else ()
+        cls.on_cancel = on_cancel
+        cls.in_worker = in_worker
+
+
+class TakeRoom(Effect, tag="take-room", ends=("room-taken",), on_cancel=FINISH, in_worker=False):
+    """Hold so much room on a GPU for the worker from now on, in all; it may hold less there already."""
+
+    gpu: str = field("where")
+    size_bytes: int = field("how much, in all")
+
+
+class GiveRoom(Effect, tag="give-room", ends=("room-given",), on_cancel=FINISH, in_worker=False):
+    """Hold no room on a GPU for the worker any more, neither the operation's nor what it held there itself."""
+
+    gpu: str = field("where")
+
+
+class TakePool(Effect, tag="take-pool", ends=("pool-taken",), on_cancel=FINISH, in_worker=False):
+    """Hold so many bytes of the pool for the worker from now on, in all, with their pages present."""
+
+    size_bytes: int = field("how many, in all")
+
+
+class GivePool(Effect, tag="give-pool", ends=("pool-given",), on_cancel=FINISH, in_worker=False):
+    """Give the worker's bytes of the pool back. Asked for only when no one needs them any more."""
+
+
+class Survey(Effect, tag="survey", ends=("surveyed",), on_cancel=CUT):
+    """Ask the agent for its boundary count and for the bytes that it vouches for."""
+
+
+class Park(Effect, tag="park", ends=("parked", "overran"), on_cancel=UNDO):
+    """Stop the training thread at a boundary. Undone by `withdraw`.
+
+    Takes the place of a park of the same worker that is under way or done: it then goes on to this boundary.
+    """
+
+    at: int | None = field("at the boundary of this count, for ranks that have to stop together; nil for the next")
+    limit_s: float = field("how long it may take; over it the agent withdraws by itself and this has failed")
+
+
+class Withdraw(Effect, tag="withdraw", ends=("withdrawn",), on_cancel=FINISH):
+    """Take back a park, whether the thread stands already or not: after it, the thread runs."""
+
+
+class Evacuate(Effect, tag="evacuate", ends=("evacuated",), on_cancel=FINISH):
+    """Copy the storages' bytes to the worker's bytes of the pool, then free them in the process."""
+
+
+class Checkpoint(Effect, tag="checkpoint", ends=("checkpointed",), on_cancel=FINISH):
+    """Let the driver take what is left of the process off its GPU; nothing to do for a simulated one."""
+
+
+class Restore(Effect, tag="restore", ends=("restored",), on_cancel=FINISH):
+    """Let the driver bring the process back, on that GPU. The room held there for it becomes the process's own."""
+
+    gpu: str = field("where")
+
+
+class Refill(Effect, tag="refill", ends=("refilled",), on_cancel=FINISH):
+    """Make the storages again from the worker's bytes of the pool, which stay."""
+
+
+class Release(Effect, tag="release", ends=("released",), on_cancel=FINISH):
+    """Let the training thread go on. Ends when it was told to, without waiting for what it does then."""
+
+
+class Verify(Effect, tag="verify", ends=("verified",), on_cancel=CUT):
+    """Wait until the worker has passed more than so many boundaries."""
+
+    beyond: int = field("the count at which it stood")
+
+
+class Inspect(Effect, tag="inspect", ends=("inspected",), on_cancel=CUT):
+    """Find out how it really stands with the worker. A process that has ended is the event `worker-gone`."""

@@ -1,0 +1,170 @@
+"""What can happen to an operation, as data: what people ask, what workers do, how effects end, what the clock says.
+
+Owns the names and fields of the events; what follows from one is in machine.py. An event that ends an effect carries
+the effect's number, and one that comes twice, late or after a restart is known by that number to mean nothing any more.
+Progress in bytes is not among them: it decides nothing, so it goes from the runner straight to whoever watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hegmd.migration.tagged import Tagged
+from hegmd.protocol.record import field
+
+# Why an effect failed, as far as the machine has to tell them apart.
+REFUSED, DISCONNECTED, BROKEN = "refused", "disconnected", "broken"
+
+
+class Event(Tagged):
+    """Base of all events."""
+
+    cause: str = field("where it comes from: a request, an effect, an agent or the clock; for the story", default="")
+
+
+# ---- what people ask -------------------------------------------------------------------------------------------------
+
+
+class Begin(Event, tag="begin"):
+    """Start what was planned."""
+
+
+class CancelAsked(Event, tag="cancel-asked"):
+    """Somebody wants the operation not to have happened."""
+
+    by: str = field("who, for the story", default="")
+
+
+class ResumeAsked(Event, tag="resume-asked"):
+    """Somebody wants a suspended job to go on."""
+
+    to: Mapping[str, str] = field("the GPU that each worker is to go to, by the worker's name")
+
+
+# ---- what happens by itself ------------------------------------------------------------------------------------------
+
+
+class WorkerGone(Event, tag="worker-gone"):
+    """The process has ended, for certain: by its pidfd, or by a start time that is not its own."""
+
+    worker: str = field("name of the worker")
+    why: str = field("how it ended, as far as is known", default="it ended")
+
+
+class AgentLost(Event, tag="agent-lost"):
+    """The connection of the worker's agent ended; the process may well live on."""
+
+    worker: str = field("name of the worker")
+
+
+class AgentBack(Event, tag="agent-back"):
+    """An agent attends from that process again, after a break of its connection."""
+
+    worker: str = field("name of the worker")
+    token: str = field("what the agent calls itself; another one means that the process has replaced itself")
+
+
+class DeadlinePassed(Event, tag="deadline-passed"):
+    """The instant that the operation names as its deadline is over."""
+
+
+class Recovered(Event, tag="recovered"):
+    """The daemon has started anew and read this operation from its journal. Nothing of what was under way is known."""
+
+
+# ---- how effects end -------------------------------------------------------------------------------------------------
+
+
+class Ending(Event):
+    """Base of the events that end an effect."""
+
+    effect: int = field("number of the effect that this ends")
+    worker: str = field("name of the worker that it was for")
+
+
+class Failed(Ending, tag="failed"):
+    """The effect did not do what it is for. What it did do is to be found out by `inspect`."""
+
+    fault: str = field("refused: it was understood and nothing changed; disconnected; or broken: anything else")
+    code: str = field("code of the error, as in hegmd/errors.py", default="refused")
+    message: str = field("what failed, with numbers")
+    hint: str = field("the next step")
+
+
+class RoomTaken(Ending, tag="room-taken"):
+    """The room is held on the GPU."""
+
+
+class RoomGiven(Ending, tag="room-given"):
+    """No room is held on the GPU for this worker any more."""
+
+
+class PoolTaken(Ending, tag="pool-taken"):
+    """The pages are there, and nobody else can have them."""
+
+
+class PoolGiven(Ending, tag="pool-given"):
+    """The pages are the node's again."""
+
+
+class Surveyed(Ending, tag="surveyed"):
+    """What the agent counts."""
+
+    boundary: int = field("batch boundaries that it has passed")
+    size_bytes: int = field("bytes of the storages that it vouches for")
+
+
+class Parked(Ending, tag="parked"):
+    """The training thread stands at a boundary."""
+
+    boundary: int = field("which one")
+
+
+class Overran(Ending, tag="overran"):
+    """The order to park named a boundary that the worker had passed already; nothing is asked of it any more."""
+
+    boundary: int = field("batch boundaries that it has passed")
+
+
+class Withdrawn(Ending, tag="withdrawn"):
+    """Nothing is asked of the worker any more, and its training thread runs."""
+
+
+class Evacuated(Ending, tag="evacuated"):
+    """The bytes are in the pool and no longer in the process."""
+
+    size_bytes: int = field("how many")
+
+
+class Checkpointed(Ending, tag="checkpointed"):
+    """The process has nothing on any GPU any more."""
+
+
+class Restored(Ending, tag="restored"):
+    """The process can use its GPU again."""
+
+
+class Refilled(Ending, tag="refilled"):
+    """The bytes are in the process again, and still in the pool."""
+
+
+class Released(Ending, tag="released"):
+    """The training thread was let go."""
+
+
+class Verified(Ending, tag="verified"):
+    """The training thread has come to a boundary after the one at which it stood."""
+
+    boundary: int = field("batch boundaries that it has passed")
+
+
+class Inspected(Ending, tag="inspected"):
+    """How it really stands with a worker, by its agent, the driver, and what the daemon itself holds."""
+
+    parked: bool = field("whether its training thread stands")
+    boundary: int = field("batch boundaries that it has passed")
+    out_bytes: int = field("bytes of its storages that are not in the process now")
+    gpu: str | None = field("the GPU that the process is on; nil when it is checkpointed")
+    rooms: Mapping[str, int] = field("room that is held for it now, by GPU, its own included")
+    pool_bytes: int = field("bytes of the pool that are held for it now")
+    busy: bool = field("whether an order is still under way in it", default=False)

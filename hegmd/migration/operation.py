@@ -1,0 +1,118 @@
+"""One operation as it stands: what was asked, where each worker and its bytes are, and what is under way.
+
+Owns the records that the journal keeps; they are the machine's whole memory. Nothing is decided here. Each fact about a
+worker is either what an event said or what an effect that was asked for may have done, whichever is the worse: so a
+state that was read from the journal after a crash errs on the careful side until `inspected` has put it right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hegmd.protocol.record import Record, field
+
+MIGRATE, SUSPEND, RESUME = "migrate", "suspend", "resume"
+KINDS = (MIGRATE, SUSPEND, RESUME)
+
+# Where the operation is heading: to what was asked, back to how it was, or nowhere, because neither way is open.
+FORWARD, BACK, HOLD = "forward", "back", "hold"
+
+# What a worker waits for before anything is tried again.
+FOR_AGENT, FOR_RETRY = "agent", "retry"
+
+
+class Limits(Record):
+    """How long each part may take."""
+
+    arm_s: float = field("taking room and pool", default=60.0)
+    park_s: float = field("stopping at a boundary", default=60.0)
+    move_s: float = field("taking the bytes out, or putting them back", default=600.0)
+    verify_s: float = field("coming to the next boundary, before somebody is told that it is late", default=60.0)
+    retry_s: float = field("after what time something that does not work or answer is tried again", default=5.0)
+
+
+class Failure(Record):
+    """Why the operation did not get to what was asked."""
+
+    code: str = field("code of the error, as in hegmd/errors.py")
+    message: str = field("what failed, on which worker")
+    hint: str = field("the next step")
+
+
+class Pending(Record):
+    """An effect that was asked for and has not ended."""
+
+    number: int = field("its number")
+    effect: str = field("its name")
+    worker: str = field("whom it is for")
+    gpu: str | None = field("the GPU that it names", default=None)
+    size_bytes: int | None = field("the size that it names", default=None)
+    at: int | None = field("the boundary that it names", default=None)
+
+
+class Worker(Record):
+    """One process of the job, and where its bytes are."""
+
+    name: str = field("what events and effects call it; unique in the operation")
+    pid: int = field("process id")
+    start_ticks: int = field("start time in clock ticks since boot: with the pid, its identity")
+    token: str = field("what its agent calls itself")
+    rank: int | None = field("its rank in a distributed job", default=None)
+    origin: str | None = field("the GPU to bring it back to; nil when the way back is to be suspended")
+    goal: str | None = field("the GPU that it is to be on; nil for none")
+    at: str | None = field("the GPU that it is on; nil while it is checkpointed")
+    size_bytes: int = field("bytes of the storages that its agent vouches for")
+    rooms: Mapping[str, int] = field("room that is held for it, by GPU, its own included")
+    pool_bytes: int = field("bytes of the pool that are held for it", default=0)
+    boundary: int | None = field("batch boundaries that it had passed when it was last heard of", default=None)
+    asked: bool = field("whether it was asked to park and that was not taken back", default=False)
+    parked: bool = field("whether its training thread stands", default=False)
+    measured: bool = field("whether its bytes were counted while it stood", default=False)
+    out: bool = field("whether any of its bytes are out of the process", default=False)
+    touched: bool = field("whether its bytes were ever taken, so that it has to prove that it has them", default=False)
+    verified: bool = field("whether it passed a boundary after it had its bytes back", default=False)
+    unsure: bool = field("whether how it stands has to be found out first", default=False)
+    recount: bool = field("whether room and pool have to be counted anew, as after a restart", default=False)
+    waits: str | None = field("what it waits for before anything is tried again: agent or retry", default=None)
+    keeps: str | None = field("a GPU whose room is kept while it is suspended", default=None)
+    gone: bool = field("whether the process has ended", default=False)
+    lost: bool = field("whether it ended while its bytes were out", default=False)
+
+
+class Operation(Record):
+    """An operation on all the workers of a job, which move as one."""
+
+    id: str = field("what people call it")
+    kind: str = field("migrate, suspend, or resume once a suspended one was asked to go on")
+    phase: str = field("where it is; see STATES.md", default="planned")
+    heading: str = field("forward, back or hold", default=FORWARD)
+    lockstep: bool = field("whether the workers are ranks that have to stop at the same boundary", default=False)
+    workers: tuple[Worker, ...] = field("all of them, those too that only stand by")
+    limits: Limits = field("how long each part may take", default=Limits())
+    owner_uid: int | None = field("whose processes they are", default=None)
+    created_utc: float = field("when it was asked for, in seconds since 1970", default=0.0)
+    seq: int = field("events that it has taken", default=0)
+    next_effect: int = field("number of the next effect", default=1)
+    pending: tuple[Pending, ...] = field("effects that have not ended", default=())
+    at: int | None = field("the boundary at which ranks are to stop", default=None)
+    rounds: int = field("how often that boundary had to be moved", default=0)
+    deadline: float | None = field("the monotonic instant at which `deadline-passed` is due", default=None)
+    tries: int = field("how often the deadline passed in this part", default=0)
+    failure: Failure | None = field("why it does not get to what was asked", default=None)
+
+    @property
+    def live(self) -> Iterator[Worker]:
+        """The workers whose processes have not ended."""
+        return (worker for worker in self.workers if not worker.gone)
+
+    def worker(self, name: str) -> Worker | None:
+        """The worker of that name."""
+        return next((worker for worker in self.workers if worker.name == name), None)
+
+    def with_worker(self, changed: Worker) -> Operation:
+        """The operation with that worker in the place of the one of its name."""
+        return self.replace(workers=tuple([changed if w.name == changed.name else w for w in self.workers]))
+
+    def pending_numbered(self, number: int) -> Pending | None:
+        """The effect under way that has this number."""
+        return next((pending for pending in self.pending if pending.number == number), None)

@@ -1,0 +1,179 @@
+"""The stages of a move in their order: what each wants done, and of which worker.
+
+Owns STAGES, the one table of them. A stage looks at the facts and at where each worker is to be, and names the effects
+that are still wanting; the operation is in the first stage that wants any. So a way back, a second attempt and a start
+after a crash need no paths of their own: the facts differ, the table is the same.
+
+That order keeps the promises. Room and pool come before anything is asked of a worker; nothing is freed (`leaving`,
+`tidying`) before what it was kept for has happened; no thread is let go before every worker has its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hegmd.migration import effects
+from hegmd.migration.effects import Effect
+from hegmd.migration.operation import FORWARD, HOLD, Limits, Operation, Worker
+
+Want = tuple[type[Effect], dict[str, Any]]
+Wants = Callable[[Operation, Worker], Iterator[Want]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage: its name as a phase, what it wants and by which effects, the limit that it runs under, its purpose."""
+
+    phase: str
+    wants: Wants
+    asks: tuple[str, ...]
+    limit: str
+    purpose: str
+
+
+def is_arrived(worker: Worker) -> bool:
+    """Whether the worker is where it is to be, with all its bytes."""
+    return worker.at is not None and worker.at == worker.goal and not worker.out
+
+
+def is_away(op: Operation) -> bool:
+    """Whether any worker still has a way to go, so that all have to stand."""
+    return op.heading != HOLD and any(not is_arrived(worker) for worker in op.live)
+
+
+def _settling(op: Operation, worker: Worker) -> Iterator[Want]:
+    if worker.unsure and not worker.gone:
+        yield effects.Inspect, {}
+
+
+def _arming(op: Operation, worker: Worker) -> Iterator[Want]:
+    if worker.gone or op.heading == HOLD or is_arrived(worker):
+        return
+    if worker.goal is not None and worker.rooms.get(worker.goal, -1) < worker.size_bytes:
+        yield effects.TakeRoom, {"gpu": worker.goal, "size_bytes": worker.size_bytes}
+    # Never for one whose bytes are out: theirs is the pool that it was evacuated to, or none.
+    if worker.pool_bytes < worker.size_bytes and not worker.out:
+        yield effects.TakePool, {"size_bytes": worker.size_bytes}
+
+
+def _counting(op: Operation, worker: Worker) -> Iterator[Want]:
+    if op.lockstep and op.at is None and worker.boundary is None and not worker.gone and is_away(op):
+        yield effects.Survey, {}
+
+
+def _quiescing(op: Operation, worker: Worker) -> Iterator[Want]:
+    # On the way back nobody is stopped any more: whoever runs has what it needs.
+    if worker.gone or op.heading != FORWARD or not is_away(op):
+        return
+    behind = op.at is not None and (worker.boundary is None or worker.boundary < op.at)
+    if not worker.parked or (op.lockstep and behind):
+        yield effects.Park, {"at": op.at, "limit_s": op.limits.park_s}
+
+
+def _measuring(op: Operation, worker: Worker) -> Iterator[Want]:
+    if _is_to_leave(op, worker) and not worker.out and not worker.measured:
+        yield effects.Survey, {}
+
+
+def _evacuating(op: Operation, worker: Worker) -> Iterator[Want]:
+    if _is_to_leave(op, worker) and not worker.out:
+        yield effects.Evacuate, {}
+
+
+def _checkpointing(op: Operation, worker: Worker) -> Iterator[Want]:
+    if _is_to_leave(op, worker):
+        yield effects.Checkpoint, {}
+
+
+def _is_to_leave(op: Operation, worker: Worker) -> bool:
+    return not worker.gone and op.heading != HOLD and worker.at is not None and worker.at != worker.goal
+
+
+def _leaving(op: Operation, worker: Worker) -> Iterator[Want]:
+    if worker.goal is None and not worker.gone:
+        for gpu in worker.rooms:
+            if gpu != worker.keeps:
+                yield effects.GiveRoom, {"gpu": gpu}
+
+
+def _restoring(op: Operation, worker: Worker) -> Iterator[Want]:
+    if worker.at is None and worker.goal is not None and not worker.gone:
+        yield effects.Restore, {"gpu": worker.goal}
+
+
+def _refilling(op: Operation, worker: Worker) -> Iterator[Want]:
+    if worker.out and worker.goal is not None and not worker.gone:
+        yield effects.Refill, {}
+
+
+def _releasing(op: Operation, worker: Worker) -> Iterator[Want]:
+    if worker.gone or worker.goal is None or op.heading == HOLD:
+        return
+    if worker.parked:
+        yield effects.Release, {}
+    elif worker.asked:
+        yield effects.Withdraw, {}
+
+
+def _verifying(op: Operation, worker: Worker) -> Iterator[Want]:
+    if is_arrived(worker) and worker.touched and not (worker.parked or worker.verified or worker.gone):
+        yield effects.Verify, {"beyond": worker.boundary or 0}
+
+
+def _tidying(op: Operation, worker: Worker) -> Iterator[Want]:
+    proven = not worker.touched or worker.verified
+    if not worker.gone and not (is_arrived(worker) and not worker.parked and proven):
+        return
+    for gpu in worker.rooms:
+        if worker.gone or gpu != worker.at:
+            yield effects.GiveRoom, {"gpu": gpu}
+    if worker.pool_bytes:
+        yield effects.GivePool, {}
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage("settling", _settling, ("inspect",), "retry_s", "what is under way ends, and what is not known is found out"),
+    Stage("arming", _arming, ("take-room", "take-pool"), "arm_s", "room on the target and pages of the pool are taken"),
+    Stage("counting", _counting, ("survey",), "park_s", "ranks say how many boundaries they have passed"),
+    Stage(
+        "quiescing", _quiescing, ("park",), "park_s", "the training threads stop at a boundary, ranks all at the same"
+    ),
+    Stage(
+        "measuring", _measuring, ("survey",), "park_s", "what stands is counted; if it has grown, more is taken first"
+    ),
+    Stage("evacuating", _evacuating, ("evacuate",), "move_s", "the bytes go to the pool and leave the process"),
+    Stage(
+        "checkpointing",
+        _checkpointing,
+        ("checkpoint",),
+        "move_s",
+        "the driver takes the rest of the process off its GPU",
+    ),
+    Stage("leaving", _leaving, ("give-room",), "retry_s", "the room of the suspended is given back"),
+    Stage("restoring", _restoring, ("restore",), "move_s", "the driver brings the process back, where it is to be"),
+    Stage("refilling", _refilling, ("refill",), "move_s", "the bytes go back into the process, and stay in the pool"),
+    Stage("releasing", _releasing, ("release", "withdraw"), "retry_s", "the training threads go on, all of them"),
+    Stage("verifying", _verifying, ("verify",), "verify_s", "the next boundary is waited for"),
+    Stage("tidying", _tidying, ("give-room", "give-pool"), "retry_s", "what was held for the move is given back"),
+)
+BY_PHASE = {stage.phase: stage for stage in STAGES}
+
+
+def limit_s(limits: Limits, phase: str) -> float | None:
+    """How long the phase may take; None for one that lasts."""
+    stage = BY_PHASE.get(phase)
+    return None if stage is None else getattr(limits, stage.limit)
+
+
+def is_past_return(op: Operation) -> bool:
+    """Whether the way on is shorter than the way back.
+
+    Moving or suspending, that is when every worker has left or is there already; resuming, when any has arrived.
+    """
+    if op.heading != FORWARD:
+        return False
+    if any(worker.origin is not None for worker in op.live):
+        return all(is_arrived(worker) or worker.at is None for worker in op.live)
+    return any(worker.at is not None for worker in op.live)

@@ -1,0 +1,46 @@
+"""Records that travel with their name, so that a reader knows which class to make of them: events and effects.
+
+Owns the tag in the plain form and nothing else. It must not know what the names mean: each family keeps its own
+register, and a name that is not in it is refused, never guessed at.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from hegmd.errors import BAD_REQUEST, HegmError
+from hegmd.protocol.record import Record, as_map
+
+TAG = "is"
+
+
+class Tagged(Record):
+    """Base of a family. Its first class makes the register; each class with a tag is a member of it."""
+
+    tag: ClassVar[str] = ""
+    register: ClassVar[dict[str, type[Any]]]
+
+    def __init_subclass__(cls, *, tag: str = "") -> None:
+        super().__init_subclass__()
+        if not hasattr(cls, "register"):
+            cls.register = {}
+        if tag:
+            cls.tag = tag
+            cls.register[tag] = cls
+
+    def to_plain(self) -> dict[str, object]:
+        """The record as plain values, with its name."""
+        return {TAG: self.tag, **super().to_plain()}
+
+    @classmethod
+    def untagged(cls, value: object, where: str) -> Any:
+        """The member of this family that the plain value names. Raises HegmError for a name that is not known."""
+        plain = as_map(value) or {}
+        member = cls.register.get(str(plain.get(TAG)))
+        if member is None:
+            raise HegmError(
+                BAD_REQUEST,
+                f"{where}: there is no {cls.__name__.lower()} called {plain.get(TAG)!r}",
+                "it was written by another version of hegmd; start the version that wrote it",
+            )
+        return member.from_plain(plain, where)
