@@ -310,7 +310,7 @@ class Connection:
         if isinstance(said, Failure) and said.id is None:
             self.close()
             raise self._explained(said.error)
-        fds = said.fds if isinstance(said, Answer) else 0
+        fds = 0 if isinstance(said, Failure) else said.fds
         descriptors = self._wire.take(fds)
         if descriptors is None:
             self.close()

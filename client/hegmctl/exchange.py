@@ -195,7 +195,7 @@ class Exchange:
             if waiter is not None:
                 waiter.fail(error)
             return
-        descriptors = self._claim(said.fds if isinstance(said, Answer) else 0)
+        descriptors = self._claim(said.fds)
         waiter = self._waiters.get(said.id)
         if waiter is None:
             descriptors.close()

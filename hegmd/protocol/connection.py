@@ -186,12 +186,12 @@ class ServerConnection:
         info = ErrorInfo(code=error.code.name, message=error.message, hint=error.hint, facts=error.facts)
         return _envelope({"id": request_id, "err": info.to_plain()}, 0)
 
-    def event(self, request_id: int, event: Record) -> bytes:
-        """The frame of something that happens while a request is under way."""
+    def event(self, request_id: int, event: Record, fds: int = 0) -> bytes:
+        """The frame of something that happens while a request is under way; `fds` descriptors go with it."""
         expected = self._message_of(request_id)
         if expected.event is None or type(event) is not expected.event:
             raise Bug(f"{expected.__name__} was sent a {type(event).__name__} in between")
-        return _envelope({"id": request_id, "event": event.to_plain()}, 0)
+        return _envelope({"id": request_id, "event": event.to_plain()}, fds)
 
     def _message_of(self, request_id: int) -> type[Request]:
         if request_id not in self._in_flight:
@@ -221,13 +221,14 @@ class Failure:
 
 
 class Progress:
-    """Something happened while a request is under way."""
+    """Something happened while a request is under way; `fds` descriptors came with it."""
 
-    __slots__ = ("event", "id")
+    __slots__ = ("event", "fds", "id")
 
-    def __init__(self, request_id: int, event: Record) -> None:
+    def __init__(self, request_id: int, event: Record, fds: int = 0) -> None:
         self.id = request_id
         self.event = event
+        self.fds = fds
 
 
 class ClientConnection:
@@ -275,7 +276,8 @@ class ClientConnection:
         if "event" in envelope:
             if message.event is None:
                 raise ProtocolBroken(_bad(f"an event in the middle of {message.op}", _MATCH))
-            return Progress(request_id, message.event.from_plain(envelope["event"], message.op))
+            event = message.event.from_plain(envelope["event"], message.op)
+            return Progress(request_id, event, _fds_of(envelope, request_id))
         if "err" in envelope:
             del self._in_flight[request_id]
             return Failure(request_id, _error_from(envelope["err"]))

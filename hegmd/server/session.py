@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -58,9 +58,9 @@ class Call:
     def peer(self) -> Peer:
         return self.session.peer
 
-    async def emit(self, event: Record) -> None:
-        """Send something in between."""
-        await self.session.send(self.session.protocol.event(self.id, event))
+    async def emit(self, event: Record, fds: Sequence[int] = ()) -> None:
+        """Send something in between. The descriptors that go with it stay the caller's."""
+        await self.session.send(self.session.protocol.event(self.id, event, len(fds)), fds)
 
 
 Answerer = Callable[[Call], Awaitable[Record]]
@@ -106,10 +106,10 @@ class Session:
         """Have something undone when the connection ends; once for each key, however often it is asked for."""
         self._at_end[key] = undo
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Write one frame. A peer that does not take it within the limit loses the connection, nothing else."""
         try:
-            await self._stream.send(data, self.limits.send_deadline_s)
+            await self._stream.send(data, self.limits.send_deadline_s, fds)
             self._counters.sent_bytes += len(data)
         except HegmError as error:
             self._note(error)

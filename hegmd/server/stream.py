@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -102,30 +103,32 @@ class PeerStream:
             )
         return Descriptors([self._unclaimed.popleft() for _ in range(count)])
 
-    async def send(self, data: bytes, deadline_s: float) -> None:
+    async def send(self, data: bytes, deadline_s: float, fds: Sequence[int] = ()) -> None:
         """Send it all, one caller at a time. Raises TIMEOUT, and closes, when the peer does not take it in that time.
 
+        The descriptors go with the first byte and stay the caller's, who keeps them open until this returns.
         A frame that was begun is finished even if the caller is cancelled: half a frame would end the connection for
         every other request on it. Only `close` and the deadline cut it short.
         """
         async with self._sending:
-            sent = self._send_now(data)
+            sent = self._send_now(data, fds)
             if sent == len(data):
                 return
             try:
                 with anyio.fail_after(deadline_s, shield=True):
                     while sent < len(data):
                         await anyio.wait_writable(self._socket)
-                        sent += self._send_now(data[sent : sent + _WRITE_BYTES])
+                        sent += self._send_now(data[sent : sent + _WRITE_BYTES], () if sent else fds)
             except TimeoutError:
                 self.close()
                 raise HegmError(
                     TIMEOUT, f"the peer did not read for {deadline_s:g} s", "read replies as they come"
                 ) from None
 
-    def _send_now(self, data: bytes) -> int:
+    def _send_now(self, data: bytes, fds: Sequence[int]) -> int:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
-            return self._socket.send(data, socket.MSG_NOSIGNAL)
+            return self._socket.sendmsg([data], rights, socket.MSG_NOSIGNAL)
         except (BlockingIOError, InterruptedError):
             return 0
 

@@ -311,3 +311,13 @@ def test_no_bytes_make_the_server_end_raise_anything_but_a_broken_protocol(data:
     with contextlib.suppress(ProtocolBroken):
         while daemon.next_event() is not None:
             pass
+
+
+def test_an_event_tells_how_many_descriptors_come_with_it() -> None:
+    client, daemon = joined()
+    request_id, data = client.request(Events(follow=True))
+    daemon.feed(data)
+    daemon.next_event()
+    client.feed(daemon.event(request_id, EVENT, fds=2) + daemon.event(request_id, EVENT))
+    counts = [event.fds for event in (client.next_event(), client.next_event()) if isinstance(event, Progress)]
+    assert counts == [2, 0]

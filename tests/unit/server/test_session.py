@@ -54,6 +54,7 @@ class Daemon:
         self.go_on = anyio.Event()
         self.ended: list[str] = []
         self.taken_fds: list[int] = []
+        self.sent_fds: list[int] = []
 
     async def answer(self, call: Call) -> Record:
         request = call.request
@@ -66,7 +67,7 @@ class Daemon:
             raise HegmError(NOT_FOUND, "no such process", "look again")
         if isinstance(request, Events):
             while True:
-                await call.emit(BIG_EVENT)
+                await call.emit(BIG_EVENT, self.sent_fds)
         try:
             self.waiting.set()
             await self.go_on.wait()
@@ -162,6 +163,31 @@ async def test_a_cancel_while_an_event_is_being_written_leaves_whole_frames() ->
             seen.append(type(await talker.next()))
         assert {Failure, Answer} <= set(seen)
         assert isinstance(await talker.ask(Ping()), Answer)
+
+
+async def test_descriptors_of_an_event_come_with_its_own_frame_though_the_socket_is_full() -> None:
+    read_end, write_end = os.pipe()
+    async with talking() as (talker, _, daemon, _):
+        await talker.hello()
+        daemon.sent_fds = [read_end]
+        _, data = talker.protocol.request(Events(follow=True))
+        await talker.send(data)
+        await anyio.wait_all_tasks_blocked()  # now frames wait for room: the first part of one is sent without us
+        got: list[int] = []
+        events = 0
+        while events < 5:
+            await anyio.wait_readable(talker.socket)
+            received, fds, _, _ = socket.recv_fds(talker.socket, 65_536, 16)
+            got += fds
+            talker.protocol.feed(received)
+            while isinstance(progress := talker.protocol.next_event(), Progress):
+                events += 1
+                assert progress.fds == 1
+                assert len(got) >= events
+        os.write(write_end, b"x")
+        assert os.read(got[0], 1) == b"x"
+        for fd in (*got, read_end, write_end):
+            os.close(fd)
 
 
 async def test_a_peer_that_leaves_takes_its_requests_along() -> None:
