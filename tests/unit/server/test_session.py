@@ -188,6 +188,7 @@ async def test_descriptors_of_an_event_come_with_its_own_frame_though_the_socket
         assert os.read(got[0], 1) == b"x"
         for fd in (*got, read_end, write_end):
             os.close(fd)
+        talker.socket.close()  # a frame that was begun is finished, or cut short by the peer's leaving
 
 
 async def test_a_peer_that_leaves_takes_its_requests_along() -> None:
