@@ -58,6 +58,8 @@ class Worker(Record):
     start_ticks: int = field("start time in clock ticks since boot: with the pid, its identity")
     token: str = field("what its agent calls itself")
     rank: int | None = field("its rank in a distributed job", default=None)
+    chip: str | None = field("identity of the chip that it began on; it can only go to an equal one", default=None)
+    was_on: str | None = field("the GPU that it began on, where people expect it back", default=None)
     origin: str | None = field("the GPU to bring it back to; nil when the way back is to be suspended")
     goal: str | None = field("the GPU that it is to be on; nil for none")
     at: str | None = field("the GPU that it is on; nil while it is checkpointed")

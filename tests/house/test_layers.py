@@ -91,13 +91,17 @@ PURE = (
     "hegmd.ways",
     "hegmd.workloads",
     "hegmd.migration.actions",
+    "hegmd.migration.candidates",
     "hegmd.migration.course",
     "hegmd.migration.effects",
     "hegmd.migration.events",
+    "hegmd.migration.journal",
     "hegmd.migration.machine",
     "hegmd.migration.operation",
+    "hegmd.migration.plan",
     "hegmd.migration.stages",
     "hegmd.migration.tagged",
+    "hegmd.migration.wording",
 )
 
 # Parts get values. Only these read the configuration file's form.

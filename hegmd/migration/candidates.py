@@ -1,0 +1,172 @@
+"""What plan.py looks at and what it answers with: the node at one moment, a request, a plan, reasons against it.
+
+Owns these records and turning a plan into an operation. Decides nothing. Everything is frozen and plain, so that a
+plan can be made anywhere from a snapshot that was written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hegmd.migration.operation import Limits, Operation, Worker
+from hegmd.protocol.messages import LeftAlone
+from hegmd.protocol.record import Record, field
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class GpuRoom(Record):
+    """The part of a GPU that decides whether something can go there."""
+
+    id: str = field("such as gpu0")
+    vendor: str = field("nvidia, amd or simulated")
+    chip: str | None = field("identity of the chip", default=None)
+    state: str = field("ok, lost or unknown", default="ok")
+    free_bytes: int | None = field("memory that nobody holds; nil if not known")
+    mig: bool | None = field("whether it is cut into MIG instances", default=None)
+    mps: bool | None = field("whether processes share it through MPS", default=None)
+
+
+class AgentSurvey(Record):
+    """What the agent of a process said last."""
+
+    token: str = field("what it calls itself")
+    size_bytes: int | None = field(
+        "bytes of the storages that it vouches for; nil before its first survey", default=None
+    )
+    left_alone: tuple[LeftAlone, ...] = field("what it does not vouch for", default=())
+    boundary: int | None = field("batch boundaries that it has passed", default=None)
+    rank: int | None = field("its rank in a distributed job", default=None)
+    world_size: int | None = field("how many ranks the job has", default=None)
+
+
+class Candidate(Record):
+    """A process that could be moved."""
+
+    pid: int = field("process id")
+    start_ticks: int = field("start time in clock ticks since boot")
+    uid: int | None = field("its owner", default=None)
+    name: str | None = field("short name of the program", default=None)
+    job: str | None = field("the `hegmctl run` that it belongs to", default=None)
+    gpus: tuple[str, ...] = field("the GPUs that it is on")
+    agent: AgentSurvey | None = field("its agent, if one is connected", default=None)
+
+
+class PoolRoom(Record):
+    """What the pool has."""
+
+    budget_bytes: int = field("the most that it may hold")
+    free_bytes: int = field("what of that is not taken")
+
+
+class Rates(Record):
+    """How fast bytes go on this node, by what was measured before or by assumption."""
+
+    out_bytes_per_s: float = field("out of a worker", default=2.0e9)
+    in_bytes_per_s: float = field("into a worker", default=2.0e9)
+    fixed_s: float = field("what a move takes without any bytes", default=0.05)
+
+
+class Snapshot(Record):
+    """The node at one moment, as far as moving goes."""
+
+    gpus: tuple[GpuRoom, ...] = field("all of them")
+    candidates: tuple[Candidate, ...] = field("the processes on them")
+    pool: PoolRoom = field("the pool")
+    running: tuple[Operation, ...] = field("operations that are not over", default=())
+    rates: Rates = field("how fast bytes go", default=Rates())
+
+
+class Request(Record):
+    """What was asked."""
+
+    kind: str = field("migrate, suspend or resume")
+    pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
+    to: str | None = field("the GPU for all of them; for resume nil is where they were", default=None)
+    placement: Mapping[str, str] = field("a GPU for single ones, by pid; before `to`", default={})
+
+
+class Reason(Record):
+    """One thing that stands against it."""
+
+    code: str = field("code of the error, as in hegmd/errors.py")
+    message: str = field("what, with numbers")
+    hint: str = field("the next step")
+    pid: int | None = field("the process that it is about", default=None)
+    gpu: str | None = field("the GPU that it is about", default=None)
+
+
+class PlannedWorker(Record):
+    """What is planned for one process."""
+
+    pid: int = field("process id")
+    name: str = field("what people know it by")
+    gpu: str | None = field("where it is; nil if it is suspended")
+    to: str | None = field("where it is to go; nil to be suspended")
+    size_bytes: int = field("bytes to carry")
+    left_alone_bytes: int = field("bytes that stay in the process", default=0)
+    carrier: str = field("worker, or none for one that only stands by")
+
+
+class Plan(Record):
+    """What would be done."""
+
+    kind: str = field("migrate, suspend or resume")
+    way: str = field("agent")
+    workers: tuple[PlannedWorker, ...] = field("one for each process of the job")
+    size_bytes: int = field("bytes to carry, in all")
+    room_needed_bytes: Mapping[str, int] = field("room to take, by GPU")
+    room_free_bytes: Mapping[str, int] = field("room that is free there")
+    pool_needed_bytes: int = field("bytes of the pool to take")
+    pool_free_bytes: int = field("bytes of the pool that are free")
+    estimate_s: float = field("how long the job will stand, beyond the wait for its boundary")
+    lockstep: bool = field("whether all have to stop at the same boundary")
+    hazards: tuple[str, ...] = field("what to know before saying yes", default=())
+    steps: tuple[str, ...] = field("what would be done, in order")
+
+    def operation(
+        self,
+        op_id: str,
+        candidates: Iterable[Candidate],
+        chips: Mapping[str, str | None],
+        *,
+        limits: Limits,
+        utc: float,
+    ) -> Operation:
+        """The operation that carries out a migration or a suspension; the machine takes it from there."""
+        by_pid = {candidate.pid: candidate for candidate in candidates}
+        workers = tuple([_worker(planned, by_pid[planned.pid], chips) for planned in self.workers])
+        return Operation(
+            id=op_id,
+            kind=self.kind,
+            lockstep=self.lockstep,
+            workers=workers,
+            limits=limits,
+            owner_uid=by_pid[self.workers[0].pid].uid,
+            created_utc=utc,
+        )
+
+    @property
+    def destinations(self) -> dict[str, str]:
+        """For `resume-asked`: where each worker goes, by its name in the operation."""
+        return {str(worker.pid): worker.to for worker in self.workers if worker.to is not None}
+
+
+def _worker(planned: PlannedWorker, candidate: Candidate, chips: Mapping[str, str | None]) -> Worker:
+    gpu = planned.gpu
+    return Worker(
+        name=str(planned.pid),
+        pid=planned.pid,
+        start_ticks=candidate.start_ticks,
+        token=candidate.agent.token if candidate.agent else "",
+        rank=candidate.agent.rank if candidate.agent else None,
+        chip=chips.get(gpu) if gpu else None,
+        was_on=gpu,
+        origin=gpu,
+        goal=planned.to,
+        at=gpu,
+        size_bytes=planned.size_bytes,
+        rooms={gpu: planned.size_bytes} if gpu else {},
+    )
