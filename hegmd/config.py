@@ -33,6 +33,7 @@ from hegmd.settings import (
     LogSettings,
     MetricsSettings,
     PathName,
+    PoolSettings,
     Row,
     Unfit,
     name_of_type,
@@ -68,6 +69,7 @@ class Config:
     metrics: MetricsSettings
     events: EventsSettings
     doctor: DoctorSettings
+    pool: PoolSettings
     path: Path | None
     sources: Mapping[str, str]
 

@@ -373,6 +373,18 @@ class DoctorSettings:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """The memory in which the bytes of jobs are held while they are on no GPU."""
+
+    budget_bytes: int = setting(
+        Amount(0, 1 << 50),
+        0,
+        "The most that the pool may hold, in bytes; 0 for half of the memory that is available when it is needed.",
+        reloads=False,
+    )
+
+
 SECTIONS: dict[str, type[Any]] = {
     "daemon": DaemonSettings,
     "inventory": InventorySettings,
@@ -382,6 +394,7 @@ SECTIONS: dict[str, type[Any]] = {
     "metrics": MetricsSettings,
     "events": EventsSettings,
     "doctor": DoctorSettings,
+    "pool": PoolSettings,
 }
 
 

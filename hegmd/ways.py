@@ -92,6 +92,8 @@ def ground_of(gpus: Sequence[Gpu], means: NodeMeans) -> Ground:
 
 def ways_of(candidate: Candidate, ground: Ground) -> tuple[Way, ...]:
     """The four ways in the order in which one would want them."""
+    if not candidate.uses:
+        return tuple(Way(way=way, possible=False, reason=_ON_NO_GPU) for way in ("agent", "driver", "criu", "restart"))
     by_id = {gpu.id: gpu for gpu in ground.gpus}
     own = tuple(by_id.get(gpu, GpuTraits(id=gpu, vendor="unknown", state="unknown")) for gpu, _ in candidate.uses)
     return (
@@ -100,6 +102,9 @@ def ways_of(candidate: Candidate, ground: Ground) -> tuple[Way, ...]:
         _criu_way(candidate, own, ground),
         _restart_way(candidate),
     )
+
+
+_ON_NO_GPU = "it is on no GPU now; a suspended job goes on with `hegmctl resume`"
 
 
 def _agent_way(candidate: Candidate, own: tuple[GpuTraits, ...], ground: Ground) -> Way:

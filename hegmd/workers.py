@@ -1,32 +1,402 @@
-"""Workers whose agent is connected now, by pid.
+"""Workers: processes with an agent of ours in them, one handle each, over as many connections as that takes.
 
-A worker is known by the kernel's word on its connection, and only as long as that connection lasts: its end is the end
-of the entry, so a pid that is used again is never taken for its predecessor.
+A worker's identity is its pid and start time by the kernel's word, and the token that its agent made for itself. A
+connection that ends leaves the handle: orders under way fail as `AgentAway`, and the agent that comes back with the
+same token finds its handle again. The process's own end is seen on its pidfd and nowhere else, so a pid that is used
+again is never taken for its predecessor. Another token from the same process means that it runs another program now.
+
+Owns the orders under way and what the agents last said of themselves. Decides nothing about operations: who listens is
+told that a worker `came`, was `left` by its agent, has it `back`, or has `ended`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import anyio
+import anyio.abc
+
+from hegmd.errors import DENIED, DISCONNECTED, REFUSED, Bug, HegmError, Refused
+from hegmd.log import fields
+from hegmd.protocol.messages import AgentAttend, AgentReport, LeftAlone, Order
 from hegmd.protocol.snapshots import AgentInfo
+
+logger = logging.getLogger(__name__)
+
+CAME, LEFT, BACK, ENDED = "came", "left", "back", "ended"
+DONE, FAILED, PROGRESS = "done", "failed", "progress"
+# Orders that move bytes: while one is under way in a worker, nothing else is to be believed of it.
+MOVING = frozenset({"evacuate", "refill"})
+
+Send = Callable[[Order, Sequence[int]], Awaitable[None]]
+Progress = Callable[[int], object]
+Listener = Callable[[str, "Worker"], object]
+
+
+class AgentAway(HegmError):
+    """The agent's connection ended, or there is none: whether an order under way was obeyed is not known."""
+
+    def __init__(self, pid: int, what: str) -> None:
+        super().__init__(
+            DISCONNECTED,
+            f"the agent in process {pid} is not connected: {what}",
+            "it connects again by itself; see `hegmctl ps`, and the job's own output if it does not",
+            {"pid": pid},
+        )
+
+
+class OrderFailed(HegmError):
+    """The agent could not do what it was told, and says why."""
+
+    def __init__(self, pid: int, do: str, report: AgentReport) -> None:
+        why = report.message or "the agent gave no reason"
+        super().__init__(
+            REFUSED, f"{do} in process {pid}: {why}", report.hint or "look at what the job is doing", {"pid": pid}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whom the kernel says is at the other end."""
+
+    pid: int
+    start_ticks: int
+    uid: int
+
+
+class Given:
+    """An order that was given. `report` waits for what becomes of it."""
+
+    def __init__(self, worker: Worker, do: str, on_progress: Progress | None) -> None:
+        self.do = do
+        self._worker = worker
+        self._on_progress = on_progress
+        self.over = anyio.Event()
+        self._report: AgentReport | None = None
+
+    async def report(self) -> AgentReport:
+        """What was reported. Raises OrderFailed, or AgentAway when the connection ended before."""
+        await self.over.wait()
+        if self._report is None:
+            raise AgentAway(self._worker.pid, f"it left while it was told to {self.do}")
+        if self._report.result != DONE:
+            raise OrderFailed(self._worker.pid, self.do, self._report)
+        return self._report
+
+    def take(self, report: AgentReport) -> bool:
+        """Take a report; whether it was the last one."""
+        if report.result == PROGRESS:
+            if self._on_progress is not None and report.size_bytes is not None:
+                self._on_progress(report.size_bytes)
+            return False
+        self._report = report
+        self.over.set()
+        return True
+
+    def end(self) -> None:
+        """There will be no report."""
+        self.over.set()
+
+
+class _Link:
+    """One connection of an agent: numbers its orders and knows those that are not answered."""
+
+    def __init__(self, send: Send) -> None:
+        self.send = send
+        self.replaced = anyio.Event()
+        self.given: dict[int, Given] = {}
+        self._last = 0
+
+    def enter(self, given: Given) -> int:
+        self._last += 1
+        self.given[self._last] = given
+        return self._last
+
+    def end(self) -> None:
+        for given in self.given.values():
+            given.end()
+        self.given.clear()
+
+
+class Worker:
+    """One process with an agent, from its first word to the process's end."""
+
+    def __init__(self, identity: Identity, program: AgentInfo, about: AgentAttend) -> None:
+        self.identity = identity
+        self.program = program
+        self.about = about
+        self.token = about.token
+        self.ended = False
+        #: The GPU that it is on, as far as somebody has settled that; the operations and the simulation write it.
+        self.gpu: str | None = None
+        self.boundary = about.boundary
+        self.parked = about.parked
+        self.held_bytes = about.held_bytes
+        #: Bytes of the storages that its agent vouches for; None before it has counted them.
+        self.size_bytes: int | None = about.size_bytes or None
+        self.left_alone: tuple[LeftAlone, ...] = ()
+        self._link: _Link | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.identity.pid
+
+    @property
+    def name(self) -> str:
+        """What operations call it: unique on this node from boot to boot."""
+        return f"{self.identity.pid}-{self.identity.start_ticks}"
+
+    @property
+    def connected(self) -> bool:
+        """Whether its agent can be given orders now."""
+        return self._link is not None and not self.ended
+
+    @property
+    def busy(self) -> bool:
+        """Whether bytes are on their way out of it or into it."""
+        return self._link is not None and any(given.do in MOVING for given in self._link.given.values())
+
+    async def order(
+        self,
+        do: str,
+        *,
+        at: int | None = None,
+        limit_s: float | None = None,
+        fds: Sequence[int] = (),
+        on_progress: Progress | None = None,
+    ) -> AgentReport:
+        """Give an order and wait for its end. Raises OrderFailed, AgentAway. Cancelled, the order goes on by itself."""
+        given = await self.give(do, at=at, limit_s=limit_s, fds=fds, on_progress=on_progress)
+        return await given.report()
+
+    async def give(
+        self,
+        do: str,
+        *,
+        at: int | None = None,
+        limit_s: float | None = None,
+        fds: Sequence[int] = (),
+        on_progress: Progress | None = None,
+    ) -> Given:
+        """Give an order without waiting for its end. The descriptors stay the caller's. Raises AgentAway.
+
+        An agent waits for one boundary at a time: an order waits for those before it, but for `withdraw`, which ends
+        them.
+        """
+        while do != "withdraw" and (before := self._under_way()) is not None:
+            await before.over.wait()
+        link = self._link
+        if link is None:
+            raise AgentAway(self.pid, f"it cannot be told to {do}")
+        given = Given(self, do, on_progress)
+        number = link.enter(given)
+        try:
+            await link.send(Order(order=number, do=do, at=at, limit_s=limit_s), fds)
+        except (OSError, anyio.ClosedResourceError, HegmError) as error:
+            link.given.pop(number, None)
+            given.end()
+            raise AgentAway(self.pid, f"it cannot be told to {do}") from error
+        return given
+
+    def _under_way(self) -> Given | None:
+        return None if self._link is None else next(iter(self._link.given.values()), None)
+
+    def take(self, link: object, report: AgentReport) -> None:
+        """Take a report that came on that connection; one of an order that nobody waits for changes nothing."""
+        if self._link is None or self._link is not link:
+            return
+        given = self._link.given.get(report.order)
+        if given is None:
+            return
+        self._note(given.do, report)
+        if given.take(report):
+            del self._link.given[report.order]
+
+    def _note(self, do: str, report: AgentReport) -> None:
+        """Keep what a report says of the worker."""
+        if report.boundary is not None:
+            self.boundary = report.boundary
+        if report.result != DONE:
+            return
+        if do in {"park", "withdraw", "release"}:
+            self.parked = do == "park"
+        if do == "survey":
+            self.size_bytes = self.size_bytes if report.size_bytes is None else report.size_bytes
+            self.left_alone = report.left_alone
+            self.parked = self.parked if report.parked is None else report.parked
+            self.held_bytes = self.held_bytes if report.held_bytes is None else report.held_bytes
+        if do == "evacuate":
+            self.held_bytes = report.size_bytes or 0
+        if do == "refill":
+            self.held_bytes = 0
+
+    def info(self) -> AgentInfo:
+        """What is shown of its agent."""
+        return self.program.replace(
+            framework=self.about.framework,
+            framework_version=self.about.framework_version,
+            job=self.about.job,
+            rank=self.about.rank,
+            boundary=self.boundary,
+            parked=self.parked,
+            held_bytes=self.held_bytes,
+        )
+
+    # -- for Workers ---------------------------------------------------------------------------------------------------
+
+    def connect(self, send: Send, about: AgentAttend) -> _Link:
+        """Take a new connection of its agent; the one before is over."""
+        before = self._link
+        self._link = link = _Link(send)
+        self.about = about
+        self.boundary, self.parked, self.held_bytes = about.boundary, about.parked, about.held_bytes
+        self.size_bytes = about.size_bytes or self.size_bytes
+        if before is not None:
+            before.end()
+            before.replaced.set()
+        return link
+
+    def disconnect(self, link: _Link) -> bool:
+        """That connection ended; whether it was the one that counts."""
+        link.end()
+        if self._link is not link:
+            return False
+        self._link = None
+        return True
 
 
 class Workers:
-    """The agents that are connected."""
+    """Every worker on the node. `run` has to be running for as long as agents attend.
 
-    def __init__(self) -> None:
-        self._agents: dict[int, AgentInfo] = {}
+    `start_ticks` tells a process's start time, or None if there is no such process.
+    """
+
+    def __init__(self, start_ticks: Callable[[int], int | None] = lambda _pid: None) -> None:
+        self._start_ticks = start_ticks
+        self._introduced: dict[int, AgentInfo] = {}
+        self._workers: dict[int, Worker] = {}
+        self._links: dict[object, tuple[Worker, _Link]] = {}
+        self._listeners: list[Listener] = []
+        self._watching: anyio.abc.TaskGroup | None = None
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Watch the processes of all workers, until cancelled."""
+        async with anyio.create_task_group() as self._watching:
+            task_status.started()
+            await anyio.sleep_forever()
+
+    def listen(self, listener: Listener) -> None:
+        """Have every piece of news told: what happened, and to whom. Told from the event loop, must not wait."""
+        self._listeners.append(listener)
+
+    # -- who is there --------------------------------------------------------------------------------------------------
 
     def register(self, pid: int, agent: AgentInfo) -> Callable[[], None]:
-        """Enter an agent; returns what takes it out again. The newest connection of a pid is the one that counts."""
-        self._agents[pid] = agent
+        """Enter an agent that introduced itself; returns what takes it out again. The newest of a pid counts."""
+        self._introduced[pid] = agent
 
         def leave() -> None:
-            if self._agents.get(pid) is agent:
-                del self._agents[pid]
+            if self._introduced.get(pid) is agent:
+                del self._introduced[pid]
 
         return leave
 
     def agents(self) -> Mapping[int, AgentInfo]:
         """Every connected agent by pid."""
-        return dict(self._agents)
+        attending = {worker.pid: worker.info() for worker in self if worker.connected}
+        return {**self._introduced, **attending}
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(tuple(self._workers.values()))
+
+    def find(self, pid: int) -> Worker | None:
+        """The worker that has that pid now."""
+        return self._workers.get(pid)
+
+    def named(self, name: str) -> Worker | None:
+        """The worker of that name, if its process lives."""
+        return next((worker for worker in self if worker.name == name), None)
+
+    # -- what agents say -----------------------------------------------------------------------------------------------
+
+    async def attend(self, key: object, pid: int, uid: int, program: AgentInfo, about: AgentAttend, send: Send) -> None:
+        """Let an agent attend on the connection `key`, until a newer one takes its place or this is cancelled."""
+        with contextlib.ExitStack() as held:
+            worker, news = self._admit(pid, uid, program, about)
+            link = worker.connect(send, about)
+            self._links[key] = (worker, link)
+            held.callback(self._leave, key, worker, link)
+            self._tell(news, worker)
+            await link.replaced.wait()
+
+    def report(self, key: object, report: AgentReport) -> None:
+        """Take what an agent reports on that connection. Raises Refused when it does not attend there."""
+        attending = self._links.get(key)
+        if attending is None:
+            raise Refused("this connection attends no orders", "send agent.attend first, on the same connection")
+        worker, link = attending
+        worker.take(link, report)
+
+    def _admit(self, pid: int, uid: int, program: AgentInfo, about: AgentAttend) -> tuple[Worker, str]:
+        """The handle for an agent that attends: its own of before, or a new one. Raises HegmError."""
+        if self._watching is None:
+            raise Bug("an agent attends before its process can be watched")
+        known = self._workers.get(pid)
+        ticks = self._start_ticks(pid)
+        if ticks is None:
+            raise HegmError(
+                DENIED,
+                f"process {pid} cannot be seen from here",
+                "run hegmd where it sees the processes of the node: in its pid namespace, with its /proc",
+            )
+        identity = Identity(pid, ticks, uid)
+        if known is not None and known.identity == identity and known.token == about.token:
+            return known, BACK
+        if known is not None:
+            self._end(known)
+        worker = Worker(identity, program, about)
+        pidfd = os.pidfd_open(pid)
+        if self._start_ticks(pid) != ticks:  # between the two looks it became another process
+            os.close(pidfd)
+            raise AgentAway(pid, "the process has ended")
+        self._workers[pid] = worker
+        self._watching.start_soon(self._watch, worker, pidfd)
+        return worker, CAME
+
+    async def _watch(self, worker: Worker, pidfd: int) -> None:
+        """Wait for the end of the process; in one task for each, which its own end or the daemon's ends."""
+        try:
+            await anyio.wait_readable(pidfd)
+        finally:
+            anyio.notify_closing(pidfd)
+            os.close(pidfd)
+        self._end(worker)
+
+    def _end(self, worker: Worker) -> None:
+        """The process has ended, or its program has: the handle is of no more use."""
+        if worker.ended:
+            return
+        worker.ended = True
+        if self._workers.get(worker.pid) is worker:
+            del self._workers[worker.pid]
+        for key, (other, link) in tuple(self._links.items()):
+            if other is worker:
+                del self._links[key]
+                worker.disconnect(link)
+                link.replaced.set()
+        self._tell(ENDED, worker)
+
+    def _leave(self, key: object, worker: Worker, link: _Link) -> None:
+        if self._links.get(key) == (worker, link):
+            del self._links[key]
+        if worker.disconnect(link) and not worker.ended:
+            self._tell(LEFT, worker)
+
+    def _tell(self, news: str, worker: Worker) -> None:
+        logger.info("worker %d: %s", worker.pid, news, extra=fields(pid=worker.pid, news=news))
+        for listener in self._listeners:
+            listener(news, worker)

@@ -29,7 +29,8 @@ class RollCall:
     """What there is to know of this moment before anybody looks at /proc.
 
     `uses` speak of GPUs by UUID, and `ids` has the node's id for each. `unproven` are pids from a driver that may
-    count in another namespace. `agents` and `held_bytes` are by pid.
+    count in another namespace. `agents` and `held_bytes` are by pid; who has an entry in the latter is on the roll even
+    when no driver names it, as a suspended job is.
     """
 
     uses: tuple[ProcessUse, ...]
@@ -97,6 +98,8 @@ class Roster:
         uses_of: dict[int, list[ProcessUse]] = {}
         for use in call.uses:
             uses_of.setdefault(use.pid, []).append(use)
+        for pid in call.held_bytes:
+            uses_of.setdefault(pid, [])
         facts_of = self._table.refresh(uses_of, call.unproven)
         visible = (
             (facts.pid, facts.start_ticks, facts.name, facts.uid)
@@ -195,6 +198,8 @@ def stand_in(call: RollCall, before: Roll) -> Roll:
     uses_of: dict[int, list[ProcessUse]] = {}
     for use in call.uses:
         uses_of.setdefault(use.pid, []).append(use)
+    for pid in call.held_bytes:
+        uses_of.setdefault(pid, [])
     processes: list[GpuProcess] = []
     for pid, uses in sorted(uses_of.items()):
         named = _named_uses(uses, call.ids)

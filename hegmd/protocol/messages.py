@@ -8,10 +8,12 @@ Glossary, one word per thing on the wire, in logs and in the CLI:
 
 A request class carries its wire tag (`op`), the record that answers it, the record that may come in between, and
 whether it changes state, in which case the daemon keeps an audit record of it. To add a message: add a class here.
+Longer than 400 lines because every message is in this one place, and it is a list.
 """
 
 from __future__ import annotations
 
+from .operations import Operation, OperationProgress, Plan, Reason, StoryLine
 from .record import Record, field
 from .snapshots import Check, Event, Gpu, GpuProcess, Vendor
 
@@ -241,6 +243,103 @@ class SimulateFault(Request, op="simulate.fault", reply=FaultReply, changes_stat
 
     target: str = field("id of a GPU, or `vendor` for the whole library")
     fault: str = field("lost, error, hang, unknown-memory, ecc, xid, or none to mend it")
+
+
+class OperationReply(Record):
+    """An operation, as it stands, and what was planned."""
+
+    operation: Operation | None = field("nil when only the plan was asked for", default=None)
+    plan: Plan | None = field("nil where nothing was planned", default=None)
+
+
+class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgress, changes_state=True):
+    """Move running jobs to another GPU, between two of their batches. A job of several processes moves as one.
+
+    With `wait` the reply comes when the operation has ended; whoever leaves before, or cancels the request, leaves the
+    operation going. An operation that is turned back is a reply too: its `phase` and `failure` say so.
+    """
+
+    pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
+    to: str = field("the GPU to go to")
+    limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
+    wait: bool = field("whether to wait for the end", default=True)
+    dry_run: bool = field("whether only the plan is wanted", default=False)
+
+
+class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgress, changes_state=True):
+    """Take running jobs off their GPUs, between two of their batches, and hold their bytes until a resume."""
+
+    pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
+    limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
+    wait: bool = field("whether to wait for the end", default=True)
+    dry_run: bool = field("whether only the plan is wanted", default=False)
+
+
+class Resume(Request, op="resume", reply=OperationReply, event=OperationProgress, changes_state=True):
+    """Let a suspended job go on."""
+
+    pid: int = field("one of its processes")
+    to: str | None = field("the GPU to go on at; nil for where it was", default=None)
+    wait: bool = field("whether to wait for the end", default=True)
+    dry_run: bool = field("whether only the plan is wanted", default=False)
+
+
+class Drained(Record):
+    """What became of everything on a GPU."""
+
+    operations: tuple[Operation, ...] = field("one for each job that was moved, or was to be")
+    plans: tuple[Plan, ...] = field("for a dry run, one for each job", default=())
+    left: tuple[Reason, ...] = field("why others were not moved", default=())
+
+
+class Drain(Request, op="drain", reply=Drained, event=OperationProgress, changes_state=True):
+    """Move everything off a GPU, one job after the other. Whoever leaves before the end leaves only the job going
+    that is under way; those after it stay.
+    """
+
+    gpu: str = field("the GPU to be emptied")
+    to: tuple[str, ...] = field("the GPUs to go to; empty for any with room", default=())
+    limit_s: float | None = field("how long each wait for a boundary may take", default=None)
+    dry_run: bool = field("whether only the plans are wanted", default=False)
+
+
+class Swap(Request, op="swap", reply=Drained, event=OperationProgress, changes_state=True):
+    """Let two jobs change places. Where there is not room for both at once, one is suspended meanwhile."""
+
+    first: int = field("a process of the one job")
+    second: int = field("a process of the other")
+    limit_s: float | None = field("how long each wait for a boundary may take", default=None)
+
+
+class OperationsReply(Record):
+    """The operations that the daemon remembers."""
+
+    operations: tuple[Operation, ...] = field("oldest first")
+
+
+class Operations(Request, op="operations", reply=OperationsReply):
+    """The operations: those under way, the suspended, and the last ones that are over."""
+
+
+class StoryReply(Record):
+    """An operation and its story."""
+
+    operation: Operation = field("how it stands")
+    story: tuple[StoryLine, ...] = field("what happened to it, oldest first")
+    untold: int = field("lines that are no longer remembered", default=0)
+
+
+class Story(Request, op="operation", reply=StoryReply, event=OperationProgress):
+    """One operation and its story. With `follow` the reply comes when it has ended."""
+
+    id: str = field("id of the operation")
+    follow: bool = field("whether to wait for its end", default=False)
+
+
+class CancelOperation(Request, op="operation.cancel", reply=OperationReply, changes_state=True):
+    """Have an operation turned back. Refused where going on is shorter than going back."""
+
+    id: str = field("id of the operation")
 
 
 class Order(Record):

@@ -98,6 +98,13 @@ class AgentInfo(Record):
 
     name: str = field("program that introduced itself")
     version: str = field("its version")
+    framework: str | None = field("what trains there, such as torch; None if it has said nothing of it", default=None)
+    framework_version: str | None = field("its version", default=None)
+    job: str | None = field("the `hegmctl run` it belongs to", default=None)
+    rank: int | None = field("its rank, in a distributed job", default=None)
+    boundary: int | None = field("batch boundaries that it had passed when it was last heard of", default=None)
+    parked: bool = field("whether its training thread stands at a boundary", default=False)
+    held_bytes: int = field("bytes of its storages that are out of the process", default=0)
 
 
 class Way(Record):

@@ -11,10 +11,12 @@ from hegmd.devices.simulated import SimulatedProvider
 from hegmd.errors import INCOMPATIBLE, NOT_FOUND, HegmError
 from hegmd.events import EventLog
 from hegmd.inventory import Inventory, NodeSnapshot
+from hegmd.operations import Operations
 from hegmd.protocol import messages as m
 from hegmd.protocol.snapshots import AgentInfo, Check, GpuProcess
 from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
+from hegmd.server.operation_handlers import OperationHandlers
 from hegmd.server.session import Call
 from hegmd.workers import Workers
 
@@ -30,6 +32,7 @@ class Services:
     inventory: Inventory
     events: EventLog
     workers: Workers
+    operations: Operations
     simulator: SimulatedProvider | None
     limits: m.Limits
     doctor: Callable[[Callable[[Check], Awaitable[None]]], Awaitable[tuple[Check, ...]]]
@@ -58,6 +61,9 @@ class Handlers:
             m.Metrics: self.metrics,
             m.SimulateHold: self.simulate_hold,
             m.SimulateFault: self.simulate_fault,
+            m.AgentAttend: self.agent_attend,
+            m.AgentReport: self.agent_report,
+            **OperationHandlers(self._s.policy, self._s.operations).table(),
         }
 
     async def hello(self, call: Call, hello: m.Hello) -> m.Welcome:
@@ -73,6 +79,17 @@ class Handlers:
             limits=self._s.limits,
             you=self._s.policy.describe(call.peer),
         )
+
+    async def agent_attend(self, call: Call, request: m.AgentAttend) -> m.AgentDismissed:
+        hello = call.session.hello
+        program = AgentInfo(name=hello.name if hello else "agent", version=hello.program_version if hello else "")
+        peer = call.peer
+        await self._s.workers.attend(call.session, peer.pid, peer.uid, program, request, call.emit)
+        return m.AgentDismissed()
+
+    async def agent_report(self, call: Call, report: m.AgentReport) -> m.Noted:
+        self._s.workers.report(call.session, report)
+        return m.Noted()
 
     async def ping(self, call: Call, _: m.Ping) -> m.Pong:
         return m.Pong()

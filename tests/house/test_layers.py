@@ -25,6 +25,8 @@ EVERYTHING = ("hegmd.*",)
 SEEN = ("hegmd.log", "hegmd.audit", "hegmd.metrics", "hegmd.events")
 # The node as it is: hardware, workers, and how programs are run on it.
 NODE = ("hegmd.devices", "hegmd.external", "hegmd.workers", "hegmd.workloads", "hegmd.ways")
+# What operations are carried out with.
+MOVING = (*GROUND, "hegmd.log", "hegmd.workers", "hegmd.rooms", "hegmd.pool", "hegmd.methods")
 
 LAYERS: dict[str, tuple[str, ...]] = {
     # What daemon, client and agent share
@@ -53,10 +55,17 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.processes": (*GROUND, *SEEN, *NODE),
     "hegmd.inventory": (*GROUND, *SEEN, *NODE, "hegmd.processes"),
     "hegmd.doctor": (*GROUND, "hegmd.log", "hegmd.detached", *NODE, "hegmd.processes"),
-    # What moves them: decided without I/O, from values
+    # What moves them: decided without I/O, from values; done by the runner and what it has for hands
+    "hegmd.pool": (*GROUND, "hegmd.log"),
+    "hegmd.rooms": (*GROUND, "hegmd.log", "hegmd.devices"),
+    "hegmd.attendance": (*GROUND, "hegmd.rooms", "hegmd.workers"),
+    "hegmd.methods": (*GROUND, "hegmd.pool", "hegmd.workers"),
     "hegmd.migration": GROUND,
+    "hegmd.migration.performer": (*MOVING, "hegmd.migration"),
+    "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
+    "hegmd.operations": (*GROUND, "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.workers"),
     # Those who ask
-    "hegmd.server": (*GROUND, *SEEN, "hegmd.detached", *NODE, "hegmd.processes", "hegmd.inventory", "hegmd.doctor"),
+    "hegmd.server": (*GROUND, *SEEN, "hegmd.detached", *NODE, "hegmd.inventory", "hegmd.doctor", "hegmd.operations"),
     "hegmd.server.auth": ("hegmd.errors", "hegmd.protocol"),
     # Where it all comes together
     "hegmd.config": (*GROUND, "hegmd.settings", "hegmd.toml_lines"),

@@ -2,14 +2,14 @@
 
 import pytest
 
-from hegmd.protocol import messages, snapshots
+from hegmd.protocol import messages, operations, snapshots
 from hegmd.protocol.codec import decode, encode
 from hegmd.protocol.record import REQUIRED, BadValue, Record
 
 EVERY_RECORD = sorted(
     {
         value
-        for module in (messages, snapshots)
+        for module in (messages, operations, snapshots)
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, Record) and value not in (Record, messages.Request)
     },
@@ -27,7 +27,7 @@ def sample(type_text: str) -> object:
         return {"key": sample(text[13:-1])}
     if text in SAMPLES:
         return SAMPLES[text]
-    return full({**vars(snapshots), **vars(messages)}[text])
+    return full({**vars(snapshots), **vars(operations), **vars(messages)}[text])
 
 
 def full(record: type[Record]) -> Record:

@@ -1,0 +1,415 @@
+"""Runs the operations: one task each, which journals what happened before it has anything done about it.
+
+Owns the order that everything rests on: an event is handled, what follows from it is on disk, and only then are its
+effects performed. The machine decides, `performer` acts, `journal_file` keeps; here they are put together, with the
+clock, the followers, and what is told of an operation. After a restart every operation that is not over is taken from
+the journal and told `recovered`.
+
+An effect that the machine no longer waits for is dropped if it may be cut; one that has to end goes on, and its ending
+is known by its number to mean nothing. When the journal cannot be written, operations stand still where they are until
+it can: nothing is done that is not on disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from hegmd.errors import NOT_FOUND, UNAVAILABLE, Bug, HegmError
+from hegmd.events import EventLog
+from hegmd.log import fields, limited
+from hegmd.migration import events, journal
+from hegmd.migration.course import SUSPENDED, TERMINAL
+from hegmd.migration.effects import FINISH, Effect
+from hegmd.migration.events import Event
+from hegmd.migration.journal import History
+from hegmd.migration.journal_file import JournalFile
+from hegmd.migration.machine import handle
+from hegmd.migration.operation import Operation
+from hegmd.migration.operation import Worker as Member
+from hegmd.migration.performer import Performer
+from hegmd.protocol import operations as told
+from hegmd.workers import BACK, CAME, ENDED, LEFT, Worker
+
+logger = logging.getLogger(__name__)
+
+AT_REST = frozenset((SUSPENDED, *TERMINAL))
+# A journal that could not be written is tried again after so long.
+JOURNAL_RETRY_S = 1.0
+
+
+class Asking:
+    """An event that somebody waits for the acceptance of."""
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        self.settled = anyio.Event()
+        self.refusal: HegmError | None = None
+
+    def settle(self, refusal: HegmError | None = None) -> None:
+        self.refusal = refusal
+        self.settled.set()
+
+
+class Running:
+    """An operation that is not over: its history, what has happened and was not handled, and who performs what."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.inbox: deque[Asking] = deque()
+        self.news = anyio.Event()
+        self.changed = anyio.Event()
+        self.performing: dict[int, tuple[Effect, anyio.CancelScope]] = {}
+        self.moved: dict[str, int] = {}
+        self.stood_since: float | None = None
+        self.blackout_s: float | None = None
+
+    @property
+    def op(self) -> Operation:
+        return self.history.operation
+
+    def put(self, event: Event) -> Asking:
+        """Something happened."""
+        asking = Asking(event)
+        self.inbox.append(asking)
+        self.news.set()
+        return asking
+
+    def tell(self) -> None:
+        """Wake who follows."""
+        self.changed.set()
+        self.changed = anyio.Event()
+
+    async def next(self, clock: Callable[[], float]) -> Asking:
+        """What happened next, or that the deadline is over."""
+        while not self.inbox:
+            self.news = anyio.Event()
+            deadline = self.op.deadline
+            wait_s = math.inf if deadline is None or self.op.phase in AT_REST else max(0.0, deadline - clock())
+            with anyio.move_on_after(wait_s):
+                await self.news.wait()
+                continue
+            return Asking(events.DeadlinePassed(cause="the clock"))
+        return self.inbox.popleft()
+
+
+class Runner:
+    """Every operation of the node. `run` has to be running before any is begun."""
+
+    def __init__(
+        self,
+        folder: Path,
+        performer: Performer,
+        log: EventLog,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        utc: Callable[[], float] = time.time,
+    ) -> None:
+        self._file = JournalFile(folder)
+        self._performer = performer
+        self._log = log
+        self._clock = clock
+        self._utc = utc
+        self._histories: dict[str, History] = {}
+        self._running: dict[str, Running] = {}
+        self._ended: dict[str, Running] = {}
+        self._writing = anyio.Lock()
+        self._tasks: anyio.abc.TaskGroup | None = None
+
+    # -- up and down ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Read the journal. Blocks. Raises HegmError for one that cannot be trusted."""
+        reading = self._file.open()
+        self._histories = dict(reading.histories)
+        if reading.torn:
+            logger.warning("the journal ended within a record: the daemon was stopped while it wrote it")
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Go on with what is not over, and run what is begun, until cancelled."""
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                for history in tuple(self._histories.values()):
+                    if history.operation.phase not in TERMINAL:
+                        self._start(Running(history), events.Recovered(cause="hegmd was started"))
+                task_status.started()
+                await anyio.sleep_forever()
+        finally:
+            self._tasks = None
+            self._file.close()
+
+    def _start(self, running: Running, first: Event) -> None:
+        if self._tasks is None:
+            raise Bug("an operation was begun before operations are run")
+        self._running[running.op.id] = running
+        running.put(first)
+        self._tasks.start_soon(self._drive, running, name=f"operation {running.op.id}")
+
+    # -- what is asked -------------------------------------------------------------------------------------------------
+
+    def next_id(self) -> str:
+        """An id that no operation in the journal has."""
+        return str(1 + max((int(op_id) for op_id in self._histories if op_id.isdigit()), default=0))
+
+    async def begin(self, op: Operation) -> None:
+        """Put an operation in the journal and start it. Raises HegmError; nothing has been done then."""
+        utc = self._utc()
+        history = History(op).after(op, journal.Line(utc=utc, event="", phase=op.phase))
+        running = Running(history)
+        # Takes the id and the processes, before anything is waited for.
+        self._histories[op.id], self._running[op.id] = history, running
+        try:
+            async with self._writing:
+                await anyio.to_thread.run_sync(self._file.append, journal.opening(op, utc))
+        except BaseException:
+            del self._histories[op.id], self._running[op.id]
+            raise
+        pids = ", ".join(str(worker.pid) for worker in op.workers)
+        self._log.record("operation.began", "info", f"operation {op.id}: {op.kind} of {pids}", facts={"id": op.id})
+        self._start(running, events.Begin(cause="request"))
+
+    async def ask(self, op_id: str, event: Event) -> None:
+        """Have an operation take an event. Raises Refused when it cannot be granted, and NOT_FOUND."""
+        running = self._running.get(op_id)
+        if running is None:
+            op = self.history(op_id).operation
+            handle(op, event, self._clock())  # it is over, and says so by itself
+            raise Bug(f"operation {op_id} is {op.phase} and has no task")
+        asking = running.put(event)
+        await asking.settled.wait()
+        if asking.refusal is not None:
+            raise asking.refusal
+
+    def hear(self, news: str, worker: Worker) -> None:
+        """Listens to the workers: hands on what concerns an operation."""
+        for running in tuple(self._running.values()):
+            for member in running.op.live:
+                if (member.pid, member.start_ticks) == (worker.pid, worker.identity.start_ticks):
+                    running.put(_news_event(news, worker, member))
+
+    # -- what is told --------------------------------------------------------------------------------------------------
+
+    def history(self, op_id: str) -> History:
+        """One operation and its story. Raises NOT_FOUND."""
+        history = self._histories.get(op_id)
+        if history is None:
+            hint = "hegmctl ops lists those that are remembered"
+            raise HegmError(NOT_FOUND, f"there is no operation {op_id[:40]!r}", hint, {"id": op_id[:40]})
+        return history
+
+    def operations(self) -> tuple[Operation, ...]:
+        """All that are remembered, oldest first."""
+        return tuple(history.operation for history in self._histories.values())
+
+    def under_way(self) -> tuple[Operation, ...]:
+        """Those that are not over, the suspended among them."""
+        return tuple(running.op for running in self._running.values())
+
+    def of_process(self, pid: int, start_ticks: int | None = None) -> Operation | None:
+        """The operation that has this process now."""
+        for op in self.under_way():
+            for member in op.live:
+                if member.pid == pid and start_ticks in (None, member.start_ticks):
+                    return op
+        return None
+
+    def last_place(self, pid: int, start_ticks: int) -> Member | None:
+        """What the newest operation on that process knows of it."""
+        for op in reversed(self.operations()):
+            for member in op.workers:
+                if (member.pid, member.start_ticks) == (pid, start_ticks):
+                    return member
+        return None
+
+    def held_bytes(self) -> Mapping[int, int]:
+        """Bytes that are out of their processes, by pid."""
+        held: dict[int, int] = {}
+        for op in self.under_way():
+            held.update({member.pid: member.size_bytes if member.out else 0 for member in op.live})
+        return held
+
+    def describe(self, op_id: str) -> told.Operation:
+        """How it stands, for people and programs. Raises NOT_FOUND."""
+        op = self.history(op_id).operation
+        running = self._running.get(op_id) or self._ended.get(op_id)
+        failure = op.failure
+        return told.Operation(
+            id=op.id,
+            kind=op.kind,
+            phase=op.phase,
+            processes=tuple(_process(member) for member in op.workers),
+            owner_uid=op.owner_uid,
+            created_utc=op.created_utc,
+            size_bytes=sum(member.size_bytes for member in op.workers),
+            moved_bytes=0 if running is None else sum(running.moved.values()),
+            blackout_s=None if running is None else running.blackout_s,
+            failure=None
+            if failure is None
+            else told.Reason(code=failure.code, message=failure.message, hint=failure.hint),
+        )
+
+    async def follow(self, op_id: str) -> AsyncIterator[told.OperationProgress]:
+        """How it comes on, until it is at rest: suspended, or over. Raises NOT_FOUND."""
+        last: told.OperationProgress | None = None
+        while True:
+            running = self._running.get(op_id)
+            changed = None if running is None else running.changed
+            described = self.describe(op_id)
+            progress = told.OperationProgress(
+                id=op_id,
+                phase=described.phase,
+                moved_bytes=described.moved_bytes,
+                size_bytes=described.size_bytes,
+            )
+            if progress != last:
+                yield progress
+                last = progress
+            if changed is None or (described.phase in AT_REST and running is not None and not running.inbox):
+                return
+            await changed.wait()
+
+    # -- one operation -------------------------------------------------------------------------------------------------
+
+    async def _drive(self, running: Running) -> None:
+        """Take one event after the other until the operation is over."""
+        async with anyio.create_task_group() as tasks:
+            while running.op.phase not in TERMINAL:
+                asking = await running.next(self._clock)
+                try:
+                    wanted = await self._take(running, asking.event)
+                except HegmError as refusal:
+                    asking.settle(refusal)
+                    continue
+                asking.settle()
+                self._drop_what_is_not_awaited(running)
+                for effect in wanted:
+                    scope = anyio.CancelScope()
+                    running.performing[effect.number] = (effect, scope)
+                    tasks.start_soon(self._perform, running, effect, scope)
+                running.tell()
+            tasks.cancel_scope.cancel()
+        self._finish(running)
+
+    async def _take(self, running: Running, event: Event) -> tuple[Effect, ...]:
+        """Handle one event and have what follows on disk. Raises Refused, with nothing changed."""
+        now = self._clock()
+        before = running.op
+        after, wanted = handle(before, event, now)
+        if after is before:
+            return ()
+        record, line = journal.step(before, event, after, wanted, now=now, utc=self._utc())
+        history = running.history.after(after, line)
+        await self._write(after.id, history, record)
+        running.history = history
+        self._note(running, event, before, after)
+        return wanted
+
+    async def _write(self, op_id: str, history: History, record: bytes) -> None:
+        """Have it on disk, however long that takes."""
+        while True:
+            try:
+                async with self._writing:
+                    if self._file.is_due:
+                        await anyio.to_thread.run_sync(self._rewrite)
+                    await anyio.to_thread.run_sync(self._file.append, record)
+                    self._histories[op_id] = history
+                return
+            except HegmError as error:
+                limited(logger, "journal", logging.ERROR, "operations stand still: %s", error.message)
+            await anyio.sleep(JOURNAL_RETRY_S)
+
+    def _rewrite(self) -> None:
+        self._file.rewrite(tuple(self._histories.values()))
+
+    def _note(self, running: Running, event: Event, before: Operation, after: Operation) -> None:
+        """Keep what is told of the operation and is not in it: times and progress."""
+        if isinstance(event, events.Parked) and running.stood_since is None:
+            running.stood_since, running.blackout_s = self._clock(), None
+        if isinstance(event, events.ResumeAsked):
+            running.stood_since, running.blackout_s = self._clock(), None
+        if isinstance(event, events.Released) and running.stood_since is not None:
+            running.blackout_s = self._clock() - running.stood_since
+            if not any(member.parked for member in after.live):
+                running.stood_since = None
+        if before.phase != after.phase:
+            running.moved.clear()
+            logger.info("operation %s: %s", after.id, after.phase, extra=fields(operation=after.id, phase=after.phase))
+
+    def _drop_what_is_not_awaited(self, running: Running) -> None:
+        awaited = {pending.number for pending in running.op.pending}
+        for number, (effect, scope) in tuple(running.performing.items()):
+            if number not in awaited and effect.on_cancel != FINISH:
+                scope.cancel()
+
+    async def _perform(self, running: Running, effect: Effect, scope: anyio.CancelScope) -> None:
+        def on_progress(moved_bytes: int) -> None:
+            running.moved[effect.worker] = moved_bytes
+            running.tell()
+
+        try:
+            with scope:
+                ending = await self._performer.perform(running.op, effect, on_progress)
+                running.put(ending)
+        finally:
+            running.performing.pop(effect.number, None)
+
+    def _finish(self, running: Running) -> None:
+        """The operation is over."""
+        op = running.op
+        del self._running[op.id]
+        self._ended[op.id] = running
+        for old in tuple(self._ended)[: -journal.REMEMBERED]:
+            del self._ended[old]
+        over = [known for known, history in self._histories.items() if history.operation.phase in TERMINAL]
+        for old in over[: -journal.REMEMBERED]:
+            del self._histories[old]
+        for asking in running.inbox:
+            asking.settle(HegmError(UNAVAILABLE, f"operation {op.id} is over", f"see hegmctl op {op.id}"))
+        severity = "info" if op.failure is None else "warning"
+        why = "" if op.failure is None else f": {op.failure.message}"
+        self._log.record(f"operation.{op.phase}", severity, f"operation {op.id}: {op.phase}{why}", facts={"id": op.id})
+        running.tell()
+
+
+def _news_event(news: str, worker: Worker, member: Member) -> Event:
+    if news == ENDED and worker.token == member.token:
+        return events.WorkerGone(worker=member.name, cause="the process")
+    if news in (CAME, BACK):
+        return events.AgentBack(worker=member.name, token=worker.token, cause="the agent")
+    if news in (LEFT, ENDED):
+        return events.AgentLost(worker=member.name, cause="the agent")
+    raise Bug(f"workers have no news {news!r}")
+
+
+def _process(member: Member) -> told.OperationProcess:
+    if member.lost:
+        state = "lost"
+    elif member.gone:
+        state = "gone"
+    else:
+        state = "out" if member.out else "parked" if member.parked else "running"
+    return told.OperationProcess(
+        pid=member.pid,
+        rank=member.rank,
+        gpu=member.at,
+        to=member.goal,
+        size_bytes=member.size_bytes,
+        state=state,
+    )
+
+
+def rooms_to_restore(ops: Iterable[Operation]) -> Iterable[tuple[Member, str, int]]:
+    """What has to be held again after a restart for the operations that are not over."""
+    for op in ops:
+        if op.phase not in TERMINAL:
+            for member in op.live:
+                for gpu, size_bytes in member.rooms.items():
+                    yield member, gpu, size_bytes

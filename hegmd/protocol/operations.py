@@ -1,0 +1,99 @@
+"""What is told of operations: what is planned, how one stands, its story, and why one cannot be. Frozen records.
+
+They say what people and programs need, and not all that the daemon keeps: the journal has its own form.
+"""
+
+from __future__ import annotations
+
+from .record import Record, field
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Reason(Record):
+    """One thing that stands, or stood, against an operation."""
+
+    code: str = field("one of the codes in the table of errors")
+    message: str = field("what, with numbers")
+    hint: str = field("the next step")
+    pid: int | None = field("the process that it is about", default=None)
+    gpu: str | None = field("the GPU that it is about", default=None)
+
+
+class PlannedProcess(Record):
+    """What is planned for one process."""
+
+    pid: int = field("process id")
+    name: str = field("what people know it by")
+    gpu: str | None = field("where it is; nil if it is suspended")
+    to: str | None = field("where it is to go; nil to be suspended")
+    size_bytes: int = field("bytes to carry")
+    left_alone_bytes: int = field("bytes that stay in the process", default=0)
+    carrier: str = field("how the bytes go: worker, or none for one that only stands by")
+
+
+class Plan(Record):
+    """What would be done."""
+
+    kind: str = field("migrate, suspend or resume")
+    way: str = field("agent")
+    workers: tuple[PlannedProcess, ...] = field("one for each process of the job")
+    size_bytes: int = field("bytes to carry, in all")
+    room_needed_bytes: Mapping[str, int] = field("room to take, by GPU")
+    room_free_bytes: Mapping[str, int] = field("room that is free there")
+    pool_needed_bytes: int = field("bytes of the pool to take")
+    pool_free_bytes: int = field("bytes of the pool that are free")
+    estimate_s: float = field("how long the job will stand, beyond the wait for its boundary")
+    lockstep: bool = field("whether all have to stop at the same boundary")
+    hazards: tuple[str, ...] = field("what to know before saying yes", default=())
+    steps: tuple[str, ...] = field("what would be done, in order", default=())
+
+
+class OperationProcess(Record):
+    """How an operation stands with one process of the job."""
+
+    pid: int = field("process id")
+    rank: int | None = field("its rank in a distributed job", default=None)
+    gpu: str | None = field("the GPU that it is on; nil for none", default=None)
+    to: str | None = field("the GPU that it is to be on; nil for none", default=None)
+    size_bytes: int = field("bytes to carry")
+    state: str = field("running; parked: it stands at a boundary; out: its bytes are in the pool; gone; lost")
+
+
+class Operation(Record):
+    """How an operation stands."""
+
+    id: str = field("what to call it in commands")
+    kind: str = field("migrate, suspend or resume")
+    phase: str = field("what is done now; at the end done, undone or lost; suspended lasts until a resume")
+    processes: tuple[OperationProcess, ...] = field("the processes of the job")
+    owner_uid: int | None = field("whose they are", default=None)
+    created_utc: float = field("when it was asked for, in seconds since 1970")
+    size_bytes: int = field("bytes to carry, in all")
+    moved_bytes: int = field("of these, how many are through the step that is under way", default=0)
+    blackout_s: float | None = field(
+        "how long the training threads stood; nil as long as that is not over", default=None
+    )
+    failure: Reason | None = field("why it did not, or will not, get to what was asked", default=None)
+
+
+class StoryLine(Record):
+    """One event in an operation's life."""
+
+    utc: float = field("when, in seconds since 1970")
+    event: str = field("name of the event; empty for the beginning")
+    cause: str = field("where it came from", default="")
+    detail: str = field("what it said", default="")
+    phase: str = field("where the operation was after it")
+    effects: tuple[str, ...] = field("what was to be done then", default=())
+
+
+class OperationProgress(Record):
+    """An operation came on."""
+
+    id: str = field("which one")
+    phase: str = field("what is done now")
+    moved_bytes: int = field("bytes that are through the step that is under way", default=0)
+    size_bytes: int = field("bytes to carry, in all", default=0)

@@ -1,0 +1,98 @@
+"""Which worker holds how much on which GPU: kept by whoever moves them, and told to the simulated driver.
+
+On simulated GPUs nothing else holds memory for a worker, so its room is what these books say: its own share, as its
+agent counts it, and what an operation takes for it elsewhere. On real GPUs room is taken by real allocations, which no
+carrier of this version makes; taking any is refused there.
+
+Rooms belong to a process (pid and start time), not to a connection: an agent that is away for a moment holds on to
+what its process has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from hegmd.devices.simulated import SimulatedProvider
+from hegmd.errors import HegmError, Refused
+from hegmd.log import limited
+from hegmd.protocol.snapshots import Gpu
+
+logger = logging.getLogger(__name__)
+
+Who = tuple[int, int]  # pid and start ticks
+
+
+class Rooms:
+    """The books. `gpus` tells the GPUs as they were seen last; `changed` is called when a look at them would differ."""
+
+    def __init__(
+        self,
+        simulator: SimulatedProvider | None,
+        *,
+        gpus: Callable[[], Sequence[Gpu]] = tuple,
+        changed: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._simulator = simulator
+        self._gpus = gpus
+        self._changed = changed
+        self._rooms: dict[Who, dict[str, int]] = {}
+
+    @property
+    def simulated(self) -> bool:
+        return self._simulator is not None
+
+    def of(self, who: Who) -> Mapping[str, int]:
+        """The room that is held for a process, by GPU."""
+        return dict(self._rooms.get(who, {}))
+
+    def hold(self, who: Who, gpu: str, size_bytes: int) -> None:
+        """Hold so much on that GPU for the process from now on, in all. Raises HegmError; nothing has changed then."""
+        if self._simulator is None:
+            raise Refused(
+                f"no room can be taken on {gpu}: this version moves processes between simulated GPUs only",
+                "use the driver's own checkpoint (cuda-checkpoint) meanwhile",
+            )
+        self._simulator.hold(who, who[0], gpu, size_bytes)
+        self._rooms.setdefault(who, {})[gpu] = size_bytes
+        self._changed()
+
+    def hold_what_fits(self, who: Who, gpu: str, size_bytes: int) -> None:
+        """Let the books follow what a process has already: if the GPU cannot hold it, what it holds there stays."""
+        if self._simulator is None or self._rooms.get(who, {}).get(gpu) == size_bytes:
+            return
+        try:
+            self.hold(who, gpu, size_bytes)
+        except HegmError as error:
+            limited(logger, f"room-{who[0]}", logging.WARNING, "process %d: %s", who[0], error.message)
+            self._rooms.setdefault(who, {}).setdefault(gpu, 0)
+
+    def give(self, who: Who, gpu: str) -> None:
+        """Hold nothing on that GPU for the process any more. Fine when nothing is held."""
+        held = self._rooms.get(who, {})
+        if held.pop(gpu, None) is None:
+            return
+        if not held:
+            del self._rooms[who]
+        if self._simulator is not None:
+            self._simulator.hold(who, who[0], gpu, 0)
+        self._changed()
+
+    def drop(self, who: Who) -> None:
+        """The process has ended, and its driver would have freed everything."""
+        if self._rooms.pop(who, None) is not None and self._simulator is not None:
+            self._simulator.release(who)
+            self._changed()
+
+    def place(self, wanted: str | None) -> str | None:
+        """The GPU for a worker that is new: the one it was started for, or the one with most room."""
+        if self._simulator is None:
+            return None
+        gpus = [gpu for gpu in self._gpus() if gpu.state == "ok"]
+        if wanted is not None and any(gpu.id == wanted for gpu in gpus):
+            return wanted
+        return max(gpus, key=lambda gpu: (_free_bytes(gpu), -gpu.index)).id if gpus else None
+
+
+def _free_bytes(gpu: Gpu) -> int:
+    return (gpu.memory_total_bytes or 0) - (gpu.memory_used_bytes or 0)

@@ -1,0 +1,80 @@
+"""What the requests about operations are answered with: translates between messages and `operations`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hegmd.operations import Answer, Asked, Operations
+from hegmd.protocol import messages as m
+from hegmd.protocol.operations import StoryLine
+from hegmd.server.auth import Policy
+from hegmd.server.dispatch import Handler
+from hegmd.server.session import Call
+
+
+class OperationHandlers:
+    """One method per message."""
+
+    def __init__(self, policy: Policy, operations: Operations) -> None:
+        self._policy = policy
+        self._operations = operations
+
+    def table(self) -> Mapping[type[m.Request], Handler]:
+        """Which method answers which message."""
+        return {
+            m.Migrate: self.migrate,
+            m.Suspend: self.suspend,
+            m.Resume: self.resume,
+            m.Drain: self.drain,
+            m.Swap: self.swap,
+            m.Operations: self.operations,
+            m.Story: self.story,
+            m.CancelOperation: self.cancel,
+        }
+
+    async def migrate(self, call: Call, request: m.Migrate) -> m.OperationReply:
+        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        return _reply(await self._operations.migrate(request.pids, request.to, asked))
+
+    async def suspend(self, call: Call, request: m.Suspend) -> m.OperationReply:
+        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        return _reply(await self._operations.suspend(request.pids, asked))
+
+    async def resume(self, call: Call, request: m.Resume) -> m.OperationReply:
+        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run)
+        return _reply(await self._operations.resume(request.pid, request.to, asked))
+
+    async def drain(self, call: Call, request: m.Drain) -> m.Drained:
+        asked = self._asked(call, dry_run=request.dry_run, limit_s=request.limit_s)
+        operations, plans, left = await self._operations.drain(request.gpu, request.to, asked)
+        return m.Drained(operations=tuple(operations), plans=tuple(plans), left=tuple(left))
+
+    async def swap(self, call: Call, request: m.Swap) -> m.Drained:
+        asked = self._asked(call, limit_s=request.limit_s)
+        return m.Drained(operations=tuple(await self._operations.swap(request.first, request.second, asked)))
+
+    async def operations(self, call: Call, _: m.Operations) -> m.OperationsReply:
+        runner = self._operations.runner
+        return m.OperationsReply(operations=tuple(runner.describe(op.id) for op in runner.operations()))
+
+    async def story(self, call: Call, request: m.Story) -> m.StoryReply:
+        runner = self._operations.runner
+        if request.follow:
+            await self._operations.follow(request.id, call.emit)
+        history = runner.history(request.id)
+        lines = tuple(StoryLine.from_plain(line.to_plain(), "story") for line in history.story)
+        return m.StoryReply(operation=runner.describe(request.id), story=lines, untold=history.untold)
+
+    async def cancel(self, call: Call, request: m.CancelOperation) -> m.OperationReply:
+        return m.OperationReply(operation=await self._operations.cancel(request.id, self._asked(call)))
+
+    def _asked(self, call: Call, *, wait: bool = True, dry_run: bool = False, limit_s: float | None = None) -> Asked:
+        def may(uid: int | None) -> bool:
+            return self._policy.may_act_on(call.peer, uid)
+
+        by = f"uid {call.peer.uid} (pid {call.peer.pid})"
+        return Asked(by=by, may=may, emit=call.emit, wait=wait, dry_run=dry_run, limit_s=limit_s)
+
+
+def _reply(answer: Answer) -> m.OperationReply:
+    return m.OperationReply(operation=answer.operation, plan=answer.plan)
