@@ -110,7 +110,7 @@ def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> 
         return _back(op, TIMEOUT.name, message, "ask again with a longer --timeout, or look at what the job does")
     for pending in op.pending:
         op = _forgotten(op, pending)
-    workers = [w if w.gone else w.replace(waits=None) for w in op.workers]
+    workers = [worker.replace(waits=None) for worker in op.workers]
     return course.later(op.replace(workers=tuple(workers)), now)
 
 
@@ -262,7 +262,7 @@ def failed(op: Operation, worker: Worker, pending: Pending, event: events.Failed
         if pending.effect in _OUTWARD and op.heading == BACK:
             return _split(op, worker.name, event)
         return _astray(op, event)
-    return op.with_worker(worker.replace(unsure=in_worker, waits=FOR_RETRY))
+    return op.with_worker(worker.replace(unsure=worker.unsure or in_worker, waits=FOR_RETRY))
 
 
 _HARMLESS = frozenset((effects.TakeRoom.tag, effects.TakePool.tag, effects.Survey.tag, effects.Park.tag))

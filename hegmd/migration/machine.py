@@ -13,7 +13,11 @@ What a runner has to keep to:
 - each effect ends with one event that carries its number and worker; one that cannot be ended any more is harmless,
   since the deadline makes the machine look for itself; a second ending is ignored;
 - at `operation.deadline` (monotonic, the clock that `now` is from) feed `deadline-passed`; early or late is fine;
-- an effect that is done already is done: every one may come twice.
+- an effect that is done already is done: every one may come twice;
+- what is wanted of one worker begins in the order of the numbers, the room and the pool of that worker included;
+- orders go over the connection that the machine has heard of last (at `begin`, by `agent-back`, or the one by which
+  `inspect` was answered); where that one has ended, they fail as disconnected, so that nothing is done on old news;
+- `inspect` goes over whatever connection there is; `busy` is true while an order to carry bytes is still under way.
 
 | effect | arguments | ends with (or failed) | for a worker with the worker carrier |
 |---|---|---|---|
@@ -54,7 +58,7 @@ from hegmd.migration.events import Ending, Event
 from hegmd.migration.operation import Operation
 from hegmd.migration.stages import STAGES
 
-__all__ = ["EVENTS", "PHASES", "TABLE", "Row", "handle", "row_for"]
+__all__ = ["EVENTS", "PHASES", "TABLE", "TERMINAL", "Event", "Operation", "Result", "Row", "handle", "row_for"]
 
 PLANNED = "planned"
 ACTIVE = tuple(stage.phase for stage in STAGES)
@@ -62,6 +66,7 @@ PHASES = (PLANNED, *ACTIVE, SUSPENDED, *TERMINAL)
 EVENTS = tuple(sorted(Event.register))
 
 MOVE, IGNORE, REFUSE = "move", "ignore", "refuse"
+Result = tuple[Operation, tuple[Effect, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class Row:
     hint: str = ""
 
 
-def handle(op: Operation, event: Event, now: float) -> tuple[Operation, tuple[Effect, ...]]:
+def handle(op: Operation, event: Event, now: float) -> Result:
     """The operation after the event, and the effects to perform once that is on disk.
 
     Gives back the same object, and no effects, for an event that is ignored. Raises Refused, which a person reads, for

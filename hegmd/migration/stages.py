@@ -94,7 +94,7 @@ def _is_to_leave(op: Operation, worker: Worker) -> bool:
 def _leaving(op: Operation, worker: Worker) -> Iterator[Want]:
     if worker.goal is None and not worker.gone:
         for gpu in worker.rooms:
-            if gpu != worker.keeps:
+            if gpu not in (worker.keeps, worker.at):
                 yield effects.GiveRoom, {"gpu": gpu}
 
 
