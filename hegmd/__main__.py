@@ -19,7 +19,7 @@ from hegmd.config import Config, load
 from hegmd.devices.node_spec import Topology
 from hegmd.devices.topology import parse_topology
 from hegmd.doctor.run import run_checks
-from hegmd.errors import HegmError
+from hegmd.errors import USAGE, HegmError
 from hegmd.protocol.snapshots import Check
 from hegmd.service import take_offer
 
@@ -62,9 +62,16 @@ def _run(arguments: argparse.Namespace) -> int:
     faulthandler.enable()
     offer = take_offer(os.environ, os.getpid())
     with log.set_up(config.log.level, config.log.format) as log_setup:
-        app = App(config, load_again, log_setup, offer, topology, user_mode=arguments.user)
+        until = None if arguments.until is None else _pid(arguments.until)
+        app = App(config, load_again, log_setup, offer, topology, user_mode=arguments.user, until_pid=until)
         anyio.run(app.run)
     return 0
+
+
+def _pid(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31):
+        raise HegmError(USAGE, f"--until {text}: a process id is needed", "write it in digits, such as 4711")
+    return int(text)
 
 
 async def _examine(config: Config, topology: Topology | None, user_mode: bool) -> None:

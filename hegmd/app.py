@@ -61,6 +61,8 @@ logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "hegmd"  # FileDescriptorName= in hegmd.socket
 GOODBYE_S = 3.0
+# How long a daemon that was started for a job waits for the next one before it ends.
+LINGER_S = 2.0
 
 
 def vendors_off(config: Config, topology: Topology | None) -> tuple[str, ...]:
@@ -119,8 +121,10 @@ class App:
         topology: Topology | None,
         *,
         user_mode: bool,
+        until_pid: int | None = None,
     ) -> None:
         self._config = config
+        self._until_pid = until_pid
         self._load_again = load_again
         self._log = log
         self._offer = offer
@@ -175,6 +179,7 @@ class App:
                     background.start_soon(self._textfile.run)
                     if scrape_sockets:
                         await background.start(ScrapePort(scrape_sockets, self._metrics).run)
+                    background.start_soon(self._leave_when_done)
                     await self._serve(listeners, signals)
                     background.cancel_scope.cancel()
         logger.info("stopped")
@@ -225,6 +230,25 @@ class App:
             return Session(stream, peer, self._dispatcher.answer, session_limits, self._counters)
 
         return Listener(listening, self._admission, open_session, self._counters)
+
+    async def _leave_when_done(self) -> None:
+        """A daemon that was started for a job ends after it, and after whatever has joined it since."""
+        if self._until_pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(self._until_pid)
+            try:
+                await anyio.wait_readable(pidfd)
+            finally:
+                os.close(pidfd)
+        quiet_since: float | None = None
+        while quiet_since is None or anyio.current_time() - quiet_since < LINGER_S:
+            await anyio.sleep(LINGER_S / 4)
+            if self._admission.current or list(self._workers) or self._runner.under_way():
+                quiet_since = None
+            elif quiet_since is None:
+                quiet_since = anyio.current_time()
+        os.kill(os.getpid(), signal.SIGTERM)
 
     async def _keep_alive(self) -> None:
         """Tell systemd, from the loop itself, that the loop turns; a loop that hangs is killed and started anew."""

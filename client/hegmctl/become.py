@@ -1,4 +1,4 @@
-"""Turns this process into another program that keeps one of its descriptors open."""
+"""Turns this process into another program, which may keep one of its descriptors open."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 
-def become(command: Sequence[str], *, keep: int) -> NoReturn:
-    """Execute the command, found along PATH, with the descriptor left open in it. Raises HegmError NOT_FOUND.
+def become(command: Sequence[str], *, keep: int | None = None) -> NoReturn:
+    """Execute the command, found along PATH, with the descriptor left open in it, if one is to be. Raises NOT_FOUND.
 
     The process id stays the same, and so do the credentials of the connection: to the daemon it is the same caller.
     """
     flush()
-    os.set_inheritable(keep, True)
+    if keep is not None:
+        os.set_inheritable(keep, True)
     # Python ignores these for itself, and what is ignored stays so across an exec; others count on the defaults.
     ignored = [(number, signal.getsignal(number)) for number in (signal.SIGPIPE, signal.SIGXFSZ)]
     for number, _handler in ignored:

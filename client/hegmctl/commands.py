@@ -234,6 +234,83 @@ def simulate_fault(session: Session) -> int:
     return 0
 
 
+def migrate(session: Session) -> int:
+    """`hegmctl migrate`."""
+    from hegmctl import operating
+
+    return operating.migrate(session)
+
+
+def suspend(session: Session) -> int:
+    """`hegmctl suspend`."""
+    from hegmctl import operating
+
+    return operating.suspend(session)
+
+
+def resume(session: Session) -> int:
+    """`hegmctl resume`."""
+    from hegmctl import operating
+
+    return operating.resume(session)
+
+
+def drain(session: Session) -> int:
+    """`hegmctl drain`."""
+    from hegmctl import operating
+
+    return operating.drain(session)
+
+
+def swap(session: Session) -> int:
+    """`hegmctl swap`."""
+    from hegmctl import operating
+
+    return operating.swap(session)
+
+
+def cancel(session: Session) -> int:
+    """`hegmctl cancel`."""
+    from hegmctl import operating
+
+    return operating.cancel(session)
+
+
+def ops(session: Session) -> int:
+    """`hegmctl ops`."""
+    from hegmctl.operating_text import operations_text
+    from hegmd.protocol.messages import Operations, OperationsReply
+
+    with session.connect() as connection:
+        reply = connection.call(Operations(), OperationsReply)
+    session.sink.answer(reply, operations_text)
+    return 0
+
+
+def op(session: Session) -> int:
+    """`hegmctl op`, as it stands, or once it has come to rest."""
+    from hegmctl.operating import follow
+    from hegmctl.operating_text import story_text
+    from hegmd.protocol.messages import Story, StoryReply
+
+    arguments = session.arguments
+    op_id = arguments.required("ID")
+    with session.connect() as connection:
+        if arguments.flag("follow"):
+            reply = follow(session, connection, op_id)
+        else:
+            reply = connection.call(Story(id=op_id), StoryReply)
+    session.sink.answer(reply, story_text)
+    return 0
+
+
+def run(session: Session) -> int:
+    """`hegmctl run`: become the command, with the agent in every Python that it starts."""
+    from hegmctl.running import run as run_job
+
+    run_job(session)
+
+
 def complete(session: Session) -> int:
     """What a shell's completion asks for. It is silent about everything that goes wrong: a person is typing."""
     from hegmctl.output import write_lines
@@ -260,5 +337,14 @@ COMMANDS: dict[str, Command] = {
     "ping": ping,
     "simulate hold": simulate_hold,
     "simulate fault": simulate_fault,
+    "run": run,
+    "migrate": migrate,
+    "suspend": suspend,
+    "resume": resume,
+    "drain": drain,
+    "swap": swap,
+    "ops": ops,
+    "op": op,
+    "cancel": cancel,
     "__complete": complete,
 }

@@ -116,7 +116,12 @@ GLOBAL_OPTIONS: tuple[Option, ...] = (
     Option("-q", "--quiet", doc="print the answer and nothing about it"),
     Option("--color", doc="use colours, even in a pipe"),
     Option("--no-color", doc="use no colours; so do NO_COLOR in the environment and TERM=dumb"),
-    Option("--timeout", kind=SECONDS, metavar="SECONDS", doc="wait this long for an answer; 10, or 120 for doctor"),
+    Option("--timeout", kind=SECONDS, metavar="SECONDS", doc="wait so long for an answer (10; doctor 120), or a batch (60)"),
+        "--timeout",
+        kind=SECONDS,
+        metavar="SECONDS",
+        doc="wait so long: for an answer (10, doctor 120), or a batch (60)",
+    ),
     Option("-h", "--help", doc="explain the program or the command"),
     Option("--version", doc="print the version of hegmctl; `hegmctl version` asks the daemon for its own as well"),
 )
@@ -124,7 +129,12 @@ GLOBAL_OPTIONS: tuple[Option, ...] = (
 GROUPS: dict[str, str] = {"simulate": "make simulated GPUs hold memory or fail"}
 
 FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid", "none")
-EVENT_KINDS = ("gpu", "process", "inventory", "vendor", "daemon", "config")
+EVENT_KINDS = ("gpu", "process", "inventory", "vendor", "daemon", "config", "operation")
+
+_DRY_RUN = Option("-n", "--dry-run", doc="only show what would be done, or every reason why it cannot be")
+_NO_WAIT = Option("--no-wait", doc="do not wait for the end; `hegmctl op` shows it")
+_WAIT = Option("--wait", doc="wait for the end, which is what is done anyway")
+_JOBS = Argument("PID", many=True, kind=PID, complete=PIDS, doc="the processes; the others of their jobs come along")
 
 _VERBS = (
     Verb(
@@ -231,6 +241,96 @@ _VERBS = (
             ("hegmctl simulate fault gpu1 lost", "gpu1 falls off the bus"),
             ("hegmctl simulate fault gpu1 none", "and is back"),
         ),
+    ),
+    Verb(
+        "run",
+        "run a command so that it can be moved",
+        "Becomes the command, with hegmd's agent in every Python that it starts. Nothing is installed and no line of "
+        "the script changes; exit status, signals, terminal and process group are the command's own. Without a daemon "
+        "one is started for this user's own processes, which ends when its last job has.",
+        options=(
+            Option("--gpu", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to be on, on a simulated node"),
+            Option("--name", kind=TEXT, metavar="NAME", doc="the job's name; processes of one name move as one"),
+            Option("--simulate", kind=TEXT, metavar="SPEC", doc="if a daemon is started, with such GPUs: 2x8GiB"),
+            Option("--no-daemon-start", doc="start no daemon; the agent looks out for one"),
+        ),
+        tail="COMMAND",
+        examples=(
+            ("hegmctl run -- python3 train.py", "a training that can be moved, suspended and resumed"),
+            ("hegmctl run --gpu gpu1 -- torchrun train.py", "its ranks move as one"),
+        ),
+    ),
+    Verb(
+        "migrate",
+        "move running jobs to another GPU",
+        "Stops the job between two batches, moves it, and lets it go on; done means that its next batch was seen. "
+        "Whatever fails, the job ends up running where it was. Ctrl-C asks whether to turn back or to leave it going.",
+        options=(
+            Option("--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go to"),
+            _DRY_RUN,
+            _WAIT,
+            _NO_WAIT,
+        ),
+        arguments=(_JOBS,),
+        examples=(
+            ("hegmctl migrate 4711 --to gpu1", "move process 4711, and the others of its job"),
+            ("hegmctl migrate 4711 --to gpu1 --dry-run", "what that would take"),
+        ),
+    ),
+    Verb(
+        "suspend",
+        "take running jobs off their GPUs",
+        "Stops the job between two batches and holds its bytes in the pool until `resume`; meanwhile its memory is "
+        "free for others.",
+        options=(_DRY_RUN, _WAIT, _NO_WAIT),
+        arguments=(_JOBS,),
+        examples=(("hegmctl suspend 4711", "take 4711 off its GPU"),),
+    ),
+    Verb(
+        "resume",
+        "let a suspended job go on",
+        options=(
+            Option("--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go on at; else where it was"),
+            _DRY_RUN,
+            _WAIT,
+            _NO_WAIT,
+        ),
+        arguments=(Argument("PID", kind=PID, doc="a process of the job"),),
+        examples=(("hegmctl resume 4711 --to gpu1", "let it go on, on gpu1"),),
+    ),
+    Verb(
+        "drain",
+        "move everything off a GPU",
+        "One job after the other, each to a GPU that takes it, with a summary at the end.",
+        options=(
+            Option("--to", kind=TEXT, metavar="GPU", repeats=True, complete=GPUS, doc="only to this GPU; else to any"),
+            _DRY_RUN,
+        ),
+        arguments=(Argument("GPU", complete=GPUS, doc="the GPU to be emptied"),),
+        examples=(("hegmctl drain gpu0 --to gpu1,gpu2", "empty gpu0 before its maintenance"),),
+    ),
+    Verb(
+        "swap",
+        "let two jobs change places",
+        "Where there is not room for both at once, the first waits in the pool while the second moves.",
+        arguments=(
+            Argument("PID", kind=PID, complete=PIDS, doc="a process of the one job"),
+            Argument("OTHER", kind=PID, complete=PIDS, doc="a process of the other"),
+        ),
+        examples=(("hegmctl swap 4711 4712", "each goes where the other is"),),
+    ),
+    Verb("ops", "show the operations", "Those under way, the suspended, and the last ones that are over."),
+    Verb(
+        "op",
+        "show one operation and its story",
+        options=(Option("-f", "--follow", doc="wait until it has come to rest, and show how it comes on"),),
+        arguments=(Argument("ID", doc="the operation"),),
+    ),
+    Verb(
+        "cancel",
+        "have an operation turned back",
+        "The job is brought back to how it was. Refused where going on is shorter than going back.",
+        arguments=(Argument("ID", doc="the operation"),),
     ),
     Verb(
         "help",

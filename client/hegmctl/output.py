@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from hegmctl.tables import PLAIN, Style, printable, wrapped
+from hegmctl.tables import PLAIN, Style, printable, shortened, wrapped
 from hegmd.errors import UNAVAILABLE, HegmError
 
 TYPE_CHECKING = False
@@ -47,6 +47,13 @@ class Sink:
         """Why there is no answer, or no more of it."""
         raise NotImplementedError
 
+    def progress(self, progress: R, view: Callable[[R, Style], list[str]]) -> None:
+        """How something comes on; the next one takes its place."""
+        raise NotImplementedError
+
+    def end_progress(self) -> None:
+        """It does not come on any more: what stands there of it goes away."""
+
 
 class TextSink(Sink):
     """Lines for people, and for the simpler kind of program."""
@@ -55,6 +62,7 @@ class TextSink(Sink):
         super().__init__(quiet=quiet)
         self.style = style
         self._error_style = error_style
+        self._in_progress = False
 
     def answer(self, answer: R, view: Callable[[R, Style], list[str]]) -> None:
         write_lines(view(answer, self.style))
@@ -80,6 +88,18 @@ class TextSink(Sink):
         _write_error(f"{style.paint('hegmctl:', 'red')} {message}")
         _write_error("\n".join(wrapped(f"→ {hint}" if style.ellipsis == "…" else f"-> {hint}", style.columns, "  ")))
 
+    def progress(self, progress: R, view: Callable[[R, Style], list[str]]) -> None:
+        columns = self._error_style.columns
+        if columns is not None and not self.quiet:  # only a terminal can take back what it was told
+            text = " ".join(view(progress, self._error_style))
+            _write_error(f"\r{text if self._error_style.colour else shortened(text, columns - 1, '')}\x1b[K", end="")
+            self._in_progress = True
+
+    def end_progress(self) -> None:
+        if self._in_progress:
+            self._in_progress = False
+            _write_error("\r\x1b[K", end="")
+
 
 class JsonSink(Sink):
     """One document for each answer, one line for each element of a stream."""
@@ -94,6 +114,9 @@ class JsonSink(Sink):
     def element(self, element: R, view: Callable[[R, Style], list[str]]) -> None:
         write_lines([_json(element.to_plain())])
         flush()
+
+    def progress(self, progress: R, view: Callable[[R, Style], list[str]]) -> None:
+        self.element(progress, view)
 
     def note(self, text: str) -> None:
         if not self.quiet:
@@ -195,11 +218,22 @@ def _unwritable(why: str) -> HegmError:
     return HegmError(UNAVAILABLE, f"standard output cannot be written to: {why}", "see where it was redirected to")
 
 
-def _write_error(text: str) -> None:
+def ask(question: str) -> str | None:
+    """What the person at the terminal answers; None if there is nobody to be asked."""
+    if not (_is_terminal(sys.stderr) and _is_terminal(sys.stdin)):
+        return None
+    _write_error(question, end="")
+    try:
+        return sys.stdin.readline()
+    except (OSError, KeyboardInterrupt):
+        return None
+
+
+def _write_error(text: str, end: str = "\n") -> None:
     if sys.stderr is None:
         return
     try:
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(text + end)
         sys.stderr.flush()
     except OSError:
         pass  # there is no third place to complain; the exit status still tells

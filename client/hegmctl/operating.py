@@ -1,0 +1,181 @@
+"""The commands that move jobs: ask, show how it comes on, and say how it ended.
+
+An operation belongs to the daemon and not to the command that asked for it: whoever stops watching leaves it going.
+Ctrl-C therefore asks, once and only on a terminal, whether to have it turned back. An operation that did not get to
+what was asked ends the command with the operation's own error.
+"""
+
+from __future__ import annotations
+
+from hegmctl.operating_text import cancelled_text, drained_text, operation_text, plan_text, progress_text
+from hegmd.errors import CANCELLED, USAGE, HegmError, code_named
+from hegmd.protocol.messages import (
+    CancelOperation,
+    Drain,
+    Drained,
+    Migrate,
+    OperationReply,
+    Resume,
+    Story,
+    StoryReply,
+    Suspend,
+    Swap,
+)
+from hegmd.protocol.operations import OperationProgress
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn, TypeVar
+
+    from hegmctl.connection import Connection
+    from hegmctl.session import Session
+    from hegmd.protocol.messages import Request
+    from hegmd.protocol.operations import Operation
+    from hegmd.protocol.record import Record
+
+    R = TypeVar("R", bound=Record)
+
+
+def migrate(session: Session) -> int:
+    """`hegmctl migrate`."""
+    arguments = session.arguments
+    to = arguments.text("to")
+    if to is None:
+        raise HegmError(USAGE, "migrate needs --to and a GPU", "hegmctl gpus lists them: hegmctl migrate PID --to gpu1")
+    request = Migrate(
+        pids=_pids(session),
+        to=to,
+        limit_s=arguments.seconds("timeout"),
+        wait=not arguments.flag("no-wait"),
+        dry_run=arguments.flag("dry-run"),
+    )
+    return _run_one(session, request)
+
+
+def suspend(session: Session) -> int:
+    """`hegmctl suspend`."""
+    arguments = session.arguments
+    request = Suspend(
+        pids=_pids(session),
+        limit_s=arguments.seconds("timeout"),
+        wait=not arguments.flag("no-wait"),
+        dry_run=arguments.flag("dry-run"),
+    )
+    return _run_one(session, request)
+
+
+def resume(session: Session) -> int:
+    """`hegmctl resume`."""
+    arguments = session.arguments
+    request = Resume(
+        pid=arguments.wholes("PID")[0],
+        to=arguments.text("to"),
+        wait=not arguments.flag("no-wait"),
+        dry_run=arguments.flag("dry-run"),
+    )
+    return _run_one(session, request)
+
+
+def drain(session: Session) -> int:
+    """`hegmctl drain`."""
+    arguments = session.arguments
+    request = Drain(
+        gpu=arguments.required("GPU"),
+        to=tuple(gpu for text in arguments.texts("to") for gpu in text.split(",") if gpu),
+        limit_s=arguments.seconds("timeout"),
+        dry_run=arguments.flag("dry-run"),
+    )
+    return _run_several(session, request)
+
+
+def swap(session: Session) -> int:
+    """`hegmctl swap`."""
+    arguments = session.arguments
+    first, second = arguments.wholes("PID")[0], arguments.wholes("OTHER")[0]
+    return _run_several(session, Swap(first=first, second=second, limit_s=arguments.seconds("timeout")))
+
+
+def cancel(session: Session) -> int:
+    """`hegmctl cancel`."""
+    with session.connect() as connection:
+        reply = connection.call(CancelOperation(id=session.arguments.required("ID")), OperationReply)
+    session.sink.answer(reply, cancelled_text)
+    return 0
+
+
+def follow(session: Session, connection: Connection, op_id: str) -> StoryReply:
+    """Show how an operation comes on until it is at rest; its story."""
+    return _show(session, connection, Story(id=op_id, follow=True), StoryReply, [])
+
+
+def _pids(session: Session) -> tuple[int, ...]:
+    pids = session.arguments.wholes("PID")
+    if not pids:
+        verb = session.arguments.verb
+        name = verb.name if verb is not None else "it"
+        raise HegmError(USAGE, f"{name} needs a PID", "hegmctl ps lists the processes on the GPUs")
+    return pids
+
+
+def _run_one(session: Session, request: Request) -> int:
+    with session.connect() as connection:
+        reply = _watch(session, connection, request, OperationReply)
+    if reply.operation is None:
+        session.sink.answer(reply, plan_text)
+        return 0
+    session.sink.element(reply, operation_text)
+    return _status_of(reply.operation)
+
+
+def _run_several(session: Session, request: Request) -> int:
+    with session.connect() as connection:
+        reply = _watch(session, connection, request, Drained)
+    session.sink.element(reply, drained_text)
+    statuses = [_status_of(operation) for operation in reply.operations]
+    if reply.left:
+        statuses.append(code_named(reply.left[0].code).exit_status)
+    return next((status for status in statuses if status), 0)
+
+
+def _status_of(operation: Operation) -> int:
+    """The exit status that tells how it ended; one that is still going has not failed."""
+    return 0 if operation.failure is None else code_named(operation.failure.code).exit_status
+
+
+def _watch(session: Session, connection: Connection, request: Request, reply: type[R]) -> R:
+    """The reply to the request; meanwhile how it comes on is shown."""
+    seen: list[str] = []
+    try:
+        return _show(session, connection, request, reply, seen)
+    except KeyboardInterrupt:
+        if not seen:
+            raise
+        _interrupted(session, connection, seen[-1])
+
+
+def _show(session: Session, connection: Connection, request: Request, reply: type[R], seen: list[str]) -> R:
+    stream = connection.stream(request, OperationProgress, reply, patient=True)
+    try:
+        while True:
+            progress = next(stream)
+            seen.append(progress.id)
+            session.sink.progress(progress, progress_text)
+    except StopIteration as end:
+        answer: R = end.value
+        return answer
+    finally:
+        session.sink.end_progress()
+
+
+def _interrupted(session: Session, connection: Connection, op_id: str) -> NoReturn:
+    """Ctrl-C: ask once what to do with the operation. Raises KeyboardInterrupt if it is left running."""
+    from hegmctl.output import ask
+
+    answer = ask(f"Cancel operation {op_id}? It goes on otherwise [y/N] ")
+    if answer is None or answer.strip().lower() not in ("y", "yes"):
+        session.sink.note(f"operation {op_id} goes on: see `hegmctl op {op_id}`; `hegmctl cancel {op_id}` ends it")
+        raise KeyboardInterrupt
+    connection.call(CancelOperation(id=op_id), OperationReply)
+    story = follow(session, connection, op_id)
+    session.sink.element(OperationReply(operation=story.operation), operation_text)
+    raise HegmError(CANCELLED, f"operation {op_id} was cancelled", "ask for it again when it is wanted")

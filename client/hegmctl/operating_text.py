@@ -1,0 +1,176 @@
+"""Operations as text: a bar while one is under way, a sentence when it has ended, plans, lists and stories."""
+
+from __future__ import annotations
+
+from time import localtime, strftime
+
+from hegmctl.quantities import binary_size
+from hegmctl.tables import UNKNOWN, Column, Style, printable, table, wrapped
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from hegmctl.tables import Cell
+    from hegmd.protocol.messages import Drained, OperationReply, OperationsReply, StoryReply
+    from hegmd.protocol.operations import Operation, OperationProgress, Plan
+
+BAR_COLUMNS = 24
+_COLOURS = {"done": "green", "suspended": "yellow", "undone": "red", "lost": "red"}
+_WORDS = {"migrate": "moved", "suspend": "suspended", "resume": "resumed"}
+# The order of phases, so that the bar can tell how far it is while no bytes move.
+_PHASES = (
+    "planned settling arming counting quiescing measuring evacuating checkpointing leaving restoring refilling "
+    "releasing verifying tidying"
+).split()
+
+
+def progress_text(progress: OperationProgress, style: Style) -> list[str]:
+    """One line: what is done now, how far it is, and the bytes of it."""
+    phase = progress.phase
+    moving = phase in ("evacuating", "refilling") and progress.size_bytes > 0
+    place = _PHASES.index(phase) if phase in _PHASES else len(_PHASES)
+    within = min(1.0, progress.moved_bytes / progress.size_bytes) if moving else 0.0
+    share = min(1.0, (place + within) / len(_PHASES))
+    full = round(share * BAR_COLUMNS)
+    bar = "#" * full + "." * (BAR_COLUMNS - full)
+    size = f"  {binary_size(progress.moved_bytes)} of {binary_size(progress.size_bytes)}" if moving else ""
+    return [f"operation {printable(progress.id)}  [{style.paint(bar, 'cyan')}]  {printable(phase)}{size}"]
+
+
+def operation_text(reply: OperationReply, style: Style) -> list[str]:
+    """How one ended, or that it is under way."""
+    return [] if reply.operation is None else _outcome(reply.operation, style)
+
+
+def _outcome(operation: Operation, style: Style) -> list[str]:
+    pids = ", ".join(str(process.pid) for process in operation.processes)
+    phase = style.paint(printable(operation.phase), _COLOURS.get(operation.phase, "cyan"))
+    lines = [f"operation {printable(operation.id)}: {operation.kind} of {pids}: {phase}{_figures(operation)}"]
+    if operation.failure is not None:
+        lines.append(f"  {printable(operation.failure.message)}")
+        lines.append(f"  next: {printable(operation.failure.hint)}")
+    return lines
+
+
+def _figures(operation: Operation) -> str:
+    gpus = sorted({process.gpu for process in operation.processes if process.gpu is not None})
+    where = f"on {', '.join(gpus)}" if gpus else ""
+    size = binary_size(operation.size_bytes)
+    blackout = "" if operation.blackout_s is None else f"stood for {operation.blackout_s:.3f} s"
+    parts = [part for part in (where, size, blackout) if part]
+    return f" ({', '.join(parts)})"
+
+
+def plan_text(reply: OperationReply, style: Style) -> list[str]:
+    """What would be done."""
+    return [] if reply.plan is None else _plan(reply.plan, style)
+
+
+def _plan(plan: Plan, style: Style) -> list[str]:
+    columns = (
+        Column("PID", right=True),
+        Column("NAME", shrink=8),
+        Column("FROM"),
+        Column("TO"),
+        Column("CARRIED", right=True),
+        Column("STAYS", right=True),
+        Column("CARRIER"),
+    )
+    rows: list[list[Cell]] = [
+        [
+            str(worker.pid),
+            worker.name,
+            worker.gpu or UNKNOWN,
+            worker.to or UNKNOWN,
+            binary_size(worker.size_bytes),
+            binary_size(worker.left_alone_bytes),
+            worker.carrier,
+        ]
+        for worker in plan.workers
+    ]
+    lines = [*table(columns, rows, style), ""]
+    for gpu, needed_bytes in sorted(plan.room_needed_bytes.items()):
+        free = plan.room_free_bytes.get(gpu)
+        of_free = "unknown" if free is None else binary_size(free)
+        lines.append(f"room on {printable(gpu)}: {binary_size(needed_bytes)} needed, {of_free} free")
+    if plan.pool_needed_bytes:
+        lines.append(f"pool: {binary_size(plan.pool_needed_bytes)} needed, {binary_size(plan.pool_free_bytes)} free")
+    lines.append(f"the job would stand for about {plan.estimate_s:.2f} s, after the wait for its next boundary")
+    if plan.lockstep:
+        lines.append("its ranks stop at one boundary, all together")
+    lines += [line for hazard in plan.hazards for line in _paragraph(f"note: {hazard}", style)]
+    lines += _paragraph(f"steps: {'; '.join(plan.steps)}", style)
+    return [*lines, "nothing was done: this is only the plan"]
+
+
+def _paragraph(text: str, style: Style) -> list[str]:
+    return wrapped(printable(text), style.paragraph_columns)
+
+
+def drained_text(reply: Drained, style: Style) -> list[str]:
+    """What became of each job, and a summary."""
+    lines = [line for plan in reply.plans for line in (*_plan(plan, style), "")]
+    lines += [line for operation in reply.operations for line in _outcome(operation, style)]
+    lines += [f"not moved: {printable(reason.message)}; {printable(reason.hint)}" for reason in reply.left]
+    moved = sum(operation.failure is None for operation in reply.operations)
+    count = len(reply.plans) if reply.plans else moved
+    verb = "could be moved" if reply.plans else "moved"
+    return [*lines, f"{count} {verb}, {len(reply.operations) - moved + len(reply.left)} not"]
+
+
+def cancelled_text(reply: OperationReply, style: Style) -> list[str]:
+    """That it is on its way back."""
+    operation = reply.operation
+    if operation is None:
+        return []
+    return [f"operation {printable(operation.id)} is turned back: {printable(operation.phase)}"]
+
+
+def operations_text(reply: OperationsReply, style: Style) -> list[str]:
+    """The table of `hegmctl ops`."""
+    if not reply.operations:
+        return ["There has been no operation here."]
+    columns = (
+        Column("ID", right=True),
+        Column("KIND"),
+        Column("PHASE"),
+        Column("PIDS", shrink=8),
+        Column("GPU"),
+        Column("SIZE", right=True, drop=1),
+        Column("BLACKOUT", right=True, drop=2),
+        Column("BEGAN", drop=3),
+        Column("WHY", shrink=12, drop=4),
+    )
+    return table(columns, [_row(operation) for operation in reply.operations], style)
+
+
+def _row(operation: Operation) -> list[Cell]:
+    ways = sorted({_way(process.gpu or UNKNOWN, process.to or UNKNOWN) for process in operation.processes})
+    return [
+        operation.id,
+        operation.kind,
+        (operation.phase, _COLOURS.get(operation.phase, "cyan")),
+        ",".join(str(process.pid) for process in operation.processes),
+        ",".join(ways),
+        binary_size(operation.size_bytes),
+        UNKNOWN if operation.blackout_s is None else f"{operation.blackout_s:.3f} s",
+        strftime("%Y-%m-%d %H:%M:%S", localtime(operation.created_utc)),
+        UNKNOWN if operation.failure is None else operation.failure.message,
+    ]
+
+
+def _way(here: str, there: str) -> str:
+    return here if here == there else f"{here}>{there}"
+
+
+def story_text(reply: StoryReply, style: Style) -> list[str]:
+    """One operation and what happened to it."""
+    lines = [*_outcome(reply.operation, style), ""]
+    if reply.untold:
+        lines.append(f"({reply.untold} earlier lines are no longer remembered)")
+    began_utc = reply.story[0].utc if reply.story else 0.0
+    for line in reply.story:
+        what = line.event or "planned"
+        then = f" -> {', '.join(line.effects)}" if line.effects else ""
+        detail = f" ({line.detail})" if line.detail else ""
+        lines.append(printable(f"{line.utc - began_utc:9.3f} s  {line.phase:<13} {what}{detail}{then}"))
+    return lines

@@ -1,0 +1,159 @@
+"""`hegmctl run`: puts the agent in a command's way and becomes that command.
+
+Nothing stays behind: after the exec there is only the command, under the same pid, in the same process group, with the
+same terminal and signals. What is different for it is its environment: the agent's folder first on PYTHONPATH, and what
+the agent has to know in HEGM_SOCKET, HEGM_JOB and HEGM_GPU. Where nobody listens, a daemon is started first, of which
+the command is neither parent nor child; it ends by itself after the last job.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from time import monotonic, sleep
+
+from hegmctl.become import become
+from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint
+from hegmd.errors import EXTERNAL, NO_DAEMON, NOT_FOUND, USAGE, HegmError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+    from typing import NoReturn
+
+    from hegmctl.session import Session
+
+DAEMON_UP_WITHIN_S = 20.0
+_LOOK_AGAIN_S = 0.02
+_LOG_TAIL_BYTES = 2000
+
+
+def run(session: Session) -> NoReturn:
+    """Become the command. Raises HegmError when there is none, or a daemon that does not serve this caller."""
+    arguments = session.arguments
+    command = arguments.tail
+    if not command:
+        raise HegmError(USAGE, "run needs a command after `--`", "hegmctl run -- python3 train.py")
+    endpoint = find_endpoint(arguments.text("socket"))
+    try:
+        _look_at_daemon(session)
+    except HegmError as error:
+        if error.code is not NO_DAEMON:
+            raise
+        if arguments.flag("no-daemon-start"):
+            session.sink.note(f"{error.message}; the job runs, and its agent looks out for a daemon")
+        else:
+            endpoint = _start_daemon(endpoint, arguments.text("simulate"))
+            session.sink.note(f"started hegmd at {endpoint.path} for this job")
+    prepare(os.environ, endpoint.path, arguments.text("name"), arguments.text("gpu"))
+    become(command)
+
+
+def prepare(environ: MutableMapping[str, str], socket_path: str, name: str | None, gpu: str | None) -> None:
+    """What the command's environment needs besides its own."""
+    before = environ.get("PYTHONPATH")
+    environ["PYTHONPATH"] = inject_folder() + (os.pathsep + before if before else "")
+    environ["HEGM_SOCKET"] = os.path.abspath(socket_path)
+    # Unique where nobody named it: two runs are two jobs, and each moves by itself.
+    environ["HEGM_JOB"] = name or f"run-{os.getpid()}-{int(monotonic() * 1000)}"
+    environ.pop("HEGM_GPU", None)
+    if gpu is not None:
+        environ["HEGM_GPU"] = gpu
+
+
+def inject_folder() -> str:
+    """The folder of this installation that has the agent's sitecustomize in it and nothing else."""
+    import hegmd
+
+    return os.path.join(os.path.dirname(os.path.abspath(hegmd.__file__)), "agent", "inject")
+
+
+def _look_at_daemon(session: Session) -> None:
+    """See that a daemon serves us and has the GPU that was asked for. Raises HegmError."""
+    gpu = session.arguments.text("gpu")
+    with session.connect() as connection:
+        if gpu is None:
+            return
+        names = [known.id for known in connection.gpus().gpus]
+        if gpu not in names:
+            have = ", ".join(names) or "none"
+            raise HegmError(NOT_FOUND, f"no GPU {gpu!r}; this node has {have}", "hegmctl gpus lists them")
+
+
+def _start_daemon(endpoint: Endpoint, simulate: str | None) -> Endpoint:
+    """Start a daemon for this process and what joins it, and wait until it listens. Raises HegmError."""
+    path = _own_path(endpoint)
+    folder = os.path.dirname(path)
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        log = os.open(f"{path}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise HegmError(
+            EXTERNAL, f"{folder} cannot be used for a daemon: {error.strerror}", "name a socket with --socket"
+        ) from error
+    words = [sys.executable, *(["-I"] if sys.flags.isolated else []), "-m", "hegmd", "--user", "--socket", path]
+    words += ["--state-dir", f"{path}.state", "--until", str(os.getpid())]
+    words += ["--simulate", simulate] if simulate else []
+    try:
+        pidfd = _spawn_apart(words, log)
+        _await(path, pidfd, f"{path}.log")
+    finally:
+        os.close(log)
+    return Endpoint(path, endpoint.origin)
+
+
+def _own_path(endpoint: Endpoint) -> str:
+    """Where a daemon of this user's own listens, so that hegmctl finds it again without being told."""
+    if endpoint.path != SYSTEM_SOCKET or endpoint.origin in ("--socket", "HEGM_SOCKET"):
+        return endpoint.path
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime_dir:
+        return f"{runtime_dir}/hegm/hegmd.sock"
+    return SYSTEM_SOCKET if os.geteuid() == 0 else f"/tmp/hegm-{os.geteuid()}/hegmd.sock"  # noqa: S108 - made 0700
+
+
+def _spawn_apart(words: list[str], log: int) -> int:
+    """Start a program that is not our child, in a session of its own; a pidfd of it."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()
+            null = os.open(os.devnull, os.O_RDWR)
+            actions = [(os.POSIX_SPAWN_DUP2, null, 0), (os.POSIX_SPAWN_DUP2, null, 1), (os.POSIX_SPAWN_DUP2, log, 2)]
+            pid = os.posix_spawn(words[0], words, os.environ, file_actions=actions)
+            os.write(write_end, str(pid).encode())
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with open(read_end, "rb") as said:
+        pid_text = said.read()
+    os.waitpid(child, 0)
+    try:
+        return os.pidfd_open(int(pid_text))
+    except (ValueError, OSError):
+        raise HegmError(EXTERNAL, f"{words[0]} cannot be run", "see that hegmd is installed") from None
+
+
+def _await(path: str, pidfd: int, log_path: str) -> None:
+    """Wait until somebody listens there. Raises HegmError with the end of its log when it has ended instead."""
+    from select import select
+
+    from hegmctl.wire import Wire
+
+    deadline = monotonic() + DAEMON_UP_WITHIN_S
+    try:
+        while monotonic() < deadline:
+            try:
+                Wire.connect(path, deadline).close()
+                return
+            except OSError:
+                if select([pidfd], [], [], 0)[0]:
+                    break
+                sleep(_LOOK_AGAIN_S)
+    finally:
+        os.close(pidfd)
+    with open(log_path, "rb") as log:
+        tail = log.read()[-_LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
+    last = tail.splitlines()[-1] if tail else "it said nothing"
+    raise HegmError(EXTERNAL, f"hegmd did not start: {last}", f"see {log_path}; --no-daemon-start runs without one")
