@@ -116,7 +116,7 @@ GLOBAL_OPTIONS: tuple[Option, ...] = (
     Option("-q", "--quiet", doc="print the answer and nothing about it"),
     Option("--color", doc="use colours, even in a pipe"),
     Option("--no-color", doc="use no colours; so do NO_COLOR in the environment and TERM=dumb"),
-    Option("--timeout", kind=SECONDS, metavar="SECONDS", doc="wait so long for an answer (10; doctor 120), or a batch (60)"),
+    Option(
         "--timeout",
         kind=SECONDS,
         metavar="SECONDS",
