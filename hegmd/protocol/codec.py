@@ -7,9 +7,8 @@ in `record`.
 
 from __future__ import annotations
 
-import msgpack
-
 from ..errors import BAD_REQUEST, PeerError
+from . import msgpack_source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,13 +18,17 @@ if TYPE_CHECKING:
 MAX_DEPTH = 16
 MAX_ITEMS = 65_536
 
+msgpack: Any = msgpack_source.load(__name__.partition(".")[0])
+
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 _HINT = "a payload is one msgpack map with string keys and UTF-8 strings; see docs/protocol.md"
 
 
 def encode(message: Mapping[str, object]) -> bytes:
     """The message as msgpack. Raises TypeError or ValueError for values that msgpack has no form for."""
-    return msgpack.packb(message, use_bin_type=True)
+    packer = msgpack.Packer(use_bin_type=True)
+    packed: bytes = packer.pack(message)
+    return packed
 
 
 def decode(payload: bytes) -> dict[str, object]:

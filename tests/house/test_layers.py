@@ -33,6 +33,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd": (),
     "hegmd.errors": (),
     "hegmd.protocol": ("hegmd", "hegmd.errors"),
+    # Inside workers, under a private name; nobody else imports it
+    "hegmd.agent": GROUND,
     # Foundations: one subject each, usable by all that is below
     "hegmd.journald": (),
     "hegmd.log_forms": ("hegmd.journald",),

@@ -1,0 +1,238 @@
+"""The agent's connection: a blocking socket in a thread of its own that outlives every daemon.
+
+Connects, says hello, attends, hands orders to `orders` and sends back what became of them; when the connection ends it
+begins again, for ever, under the same token. The thread is a raw one, which no list of `threading` shows and no exit of
+the interpreter waits for. Nothing is raised out of here, and nothing of the script's is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import select
+import socket
+import struct
+from time import monotonic
+
+from .. import __version__
+from ..errors import HegmError
+from ..protocol.connection import Answer, ClientConnection, Failure, Progress
+from ..protocol.messages import SUPPORTED_VERSIONS, AgentAttend, AgentReport, Hello, Order
+from . import torch_state
+from .notes import note
+from .orders import Orders
+from .quiesce import Gate
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SYSTEM_SOCKET = "/run/hegm/hegmd.sock"
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+# A daemon that takes no connection or no bytes for so long is as good as gone.
+PATIENCE_S = 10.0
+_RECEIVE_BYTES = 65_536
+_MOST_FDS = 16
+_FD = struct.Struct("i")
+
+
+def socket_path(environ: Mapping[str, str]) -> str:
+    """Where the daemon is: the path that is named, else the node's if it may be used, else the user's own."""
+    named = environ.get("HEGM_SOCKET")
+    if named:
+        return named
+    runtime_dir = environ.get("XDG_RUNTIME_DIR")
+    if runtime_dir and not os.access(SYSTEM_SOCKET, os.W_OK):
+        own = f"{runtime_dir}/hegm/hegmd.sock"
+        if os.path.exists(own):
+            return own
+    return SYSTEM_SOCKET
+
+
+class Channel:
+    """Owns the thread, its socket and the pipe that wakes it."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._orders = Orders(gate)
+        self._token = os.urandom(16).hex()
+        self._woken, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._socket: socket.socket | None = None
+        gate.on_change = self.wake
+        gate.on_signal = self._pass_signal
+
+    def wake(self) -> None:
+        """From any thread: have the gate looked at."""
+        try:
+            os.write(self._waker, b"\0")
+        except OSError:  # full, which wakes as well; or closed in a child
+            pass
+
+    def close_in_child(self) -> None:
+        """In a forked child: close what was inherited. The parent's connection stays up."""
+        for fd in (self._woken, self._waker):
+            try:
+                os.close(fd)
+            except OSError:
+                pass
+        if self._socket is not None:
+            self._socket.close()
+
+    def run(self) -> None:
+        """The thread: connect, attend, begin again."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            began = monotonic()
+            try:
+                self._attend()
+            except (OSError, HegmError) as error:
+                note(f"no connection: {error}")
+            except Exception as error:  # noqa: BLE001 - the edge: a thread that dies would leave the script parked
+                note(f"the connection failed: {error!r}")
+            is_over = self._orders.changed_by_itself or monotonic() - began > LONGEST_PAUSE_S
+            self._hang_up()
+            pause_s = FIRST_PAUSE_S if is_over else min(pause_s * 2, LONGEST_PAUSE_S)
+            self._pause(pause_s)
+
+    def _pass_signal(self, number: int) -> None:
+        self._orders.note_signal(number)
+        self.wake()
+
+    def _hang_up(self) -> None:
+        self._orders.end()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _pause(self, pause_s: float) -> None:
+        """Wait before the next try, with an eye on what is parked."""
+        until = monotonic() + pause_s
+        while (left_s := until - monotonic()) > 0:
+            self._wait(None, left_s)
+            self._orders.tick()
+
+    def _wait(self, connected: socket.socket | None, longest_s: float | None) -> bool:
+        """Until something comes, the gate has news, or a deadline passes; whether the socket can be read."""
+        deadline = self._orders.next_deadline()
+        if deadline is not None:
+            left_s = max(0.0, deadline - monotonic())
+            longest_s = left_s if longest_s is None else min(left_s, longest_s)
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        if connected is not None:
+            poll.register(connected, select.POLLIN)
+        ready = [fd for fd, _ in poll.poll(None if longest_s is None else longest_s * 1000 + 1)]
+        if self._woken in ready:
+            os.read(self._woken, 4096)
+        return connected is not None and connected.fileno() in ready
+
+    def _attend(self) -> None:
+        """One connection, from its beginning to its end."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(PATIENCE_S)
+        self._socket.connect(socket_path(os.environ))
+        _Attendance(self._socket, self._orders).serve(self)
+
+    def describe(self) -> AgentAttend:
+        """What is said of this process when it attends; told anew at each connection, since it changes."""
+        framework = torch_state.version()
+        return AgentAttend(
+            token=self._token,
+            framework=framework[0] if framework else None,
+            framework_version=framework[1] if framework else None,
+            python_version=platform.python_version(),
+            job=os.environ.get("HEGM_JOB") or None,
+            rank=_number("RANK"),
+            world_size=_number("WORLD_SIZE"),
+            gpu=os.environ.get("HEGM_GPU") or None,
+            size_bytes=self._orders.known_bytes,
+            boundary=self._gate.count,
+            parked=self._gate.parked,
+            held_bytes=self._orders.held_bytes,
+        )
+
+    def next_turn(self, connected: socket.socket) -> bool:
+        """Wait for something, and look after what is pending; whether the socket can be read."""
+        is_readable = self._wait(connected, None)
+        self._orders.tick()
+        return is_readable
+
+
+class _Attendance:
+    """One connection to a daemon."""
+
+    def __init__(self, connected: socket.socket, orders: Orders) -> None:
+        self._socket = connected
+        self._orders = orders
+        self._protocol = ClientConnection()
+        self._fds: list[int] = []
+        self._is_broken = False
+        self._attend_id: int | None = None
+
+    def serve(self, channel: Channel) -> None:
+        """Until the daemon leaves or dismisses us. Raises OSError and HegmError."""
+        try:
+            self._ask(Hello(versions=SUPPORTED_VERSIONS, name="hegm-agent", program_version=__version__, role="agent"))
+            while self._protocol.welcome is None:
+                self._read()
+                self._take_all()
+            self._orders.begin(self._report)
+            self._attend_id = self._ask(channel.describe())
+            while not self._is_broken and not self._orders.changed_by_itself:
+                if channel.next_turn(self._socket):
+                    self._read()
+                    if not self._take_all():
+                        return
+        finally:
+            for fd in self._fds:
+                os.close(fd)
+
+    def _ask(self, request: Hello | AgentAttend | AgentReport) -> int:
+        request_id, frame = self._protocol.request(request)
+        self._socket.sendall(frame)
+        return request_id
+
+    def _report(self, report: AgentReport) -> None:
+        """Send it. A daemon that is gone by now hears it from the next `agent.attend`."""
+        try:
+            self._ask(report)
+        except OSError as error:
+            note(f"a report was not sent: {error}")
+            self._is_broken = True
+
+    def _read(self) -> None:
+        data, ancillary, _flags, _address = self._socket.recvmsg(
+            _RECEIVE_BYTES, socket.CMSG_SPACE(_MOST_FDS * _FD.size), socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                whole = len(payload) - len(payload) % _FD.size
+                self._fds.extend(fd for (fd,) in _FD.iter_unpack(payload[:whole]))
+        if not data:
+            raise ConnectionResetError("the daemon closed the connection")
+        self._protocol.feed(data)
+
+    def _take_all(self) -> bool:
+        """Everything that is complete; whether the daemon goes on giving orders."""
+        while (said := self._protocol.next_event()) is not None:
+            if isinstance(said, Progress) and isinstance(said.event, Order):
+                fds, self._fds = self._fds[: said.fds], self._fds[said.fds :]
+                for unwanted in fds[1:]:
+                    os.close(unwanted)
+                self._orders.obey(said.event, fds[0] if fds else None)
+            elif isinstance(said, Failure):
+                if said.id is None or said.id == self._attend_id or self._protocol.welcome is None:
+                    raise said.error
+                note(f"the daemon did not take a report: {said.error}")
+            elif isinstance(said, Answer) and said.id == self._attend_id:
+                return False
+        return True
+
+
+def _number(name: str) -> int | None:
+    """A whole number from the environment, as torchrun puts them there."""
+    try:
+        return int(os.environ[name])
+    except (KeyError, ValueError):
+        return None

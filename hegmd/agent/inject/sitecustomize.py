@@ -1,0 +1,67 @@
+"""The one file of hegmd on a worker's path: mounts the agent, then runs the sitecustomize that would have run.
+
+Python imports this at its start, whatever Python that is: the syntax has to do for any of them, nothing may be raised
+or printed, and nothing is imported that a bare interpreter has not loaded already. Imports nothing of hegmd in Pythons
+that are too old for the agent. The environment stays as it is, so that child Pythons get an agent of their own; the
+search path of this process is put back to what it would have been.
+"""
+
+# Annotations in comments, because this has to be Python 2 as well.
+# pyright: reportTypeCommentUsage=false
+
+import sys
+
+
+def _mount_agent(root):
+    # type: (str) -> None
+    """Make hegmd's folder importable as `_hegm` and let the agent take its place; nothing is started yet."""
+    import _frozen_importlib as bootstrap
+    import _frozen_importlib_external as external
+
+    spec = external.spec_from_file_location("_hegm", root + "/__init__.py", submodule_search_locations=[root])
+    if spec is None or spec.loader is None:
+        return
+    package = bootstrap.module_from_spec(spec)
+    sys.modules["_hegm"] = package
+    spec.loader.exec_module(package)
+    __import__("_hegm.agent.mount")
+    sys.modules["_hegm.agent.mount"].mount()
+
+
+def _run_next():
+    # type: () -> None
+    """Run the sitecustomize that comes next on the path, if there is one. What it raises is its own affair."""
+    if sys.version_info < (3, 4):
+        found = __import__("imp").find_module("sitecustomize", sys.path)
+        __import__("imp").load_module("sitecustomize", *found)
+        return
+    import _frozen_importlib as bootstrap
+    import _frozen_importlib_external as external
+
+    spec = external.PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is None or spec.loader is None:
+        return
+    module = bootstrap.module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+
+
+def _leave_path(here):
+    # type: (str) -> None
+    sys.path[:] = [entry for entry in sys.path if entry.rstrip("/") != here]
+
+
+_here = __file__.rpartition("/")[0]
+try:
+    _leave_path(_here)
+    if sys.version_info >= (3, 9) and "_hegm" not in sys.modules:
+        _mount_agent(_here.rpartition("/")[0].rpartition("/")[0])
+except Exception:  # noqa: BLE001 - whatever is wrong with the agent, the job's Python starts as it would without
+    sys.modules.pop("_hegm", None)
+if sys.version_info >= (3, 4):
+    _run_next()
+else:
+    try:
+        _run_next()
+    except ImportError:
+        pass

@@ -1,0 +1,64 @@
+"""The agent's one life in this process: the gate, the thread, and what a fork does to both.
+
+Made when the first thing that trains is imported. A forked child keeps the hooks, which find an inert gate, and gets
+neither thread nor socket: its parent's agent is not its own, and a forked child that trains by itself is not moved.
+"""
+
+from __future__ import annotations
+
+import os
+from _thread import start_new_thread
+
+from .notes import note
+from .quiesce import Gate
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .channel import Channel
+
+_gate: Gate | None = None
+_is_started = False
+_channel: Channel | None = None
+
+
+def gate() -> Gate:
+    """The process's gate; it does nothing until `start`."""
+    global _gate  # noqa: PLW0603 - one agent a process
+    if _gate is None:
+        _gate = Gate()
+    return _gate
+
+
+def start() -> Gate:
+    """Bring the agent's thread to life, once; the gate that its hooks go to."""
+    global _is_started  # noqa: PLW0603 - one agent a process
+    made = gate()
+    if not _is_started:
+        # Python takes the thread that imports `threading` first for its main thread, and 3.9 waits for it at its end.
+        __import__("threading")
+        _is_started = True
+        os.register_at_fork(after_in_child=_orphan)
+        start_new_thread(_live, (made,))
+    return made
+
+
+def _live(made: Gate) -> None:
+    """The thread. What it needs is imported here: the script's own imports do not wait for it, nor fail with it."""
+    global _channel  # noqa: PLW0603 - one agent a process
+    try:
+        from .channel import Channel
+
+        _channel = Channel(made)
+        note("started")
+        _channel.run()
+    except BaseException as error:  # noqa: BLE001 - a thread's end; the script goes on, with an agent that nobody hears
+        made.withdraw()
+        note(f"ended: {error!r}")
+
+
+def _orphan() -> None:
+    """In a forked child: what is left of the agent is taken out of the way."""
+    if _gate is not None:
+        _gate.make_inert()
+    if _channel is not None:
+        _channel.close_in_child()

@@ -1,0 +1,118 @@
+"""The agent's place in a Python that may never train: two import finders, and nothing else until they are needed.
+
+`mount` runs at the start of every Python under `hegmctl run`, so this module imports nothing but `sys`, starts no
+thread and opens no file. The agent comes to life when the job imports what it trains with: PyTorch's data loader or
+optimizer, or the name `hegm`. Import hooks are used instead of a patched `__import__`: they are an interface of Python,
+and the one for PyTorch leaves the path once it has done its work.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+FACE = "hegm"
+
+
+def mount() -> None:
+    """Take the agent's place in this Python."""
+    wanted = {"torch.utils.data.dataloader": _meet_loader, "torch.optim.optimizer": _meet_optimizer}
+    sys.meta_path.insert(0, FrameworkFinder(wanted))
+    sys.meta_path.append(FaceFinder())
+
+
+class FrameworkFinder:
+    """Calls an action after each of the wanted modules was imported; finds nothing by itself.
+
+    The module is found and loaded by whoever would have done so, and keeps that loader: only the one call that runs its
+    code is stood in for.
+    """
+
+    def __init__(self, wanted: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        self._wanted = dict(wanted)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec that the others find, with our action after its loading; None for modules that are not wanted."""
+        if name not in self._wanted:
+            return None
+        spec = self._found_by_others(name, path, target)
+        if spec is not None and spec.loader is not None:
+            self._follow(name, spec.loader)
+        return spec
+
+    def _found_by_others(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        for finder in list(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            if finder is not self and find is not None:
+                spec: ModuleSpec | None = find(name, path, target)
+                if spec is not None:
+                    return spec
+        return None
+
+    def _follow(self, name: str, loader: Any) -> None:
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # the loader is as it was
+            run(module)
+            action = self._wanted.pop(name, None)
+            if not self._wanted and self in sys.meta_path:
+                sys.meta_path.remove(self)
+            if action is not None:
+                _guarded(action, module)
+
+        try:
+            loader.exec_module = exec_module
+        except AttributeError:  # a loader of another make, without room for an attribute: no hook for this module
+            self._wanted.pop(name, None)
+
+
+class FaceFinder:
+    """Gives scripts `import hegm` where no package of that name is installed: it comes last, so a real one is found."""
+
+    def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
+        """The spec of the face; None for everything else."""
+        if name != FACE:
+            return None
+        from _frozen_importlib import ModuleSpec
+
+        return ModuleSpec(FACE, self, origin="hegmd's agent")  # type: ignore[arg-type] # a loader by its two methods
+
+    def create_module(self, _spec: ModuleSpec) -> None:
+        """An ordinary module will do."""
+
+    def exec_module(self, module: Any) -> None:
+        """Fill the module with what scripts may call."""
+        from . import life
+
+        module.__doc__ = "What a training script may say to hegmd; every call is safe where there is no hegmd at all."
+        module.boundary = life.start().boundary_by_hand
+
+
+def _meet_loader(module: ModuleType) -> None:
+    from . import boundary, life
+
+    boundary.watch_loaders(module, life.start())
+
+
+def _meet_optimizer(module: ModuleType) -> None:
+    from . import boundary, life
+
+    boundary.watch_optimizers(module, life.gate())
+
+
+def _guarded(action: Callable[[ModuleType], None], module: ModuleType) -> None:
+    try:
+        action(module)
+    except Exception as error:  # noqa: BLE001 - the import goes on as it would without us
+        from .notes import note
+
+        note(f"no hooks in {module.__name__}: {error!r}")

@@ -1,0 +1,30 @@
+"""What the agent says to whoever debugs it: lines in the file that HEGM_AGENT_DEBUG names, `-` for standard error.
+
+Without that variable nothing is written anywhere. Never raises: a full disk is no reason for a job to notice us.
+"""
+
+from __future__ import annotations
+
+import os
+from time import time
+
+_STANDARD_ERROR = 2
+
+
+def note(text: str) -> None:
+    """Write a line, if somebody asked for them."""
+    wanted = os.environ.get("HEGM_AGENT_DEBUG")
+    if not wanted:
+        return
+    line = f"hegm agent {os.getpid()} {time():.3f}: {text}\n".encode(errors="replace")
+    try:
+        if wanted == "-":
+            os.write(_STANDARD_ERROR, line)
+            return
+        fd = os.open(wanted, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, line)
+        finally:
+            os.close(fd)
+    except OSError:
+        pass

@@ -1,0 +1,339 @@
+"""What the daemon may ask of this process, and what becomes of it. Runs in the agent's thread only.
+
+Owns the state between orders: what is pending, what is out of the process, when to stop waiting. Knows neither socket
+nor frames (`channel` has those) and finds out about the training thread through the gate. Every order is answered once:
+at once, or by `tick` when the gate has news or a limit passes.
+
+Whatever goes wrong, the process ends up training with all its bytes, or parked with all of them held: a daemon that is
+gone for too long, or a signal that the script wants to handle, makes the agent bring everything back by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from time import monotonic
+
+from ..errors import REFUSED, HegmError
+from ..protocol.messages import AgentReport, LeftAlone, Order
+from . import torch_state
+from .notes import note
+from .quiesce import CALL, PARK, Asked, Gate
+from .stillness import busy_thread
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from .transfer import Evacuated
+
+SURVEY_LIMIT_S = 5.0
+PARK_LIMIT_S = 300.0
+_LOOK_AGAIN_S = 0.02
+_TRY_AGAIN_S = 5.0
+# Those that stand for somebody who wants something of the script now; timers and children are no reason to come back.
+_URGENT = frozenset((1, 2, 3, 10, 12, 15))  # HUP, INT, QUIT, USR1, USR2, TERM
+
+
+class Pending:
+    """An order whose answer waits for the training thread."""
+
+    __slots__ = ("deadline", "do", "limit_s", "order")
+
+    def __init__(self, order: Order, limit_s: float | None) -> None:
+        self.order = order.order
+        self.do = order.do
+        self.limit_s = limit_s
+        self.deadline = None if limit_s is None else monotonic() + limit_s
+
+
+class Orders:
+    """Obeys. `report` sends what became of an order; it is None while there is no daemon."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._report: Callable[[AgentReport], None] | None = None
+        self._pending: Pending | None = None
+        self._evacuated: Evacuated | None = None
+        self._found: torch_state.Found | None = None
+        self._alone_deadline: float | None = None
+        self._signal: int | None = None
+        self.known_bytes = 0
+        self.changed_by_itself = False
+        self._do: dict[str, Callable[[Order, int | None], None]] = {
+            "survey": self._survey,
+            "park": self._park,
+            "withdraw": self._withdraw,
+            "evacuate": self._evacuate,
+            "refill": self._refill,
+            "release": self._release,
+        }
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are out of the process now."""
+        return 0 if self._evacuated is None else self._evacuated.size_bytes
+
+    # ---- the daemon comes and goes ----------------------------------------------------------------------------------
+
+    def begin(self, report: Callable[[AgentReport], None]) -> None:
+        """A daemon listens."""
+        self._report = report
+        self._alone_deadline = None
+        self.changed_by_itself = False
+
+    def end(self) -> None:
+        """The daemon is gone: what it asked for is withdrawn; what is parked waits for the next one, for a while."""
+        if self._report is None:
+            return
+        self._report = None
+        pending, self._pending = self._pending, None
+        if pending is not None and not self._gate.parked:
+            self._gate.withdraw()
+        elif pending is not None and pending.do == "park":
+            self._let_go()
+        if self._gate.parked:
+            self._alone_deadline = monotonic() + _park_limit_s()
+
+    def note_signal(self, number: int) -> None:
+        """From another thread: a signal waits for the parked thread."""
+        if number in _URGENT:
+            self._signal = number
+
+    # ---- orders -----------------------------------------------------------------------------------------------------
+
+    def obey(self, order: Order, fd: int | None) -> None:
+        """Do it, or begin to. The descriptor belongs to this call."""
+        note(f"order {order.order}: {order.do}")
+        try:
+            action = self._do.get(order.do)
+            if action is None:
+                raise _refusal(f"there is no order {order.do!r}", "bring hegmd and the agent to the same release")
+            action(order, fd)
+        except HegmError as error:
+            self._failed(order.order, error)
+        except Exception as error:  # noqa: BLE001 - the edge: whatever fails in here, the script does not notice
+            note(f"order {order.do} failed: {error!r}")
+            self._failed(order.order, _refusal(f"the agent failed at {order.do}: {error!r}", _DEBUG_HINT))
+            self._come_back("an error in the agent")
+        finally:
+            if fd is not None and (self._evacuated is None or self._evacuated.fd != fd):
+                os.close(fd)
+
+    def _survey(self, order: Order, _fd: int | None) -> None:
+        if self._evacuated is not None:
+            self._done(order.order, storages=len(self._evacuated), size_bytes=self._evacuated.size_bytes)
+        elif self._gate.parked:
+            self._found = torch_state.find()
+            self._tell_found(order.order, self._found)
+        else:
+            self._wait_for(order, order.limit_s or SURVEY_LIMIT_S)
+            self._gate.ask(Asked(CALL, call=self._look_in_passing))
+
+    def _park(self, order: Order, _fd: int | None) -> None:
+        if self._gate.parked:
+            self._done(order.order)
+            return
+        self._wait_for(order, order.limit_s)
+        self._gate.ask(Asked(PARK, at=order.at or 0))
+
+    def _withdraw(self, order: Order, _fd: int | None) -> None:
+        if self._evacuated is not None:
+            raise _refusal("the bytes of this process are out of it", "refill it first, then release it")
+        pending, self._pending = self._pending, None
+        self._let_go()
+        if pending is not None:
+            self._failed(pending.order, _refusal(f"{pending.do} was withdrawn", "nothing needs to be done"))
+        self._done(order.order)
+
+    def _evacuate(self, order: Order, fd: int | None) -> None:
+        transfer = _transfer()
+        if self._evacuated is not None:
+            raise _refusal("the bytes of this process are out already", "refill it before the next evacuation")
+        self._require_parked("evacuate")
+        busy = busy_thread(self._gate.parked_threads, self._gate.trainers)
+        if busy is not None:
+            raise _refusal(f"{busy} and may be using storages", _BUSY_HINT)
+        if fd is None:
+            raise _refusal("no descriptor came with the order", "send the memory to copy to with it")
+        found = self._found or torch_state.find()
+        self._found = None
+        progress = self._progress_of(order.order)
+        self._evacuated = evacuated = transfer.evacuate(fd, found.storages, found.sizes, progress)
+        self._done(order.order, storages=len(evacuated), size_bytes=evacuated.size_bytes)
+
+    def _refill(self, order: Order, fd: int | None) -> None:
+        evacuated = self._evacuated
+        if evacuated is None:
+            raise _refusal("nothing of this process is out of it", "evacuate it first")
+        evacuated.bring_back(evacuated.fd if fd is None else fd, self._progress_of(order.order))
+        self._forget()
+        self._done(order.order, storages=len(evacuated), size_bytes=evacuated.size_bytes)
+
+    def _release(self, order: Order, _fd: int | None) -> None:
+        if self._evacuated is not None:
+            raise _refusal("the bytes of this process are out of it", "refill it first")
+        self._require_parked("release")
+        self._found = None
+        self._wait_for(order, order.limit_s)
+        self._gate.release_and_watch()
+
+    # ---- news and limits --------------------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has to be called at the latest."""
+        deadlines = [self._alone_deadline]
+        if self._pending is not None:
+            deadlines.append(self._pending.deadline)
+            if self._pending.do == "park" and self._gate.parked:
+                deadlines.append(monotonic() + _LOOK_AGAIN_S)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def tick(self) -> None:
+        """Look at the gate and at the clock, and answer what can be answered."""
+        if self._signal is not None:
+            number, self._signal = self._signal, None
+            if self._gate.parked:
+                self._come_back(f"signal {number}")
+        now = monotonic()
+        if self._pending is not None:
+            self._look_after(self._pending, now)
+        if self._alone_deadline is not None and now >= self._alone_deadline:
+            self._alone_deadline = None
+            self._come_back("the limit on being parked without a daemon")
+
+    def _look_after(self, pending: Pending, now: float) -> None:
+        is_late = pending.deadline is not None and now >= pending.deadline
+        if pending.do == "park":
+            self._look_after_park(pending, is_late=is_late)
+        elif self._gate.passed is not None:
+            self._pending = None
+            if pending.do == "survey" and self._found is not None:
+                found, self._found = self._found, None
+                self._tell_found(pending.order, found)
+            else:
+                self._done(pending.order, boundary=self._gate.passed)
+        elif is_late:
+            self._pending = None
+            self._gate.withdraw()
+            if pending.do == "survey":
+                self._done(pending.order)  # the count is known, the bytes are not
+            else:
+                self._failed(pending.order, _no_boundary(pending, "after it was released"))
+
+    def _look_after_park(self, pending: Pending, *, is_late: bool) -> None:
+        busy = None
+        if self._gate.parked:
+            busy = busy_thread(self._gate.parked_threads, self._gate.trainers)
+            if busy is None:
+                self._pending = None
+                self._done(pending.order)
+                return
+        if is_late:
+            self._pending = None
+            self._gate.withdraw()
+            error = _no_boundary(pending, "") if busy is None else _refusal(f"{busy}, not at rest", _BUSY_HINT)
+            self._failed(pending.order, error)
+
+    def _come_back(self, why: str) -> None:
+        """Bring everything back without being told to, and let the training go on. Tried again until it succeeds."""
+        note(f"coming back by itself: {why}")
+        pending, self._pending = self._pending, None
+        if self._evacuated is not None:
+            try:
+                self._evacuated.bring_back(self._evacuated.fd, _no_progress)
+            except HegmError as error:
+                note(f"{error.message}; trying again")
+                self._alone_deadline = monotonic() + _TRY_AGAIN_S
+                return
+            self._forget()
+        self._let_go()
+        self.changed_by_itself = True
+        if pending is not None:
+            self._failed(pending.order, _refusal(f"the process went on by itself: {why}", "ask again"))
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def _look_in_passing(self) -> None:
+        """In the training thread, at a boundary."""
+        try:
+            self._found = torch_state.find()
+        except Exception as error:  # noqa: BLE001 - the edge to the script
+            note(f"no survey: {error!r}")
+
+    def _let_go(self) -> None:
+        self._found = None
+        self._gate.withdraw()
+
+    def _forget(self) -> None:
+        if self._evacuated is not None:
+            self._evacuated.close()
+            self._evacuated = None
+
+    def _wait_for(self, order: Order, limit_s: float | None) -> None:
+        if self._pending is not None:
+            raise _refusal(f"order {self._pending.order} ({self._pending.do}) is under way", "wait, or withdraw it")
+        self._pending = Pending(order, limit_s)
+
+    def _require_parked(self, what: str) -> None:
+        if not self._gate.parked or self._pending is not None:
+            raise _refusal(f"{what} needs a parked training thread, and it is not parked", "park it first")
+
+    def _tell_found(self, order: int, found: torch_state.Found) -> None:
+        self.known_bytes = _transfer().room_bytes(found.sizes)
+        left_alone = tuple(
+            LeftAlone(why=why, storages=count, size_bytes=size_bytes)
+            for why, (count, size_bytes) in sorted(found.left_alone.items())
+        )
+        self._done(order, storages=len(found.storages), size_bytes=self.known_bytes, left_alone=left_alone)
+
+    def _progress_of(self, order: int) -> Callable[[int], None]:
+        return lambda so_far_bytes: self._tell(order=order, result="progress", size_bytes=so_far_bytes)
+
+    def _done(self, order: int, **values: Any) -> None:
+        self._tell(order=order, result="done", **{"boundary": self._gate.count, **values})
+
+    def _failed(self, order: int, error: HegmError) -> None:
+        message, hint = error.message, error.hint
+        self._tell(order=order, result="failed", message=message, hint=hint, boundary=self._gate.count)
+
+    def _tell(self, **values: Any) -> None:
+        if self._report is not None:
+            self._report(AgentReport(**values))
+
+
+_DEBUG_HINT = "the job goes on; start it with HEGM_AGENT_DEBUG=FILE to see more"
+_BUSY_HINT = "it has to be parked or waiting; try again at another moment"
+
+
+def _no_progress(_so_far_bytes: int) -> None:
+    pass
+
+
+def _refusal(message: str, hint: str) -> HegmError:
+    return HegmError(REFUSED, f"process {os.getpid()}: {message}", hint)
+
+
+def _no_boundary(pending: Pending, when: str) -> HegmError:
+    return _refusal(
+        " ".join(f"no batch boundary within {pending.limit_s:g} s {when}".split()),
+        "allow more time; for a hand-written loop, call hegm.boundary() once a batch",
+    )
+
+
+def _park_limit_s() -> float:
+    try:
+        return float(os.environ["HEGM_PARK_LIMIT_S"])
+    except (KeyError, ValueError):
+        return PARK_LIMIT_S
+
+
+def _transfer() -> Any:
+    """The module, which needs ctypes; a Python that was built without it trains as well."""
+    try:
+        from . import transfer
+    except ImportError as error:
+        raise _refusal(
+            f"its Python has no ctypes ({error})", "the worker carrier needs it; use another Python"
+        ) from None
+    return transfer

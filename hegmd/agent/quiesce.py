@@ -1,0 +1,263 @@
+"""The gate that the training thread passes at every batch boundary: counts, and stops it there when that is asked.
+
+Owns the count, who the training thread is, and the parked threads. Touches no tensor and no socket. Called from two
+sides: hooks pass through it in the script's threads, and the agent's thread sets what it asks of them. An idle pass is
+an addition and one attribute test; everything else is behind `asked`. A parked thread waits on a lock of its own, so it
+holds neither the interpreter nor a lock of the script's.
+
+The training thread is the one that steps optimizers. A loader that another thread reads ahead of it is no boundary, and
+that thread is stopped at its own next batch too. Before the first step whoever asks a loader is taken for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from _thread import allocate_lock, get_ident
+
+from .notes import note
+from .signals import HeldSignals
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# A loader that was not asked for so many optimizer steps is not what paces this training (any more).
+STEPS_WITHOUT_LOADER = 16
+_NOBODY = 0
+
+PARK = "park"
+WATCH = "watch"
+CALL = "call"
+
+
+class Asked:
+    """What is asked of the training thread at its next boundary with that count or a higher one."""
+
+    __slots__ = ("at", "call", "what")
+
+    def __init__(self, what: str, at: int = 0, call: Callable[[], None] | None = None) -> None:
+        self.what = what
+        self.at = at
+        self.call = call
+
+
+class Gate:
+    """One a process. `on_change` is called, from any thread, when something that was asked has come about."""
+
+    __slots__ = (
+        "_asked",
+        "_by_hand",
+        "_count_at_step",
+        "_doors",
+        "_home",
+        "_inert",
+        "_lock",
+        "_patience",
+        "_stepped",
+        "_streak",
+        "_trainers",
+        "asked",
+        "count",
+        "on_change",
+        "on_signal",
+        "passed",
+        "thread",
+    )
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.count = 0
+        self.thread = _NOBODY
+        self.passed: int | None = None
+        self.on_change: Callable[[], None] = _ignore
+        self.on_signal: Callable[[int], None] = _ignore_signal
+        self._asked: Asked | None = None
+        self._by_hand = False
+        self._count_at_step = 0
+        self._doors: dict[int, object] = {}
+        self._home = _NOBODY  # the training thread; `thread` is the same while the hooks are to count its batches
+        self._inert = False
+        self._lock = allocate_lock()
+        self._patience = 0
+        self._stepped = False
+        self._streak = 0
+        self._trainers: set[int] = set()
+
+    # ---- from the agent's thread ------------------------------------------------------------------------------------
+
+    @property
+    def parked(self) -> bool:
+        """Whether the training thread waits in here."""
+        return self._home in self._doors
+
+    @property
+    def parked_threads(self) -> frozenset[int]:
+        """Every thread that waits in here."""
+        return frozenset(self._doors)
+
+    @property
+    def trainers(self) -> frozenset[int]:
+        """The threads that have stepped an optimizer: each has to be parked itself, resting is not enough."""
+        return frozenset(self._trainers)
+
+    def ask(self, asked: Asked) -> None:
+        """Ask something of the training thread; what was asked before is forgotten."""
+        with self._lock:
+            if not self._inert:
+                self.passed = None
+                self._asked = asked
+                self.asked = True
+
+    def withdraw(self) -> bool:
+        """Ask nothing any more and let go whoever is parked; whether the training thread was."""
+        with self._lock:
+            self.asked = False
+            self._asked = None
+            was_parked = self.parked
+            self._open()
+        return was_parked
+
+    def release_and_watch(self) -> None:
+        """Let everybody go, and note in `passed` when the training thread reaches its next boundary."""
+        with self._lock:
+            self.passed = None
+            self._asked = Asked(WATCH)
+            self.asked = True
+            self._open()
+
+    def make_inert(self) -> None:
+        """In a forked child: nothing will be asked here any more. The lock may have been held by another thread."""
+        self._inert = True
+        self.asked = False
+        self._asked = None
+        self._lock = allocate_lock()
+        self._doors = {}
+        self.on_change = _ignore
+        self.on_signal = _ignore_signal
+
+    def _open(self) -> None:
+        doors, self._doors = self._doors, {}
+        for door in doors.values():
+            door.release()  # type: ignore[attr-defined] # a lock; its class has another name in each Python
+
+    # ---- from the script's threads ----------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        """The training thread is at a boundary and something is asked: do it, or wait here until it may go on."""
+        asked = self._asked
+        if asked is None or self.count < asked.at:
+            return
+        if asked.what == PARK:
+            self._wait(asked)
+            return
+        with self._lock:
+            if self._asked is not asked:
+                return
+            self._asked = None
+            self.asked = False
+        if asked.call is not None:
+            asked.call()
+        self.passed = self.count
+        self.on_change()
+
+    def other_thread_asks(self) -> None:
+        """A thread that is not the training thread asks a loader for a batch."""
+        if self._by_hand or self._inert:
+            return
+        if _is_alive(self.thread):
+            self._wait_aside()
+            return
+        self._adopt(STEPS_WITHOUT_LOADER)
+        self.count += 1
+        if self.asked:
+            self.arrive()
+
+    def step(self) -> None:
+        """The training thread comes out of an optimizer's step."""
+        if not self._stepped:
+            self._stepped = True
+            self._trainers.add(self._home)
+        if self._by_hand:
+            return
+        if self.count == self._count_at_step:
+            self._streak += 1
+        else:  # a loader was asked since the last step: it paces the training
+            self._streak = 1
+            self._patience = STEPS_WITHOUT_LOADER
+        if self._streak > self._patience:
+            self.count += 1
+            if self.asked:
+                self.arrive()
+        self._count_at_step = self.count
+
+    def other_thread_steps(self) -> None:
+        """A thread that is not the training thread comes out of an optimizer's step."""
+        if self._inert:
+            return
+        if self._by_hand or (self._stepped and _is_alive(self.thread)):
+            self._trainers.add(get_ident())
+            self._wait_aside()
+            return
+        if not self._stepped:  # only read ahead so far, by a thread that does not train: its batches do not count
+            self.count = 0
+        self._adopt(0)
+        self._count_at_step = self.count
+        self.step()
+
+    def boundary_by_hand(self) -> None:
+        """The script says that a batch ends here. From the first time on only its own word counts."""
+        if self._inert:
+            return
+        ident = get_ident()
+        if not self._by_hand:
+            self._by_hand = True
+            self.thread = _NOBODY
+            self._home = ident
+        if self._home != ident and _is_alive(self._home):
+            self._trainers.add(ident)
+            self._wait_aside()
+            return
+        self._home = ident
+        self._trainers.add(ident)
+        self.count += 1
+        if self.asked:
+            self.arrive()
+
+    def _adopt(self, patience: int) -> None:
+        with self._lock:
+            self._trainers.discard(self._home)
+            self.thread = self._home = get_ident()
+            self._stepped = False
+            self._streak = 0
+            self._patience = patience
+
+    def _wait_aside(self) -> None:
+        """A thread beside the training thread: it waits while that one is asked to park, and is not counted."""
+        asked = self._asked
+        if self.asked and asked is not None and asked.what == PARK and (self.parked or self.count + 1 >= asked.at):
+            self._wait(asked)
+
+    def _wait(self, asked: Asked) -> None:
+        """Stay until the door is opened. Signals that would run the script's handlers meanwhile are held back."""
+        door = allocate_lock()
+        door.acquire()
+        with HeldSignals(self.on_signal):
+            with self._lock:
+                if self._asked is not asked:
+                    return
+                self._doors[get_ident()] = door
+            self.on_change()
+            note(f"parked at boundary {self.count}")
+            door.acquire()
+
+
+def _is_alive(ident: int) -> bool:
+    return ident in sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented all the same
+
+
+def _ignore() -> None:
+    pass
+
+
+def _ignore_signal(_number: int) -> None:
+    pass

@@ -1,0 +1,80 @@
+"""Signals that come while the main thread is parked: held back until it goes on, and told to the agent at once.
+
+A Python signal handler runs in the main thread between two of its steps, and it may do what it likes: save a
+checkpoint, raise KeyboardInterrupt. While the storages are out of the process that would read freed memory. So the main
+thread blocks every signal while it is parked; the kernel gives them to another thread, where Python's C handler only
+notes them and writes their number to the wakeup descriptor. Who reads it, the agent, can bring everything back; the
+handlers run when the main thread goes on. Signals that nobody handles in Python do what they always do.
+
+Python runs handlers in the main thread only, so nothing has to be held back in any other.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from _thread import get_ident, start_new_thread
+
+from .notes import note
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_NO_DESCRIPTOR = -1
+
+
+class HeldSignals:
+    """As a context in the thread that is to wait; `told` is called from another thread with each signal's number."""
+
+    def __init__(self, told: Callable[[int], None]) -> None:
+        self._told = told
+        self._is_main = False
+
+    def __enter__(self) -> None:
+        threading = sys.modules.get("threading")
+        self._is_main = threading is None or threading.main_thread().ident == get_ident()
+        if not self._is_main:
+            return
+        import signal
+
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(reader, True)
+        self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        start_new_thread(self._read, (reader,))
+
+    def __exit__(self, *_exc: object) -> None:
+        if not self._is_main:
+            return
+        import signal
+
+        try:  # each line may be where a handler that was held back raises
+            signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
+        finally:
+            try:
+                os.close(self._writer)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _read(self, reader: int) -> None:
+        """Until the writer closes: tell the numbers, and pass them on to whoever had the wakeup descriptor before."""
+        import signal
+
+        # This thread, which inherited the mask, is where the kernel may deliver them.
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        before = self._before
+        try:
+            while True:
+                numbers = os.read(reader, 64)
+                if not numbers:
+                    return
+                note(f"signals {list(numbers)} while parked")
+                if before != _NO_DESCRIPTOR:
+                    os.write(before, numbers)
+                for number in numbers:
+                    self._told(number)
+        except OSError as error:
+            note(f"signals could not be passed on: {error}")
+        finally:
+            os.close(reader)

@@ -1,0 +1,71 @@
+"""Whether every other thread of the process is at rest, so that storages can be taken from under all of them.
+
+PyTorch works on a storage without holding the interpreter, so a thread that is in the middle of an operation cannot be
+told from the outside; what can be seen is where each thread's Python stands. A thread is at rest if it is parked at the
+gate, or waits inside one of the standard library's waiting places. One that trains has to be parked, and one inside a
+loader's iterator is about to get a batch: neither is at rest in a wait. Anything else counts as busy, a thread in a
+`sleep` of its own included: what it does when it wakes is not known, and a refusal harms nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+
+# Relative to the standard library: where its threads wait.
+_WAITING_FILES = frozenset(
+    ("queue.py", "selectors.py", "socket.py", "socketserver.py", "ssl.py", "subprocess.py", "threading.py")
+)
+_WAITING_FOLDERS = ("asyncio/", "concurrent/futures/", "multiprocessing/")
+_ITERATOR_FILE = "/torch/utils/data/dataloader.py"
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + "/"
+_OURS = os.path.dirname(os.path.abspath(__file__)) + "/"
+
+
+def busy_thread(parked: frozenset[int], trainers: frozenset[int]) -> str | None:
+    """One thread that is not at rest, in words, or None when all are."""
+    for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage] - documented all the same
+        if ident in parked or _is_ours(frame):
+            continue
+        if ident in trainers:
+            return f"{_name_of(ident)}, which trains too, is at {_place(frame)}"
+        if not _is_at_rest(frame):
+            return f"{_name_of(ident)} is at {_place(frame)}"
+    return None
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether the thread began in the agent."""
+    first: FrameType = frame
+    while first.f_back is not None:
+        first = first.f_back
+    return first.f_code.co_filename.startswith(_OURS)
+
+
+def _is_at_rest(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    if not path.startswith(_STANDARD_LIBRARY):
+        return False
+    within = path[len(_STANDARD_LIBRARY) :]
+    if within not in _WAITING_FILES and not within.startswith(_WAITING_FOLDERS):
+        return False
+    outer: FrameType | None = frame
+    while outer is not None:
+        if outer.f_code.co_filename.endswith(_ITERATOR_FILE) and outer.f_code.co_name == "__next__":
+            return False
+        outer = outer.f_back
+    return True
+
+
+def _name_of(ident: int) -> str:
+    threading = sys.modules.get("threading")
+    known = getattr(threading, "_active", {}).get(ident)
+    return f"thread {known.name}" if known is not None else f"thread {ident}"
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

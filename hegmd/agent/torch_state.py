@@ -1,0 +1,162 @@
+"""What this process holds in PyTorch storages, and which of them the agent vouches for.
+
+Reads `sys.modules` and never imports torch. Finds every tensor and storage that Python knows of, each storage once:
+what is freed and made again is the memory of the storage, while the storage object, its tensors, views and versions
+stay. Vouched for is only what can be freed and made again without anybody noticing; the rest is counted with a reason.
+On a simulated GPU the CPU's storages play video memory.
+
+Tensors that only C++ knows of, as the saved ones of a graph that has not been backwarded, are not found and stay where
+they are. A storage that they share with a tensor found here has more owners than Python knows of and is left alone.
+
+Call it while the training thread is parked or in that thread itself: `.grad` is written by PyTorch without any lock.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+from .notes import note
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+OTHER_OWNER = "their memory belongs to something else, such as a numpy array or a mapped file"
+SHARED = "they are shared with other processes"
+OTHER_DEVICE = "they are on a device whose bytes the agent does not carry yet"
+UNSEEN_OWNER = "something outside of Python holds on to them, such as a graph that waits for its backward"
+NO_MEMORY = "they have no memory of their own, as wrapped tensors"
+SAME_MEMORY = "two storages are over the same memory"
+PINNED = "they are pinned"
+OLD_TORCH = "this PyTorch is too old to say who holds on to a storage"
+UNREADABLE = "they cannot be looked at"
+NO_STORAGE = "they have no storage, as sparse tensors"
+
+
+class Found:
+    """The storages of this process: those vouched for, with their sizes, and the others by reason."""
+
+    __slots__ = ("left_alone", "sizes", "storages")
+
+    def __init__(self) -> None:
+        self.storages: list[Any] = []
+        self.sizes: list[int] = []
+        self.left_alone: dict[str, list[int]] = {}
+
+    def take(self, storage: Any, size_bytes: int) -> None:
+        """Vouch for one."""
+        self.storages.append(storage)
+        self.sizes.append(size_bytes)
+
+    def leave(self, why: str, size_bytes: int) -> None:
+        """Count one that is left alone."""
+        counted = self.left_alone.setdefault(why, [0, 0])
+        counted[0] += 1
+        counted[1] += size_bytes
+
+
+def find() -> Found:
+    """Every storage of this process. A few milliseconds for each 100,000 objects that the collector knows."""
+    found = Found()
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "UntypedStorage"):
+        return found
+    with torch._C.DisableTorchFunctionSubclass():
+        _judge_all(torch, _owners(torch, found), found)
+    return found
+
+
+def version() -> tuple[str, str] | None:
+    """Name and version of what trains here, if it is there."""
+    torch: Any = sys.modules.get("torch")
+    return None if torch is None else ("torch", str(getattr(torch, "__version__", "")))
+
+
+def _owners(torch: Any, found: Found) -> dict[int, tuple[Any, set[int]]]:
+    """Each storage under its address, with the tensors that Python knows of as its owners."""
+    storages: dict[int, tuple[Any, set[int]]] = {}
+    tensors, bare = _objects_of(torch.Tensor, torch.UntypedStorage)
+    for tensor in _with_relatives(tensors):
+        try:
+            storage = torch.Tensor.untyped_storage(tensor)
+        except (NotImplementedError, RuntimeError):
+            found.leave(NO_STORAGE, 0)
+            continue
+        storages.setdefault(storage._cdata, (storage, set()))[1].add(tensor._cdata)
+    for storage in bare:
+        storages.setdefault(storage._cdata, (storage, set()))
+    return storages
+
+
+def _objects_of(*wanted: type[object]) -> tuple[list[Any], ...]:
+    """The collector's objects of each of those classes. Asks for their type: `isinstance` would run code of proxies."""
+    objects: tuple[list[Any], ...] = tuple([] for _ in wanted)
+    places: dict[type[object], list[Any] | None] = {}
+    known: list[object] = gc.get_objects()
+    for candidate in known:
+        kind: type[object] = type(candidate)
+        try:
+            place = places[kind]
+        except KeyError:
+            fitting = [objects[index] for index, base in enumerate(wanted) if issubclass(kind, base)]
+            place = places[kind] = fitting[0] if fitting else None
+        if place is not None:
+            place.append(candidate)
+    return objects
+
+
+def _with_relatives(tensors: list[Any]) -> list[Any]:
+    """And the tensors that hang on them inside PyTorch: gradients, and what views are views of."""
+    relatives: list[Any] = []
+    for tensor in tensors:
+        if tensor.is_leaf and tensor.grad is not None:
+            relatives.append(tensor.grad)
+        if tensor._is_view():
+            relatives.append(tensor._base)
+    return [*tensors, *relatives]
+
+
+def _judge_all(torch: Any, storages: dict[int, tuple[Any, set[int]]], found: Found) -> None:
+    addresses: dict[int, int] = {}
+    judged: list[tuple[Any, int, int, str | None]] = []
+    for storage, tensors in storages.values():
+        try:
+            size_bytes = storage.nbytes()
+            if size_bytes == 0 or storage.device.type == "meta":
+                continue
+            why = _reason_against(torch, storage, len(tensors))
+            address = storage.data_ptr() if why is None else 0
+        except Exception as error:  # noqa: BLE001 - storages of any class and make; this one is left alone
+            note(f"a storage cannot be looked at: {error!r}")
+            found.leave(UNREADABLE, 0)
+            continue
+        if why is None and address == 0:
+            why = NO_MEMORY
+        addresses[address] = addresses.get(address, 0) + 1
+        judged.append((storage, size_bytes, address, why))
+    for storage, size_bytes, address, why in judged:
+        reason = SAME_MEMORY if why is None and addresses[address] > 1 else why
+        if reason is None:
+            found.take(storage, size_bytes)
+        else:
+            found.leave(reason, size_bytes)
+
+
+def _reason_against(torch: Any, storage: Any, tensors: int) -> str | None:
+    """Why this storage is left alone; None if it need not be."""
+    if storage.device.type != "cpu":
+        return OTHER_DEVICE
+    if storage.is_shared():
+        return SHARED
+    if not storage.resizable():
+        return OTHER_OWNER
+    count_owners = getattr(torch._C, "_storage_Use_Count", None)
+    if count_owners is None:
+        return OLD_TORCH
+    if count_owners(storage._cdata) > tensors + 1:  # the one is the Python object of the storage itself
+        return UNSEEN_OWNER
+    cuda = getattr(torch, "cuda", None)
+    if cuda is not None and cuda.is_initialized() and storage.is_pinned():
+        return PINNED
+    return None

@@ -1,0 +1,175 @@
+"""A daemon of a few lines that gives agents orders, one after the other, over a real socket and our own protocol.
+
+It stands in for hegmd where a test is about the agent alone: what the agent says is read from the wire, and what moves
+is a real memfd. Blocking, with a limit on every wait.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from typing_extensions import Self
+
+from hegmd.protocol.connection import Asked, ServerConnection
+from hegmd.protocol.messages import (
+    AgentAttend,
+    AgentReport,
+    Caller,
+    Hello,
+    Limits,
+    Noted,
+    Order,
+    Welcome,
+)
+
+PATIENCE_S = 30.0
+
+
+class Gone(Exception):
+    """The agent's connection ended."""
+
+
+class Attended:
+    """An agent's connection: what it said of itself, and orders to it."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.settimeout(PATIENCE_S)
+        self._socket = connected
+        self._protocol = ServerConnection(frame_bytes=1 << 20, requests_in_flight=64)
+        self._orders = 0
+        self._reports: dict[int, list[AgentReport]] = {}
+        self.progress: list[AgentReport] = []
+        self.said: AgentAttend | None = None
+        while self.said is None:
+            self._read()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def send(self, do: str, fd: int | None = None, *, at: int | None = None, limit_s: float | None = None) -> int:
+        """Give an order; its number."""
+        self._orders += 1
+        order = Order(order=self._orders, do=do, at=at, limit_s=limit_s)
+        frame = self._protocol.event(self._attend_id, order, fds=0 if fd is None else 1)
+        if fd is None:
+            self._socket.sendall(frame)
+        else:
+            socket.send_fds(self._socket, [frame], [fd])
+        return self._orders
+
+    def answer(self, order: int) -> AgentReport:
+        """What became of it. Raises Gone when the agent hangs up instead."""
+        while not self._reports.get(order):
+            self._read()
+        return self._reports[order].pop(0)
+
+    def order(
+        self, do: str, fd: int | None = None, *, at: int | None = None, limit_s: float | None = None
+    ) -> AgentReport:
+        """Give an order and wait for its answer."""
+        return self.answer(self.send(do, fd, at=at, limit_s=limit_s))
+
+    def done(
+        self, do: str, fd: int | None = None, *, at: int | None = None, limit_s: float | None = None
+    ) -> AgentReport:
+        """The same, for an order that has to succeed."""
+        report = self.order(do, fd, at=at, limit_s=limit_s)
+        assert report.result == "done", f"{do}: {report.message}; {report.hint}"
+        return report
+
+    def wait_until_gone(self) -> None:
+        """Read until the agent hangs up."""
+        try:
+            while True:
+                self._read()
+        except Gone:
+            pass
+
+    def move(self, *, at: int | None = None) -> tuple[AgentReport, AgentReport]:
+        """A whole move: park, survey, out, back, release and verify. What parked and what went out is returned."""
+        parked = self.done("park", at=at, limit_s=PATIENCE_S)
+        with self.evacuated() as out:
+            pass
+        self.done("release", limit_s=PATIENCE_S)
+        return parked, out
+
+    @contextmanager
+    def evacuated(self) -> Iterator[AgentReport]:
+        """The parked process with its bytes out, and back after it."""
+        survey = self.done("survey")
+        assert survey.size_bytes is not None
+        fd = os.memfd_create("pool", os.MFD_CLOEXEC)
+        try:
+            os.truncate(fd, survey.size_bytes)
+            yield self.done("evacuate", fd)
+            self.done("refill", fd)
+        finally:
+            os.close(fd)
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(65_536)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise Gone
+        self._protocol.feed(data)
+        while (asked := self._protocol.next_event()) is not None:
+            assert isinstance(asked, Asked), f"the agent sent what cannot be served: {asked.error}"
+            self._take(asked)
+
+    def _take(self, asked: Asked) -> None:
+        request = asked.request
+        if isinstance(request, Hello):
+            assert request.role == "agent"
+            self._socket.sendall(self._protocol.reply(asked.id, _welcome()))
+        elif isinstance(request, AgentAttend):
+            self.said = request
+            self._attend_id = asked.id
+        elif isinstance(request, AgentReport):
+            self._socket.sendall(self._protocol.reply(asked.id, Noted()))
+            if request.result == "progress":
+                self.progress.append(request)
+            else:
+                self._reports.setdefault(request.order, []).append(request)
+
+
+def _welcome() -> Welcome:
+    me = Caller(uid=os.getuid(), gid=os.getgid(), pid=os.getpid(), may_act_on_all=False)
+    limits = Limits(frame_bytes=1 << 20, requests_in_flight=64)
+    return Welcome(
+        version=1, daemon_version="test", node="here", simulated=True, capabilities=(), limits=limits, you=me
+    )
+
+
+class ScriptedDaemon:
+    """Listens; each agent that attends is an `Attended`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(path))
+        self._socket.listen(16)
+        self._socket.settimeout(PATIENCE_S)
+        self._attended: list[Attended] = []
+
+    def attended(self) -> Attended:
+        """The next agent that comes."""
+        connected, _address = self._socket.accept()
+        agent = Attended(connected)
+        self._attended.append(agent)
+        return agent
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """Gone at once, as a daemon that was killed: its agents see the end of the connection."""
+        self._socket.close()
+        self.path.unlink()
+        for agent in self._attended:
+            agent.close()
