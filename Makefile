@@ -60,6 +60,7 @@ docs: ## write the generated documents again, from the code
 	@$(PYTHON) -m hegmd.protocol.reference
 	@$(PYTHON) tools/vectors.py docs/protocol-vectors
 	@$(PYTHON) -m hegmd.config
+	@$(PYTHON) -m hegmd.migration.states
 
 lint: ## formatter, linter, spelling and both type checkers
 	@tools/setup.sh dev

@@ -184,13 +184,16 @@ def overran(op: Operation, worker: Worker, pending: Pending, event: events.Overr
 
 
 def _meeting_at(op: Operation, boundary: int) -> Operation:
-    """Ranks stop where the one that is furthest stands, so that no collective is left half way."""
-    if not op.lockstep or op.at is None or boundary <= op.at:
+    """Ranks stop where the one that is furthest stands, so that no collective is left half way.
+
+    One that stands before it has to be asked again; that counts too, so that nobody is asked for ever.
+    """
+    if not op.lockstep or op.at is None or boundary == op.at:
         return op
     if op.rounds >= MOST_ROUNDS:
         message = f"the ranks did not stop at one boundary in {MOST_ROUNDS} attempts"
         return _back(op, REFUSED.name, message, "all ranks have to pass boundaries together; see the script's loops")
-    return op.replace(at=boundary, rounds=op.rounds + 1)
+    return op.replace(at=max(boundary, op.at), rounds=op.rounds + 1)
 
 
 def withdrawn(op: Operation, worker: Worker, pending: Pending, event: events.Withdrawn) -> Operation:

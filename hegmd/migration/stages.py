@@ -175,5 +175,5 @@ def is_past_return(op: Operation) -> bool:
     if op.heading != FORWARD:
         return False
     if any(worker.origin is not None for worker in op.live):
-        return all(is_arrived(worker) or worker.at is None for worker in op.live)
+        return all(worker.at is None or worker.at == worker.goal for worker in op.live)
     return any(worker.at is not None for worker in op.live)

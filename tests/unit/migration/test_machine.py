@@ -1,0 +1,364 @@
+"""The machine, event by event: the way forward, the way back from each stage, and what is refused or ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hegmd.errors import HegmError, Refused
+from hegmd.migration import events
+from hegmd.migration.effects import Effect
+from hegmd.migration.events import Ending, Event
+from hegmd.migration.machine import EVENTS, IGNORE, MOVE, REFUSE, TABLE, TERMINAL, handle
+from hegmd.migration.operation import SUSPEND, Operation
+from tests.unit.migration.operations import Drive, ending, operation, tags, worker
+
+FORWARD = "arming quiescing measuring evacuating checkpointing restoring refilling releasing verifying tidying done"
+TURNING = FORWARD.split()[:5]
+PAST_RETURN = FORWARD.split()[5:-1]
+
+
+def _suspending() -> Drive:
+    return Drive(operation(worker(to=None), kind=SUSPEND))
+
+
+def test_a_migration_passes_its_stages_in_order() -> None:
+    drive = Drive(operation()).until("done")
+    assert drive.phases == FORWARD.split()
+    moved = drive.op.workers[0]
+    assert (moved.at, moved.rooms, moved.pool_bytes, moved.verified) == ("gpu1", {"gpu1": 10}, 0, True)
+    assert not drive.op.pending
+    assert drive.op.deadline is None
+
+
+def test_nothing_is_asked_of_a_worker_before_room_and_pool_are_held() -> None:
+    drive = Drive(operation())
+    assert tags(drive.feed(events.Begin())) == ["take-room", "take-pool"]
+    assert drive.end() == ()
+    assert tags(drive.end()) == ["park"]
+
+
+def test_the_pool_is_given_back_only_after_the_next_boundary() -> None:
+    drive = Drive(operation()).until("verifying")
+    assert tags(drive.wanted) == ["verify"]
+    assert tags(drive.end()) == ["give-room", "give-pool"]
+
+
+def test_what_has_grown_is_taken_before_it_is_evacuated() -> None:
+    drive = Drive(operation()).until("measuring")
+    wanted: Any = drive.end(size_bytes=25)
+    assert [(effect.tag, effect.size_bytes) for effect in wanted] == [("take-room", 25), ("take-pool", 25)]
+    assert drive.op.phase == "arming"
+
+
+def test_what_has_grown_over_the_room_lets_the_job_go_on_unharmed() -> None:
+    drive = Drive(operation()).until("measuring")
+    drive.end(size_bytes=25)
+    drive.fail("refused")
+    assert drive.until("undone").op.workers[0].touched is False
+    assert drive.op.failure is not None
+    assert drive.op.failure.message == "take-room failed"
+
+
+def test_a_process_that_is_there_already_only_stands_by() -> None:
+    drive = Drive(operation(worker("a"), worker("b", to="gpu0")))
+    drive.until("done")
+    done_to = {(effect.worker, effect.tag) for _, _, _, wanted in drive.taken for effect in wanted}
+    assert {tag for name, tag in done_to if name == "b"} == {"park", "release"}
+
+
+def test_a_suspension_ends_with_no_room_held_and_all_bytes() -> None:
+    drive = _suspending().until("suspended")
+    held = drive.op.workers[0]
+    assert (held.at, held.out, held.parked, held.rooms, held.pool_bytes) == (None, True, True, {}, 10)
+    assert drive.op.deadline is None
+
+
+def test_a_resume_takes_room_first_and_ends_done() -> None:
+    drive = _suspending().until("suspended")
+    assert tags(drive.feed(events.ResumeAsked(to={"a": "gpu1"}))) == ["take-room"]
+    assert drive.until("done").op.workers[0].at == "gpu1"
+    assert drive.op.kind == "resume"
+
+
+def test_a_resume_without_room_is_suspended_again_and_says_why() -> None:
+    drive = _suspending().until("suspended")
+    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    drive.fail("refused")
+    assert drive.op.phase == "suspended"
+    assert drive.op.failure is not None
+    drive.feed(events.ResumeAsked(to={"a": "gpu0"}))
+    assert drive.until("done").op.failure is None
+
+
+def test_a_resume_names_a_gpu_for_every_process() -> None:
+    drive = Drive(operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND)).until("suspended")
+    with pytest.raises(Refused, match="no GPU is named for b"):
+        handle(drive.op, events.ResumeAsked(to={"a": "gpu1"}), 0.0)
+
+
+@pytest.mark.parametrize("phase", TURNING)
+def test_cancelling_before_the_job_has_left_brings_everything_back(phase: str) -> None:
+    drive = Drive(operation()).until(phase)
+    drive.feed(events.CancelAsked(by="ada"))
+    drive.on(lambda: drive.op.phase in TERMINAL)
+    back = drive.op.workers[0]
+    assert drive.op.phase == "undone"
+    assert (back.at, back.parked, back.out, back.rooms, back.pool_bytes) == ("gpu0", False, False, {"gpu0": 10}, 0)
+    assert drive.op.failure is not None
+    assert drive.op.failure.code == "cancelled"
+    assert back.verified == back.touched
+
+
+@pytest.mark.parametrize("phase", PAST_RETURN)
+def test_cancelling_after_the_job_has_left_is_refused_and_it_goes_on(phase: str) -> None:
+    drive = Drive(operation()).until(phase)
+    with pytest.raises(Refused) as refused:
+        drive.feed(events.CancelAsked(by="ada"))
+    assert refused.value.hint
+    assert drive.until("done").op.failure is None
+
+
+@pytest.mark.parametrize("phase", FORWARD.split()[:7])
+def test_a_failure_on_the_way_leads_back(phase: str) -> None:
+    drive = Drive(operation()).until(phase)
+    failed = drive.wanted[0]
+    drive.fail()
+    at = "gpu0" if phase != "refilling" else "gpu1"
+    out = 10 if phase in {"checkpointing", "refilling"} else 0
+    while drive.op.phase not in TERMINAL:
+        effect = drive.wanted[0]
+        if effect.tag == "inspect":
+            drive.end(out_bytes=out, gpu=None if phase == "restoring" else at, parked=True)
+        else:
+            drive.end()
+    assert drive.op.phase == "undone"
+    assert drive.op.workers[0].at == "gpu0"
+    assert drive.op.failure is not None
+    assert drive.op.failure.message == f"{failed.tag} failed"
+
+
+def test_a_way_back_that_is_closed_holds_the_job_until_it_is_resumed() -> None:
+    drive = Drive(operation()).until("checkpointing")
+    drive.feed(events.CancelAsked())
+    drive.until("refilling")
+    drive.fail()
+    drive.end(out_bytes=10, rooms={"gpu0": 10, "gpu1": 10}, pool_bytes=10)
+    drive.until("suspended")
+    held = drive.op.workers[0]
+    assert drive.op.heading == "hold"
+    assert (held.parked, held.out, held.pool_bytes, dict(held.rooms)) == (True, True, 10, {"gpu0": 10})
+    drive.feed(events.ResumeAsked(to={"a": "gpu0"}))
+    assert drive.until("done").op.workers[0].out is False
+
+
+def test_no_boundary_within_the_limit_withdraws_without_a_trace() -> None:
+    drive = Drive(operation()).until("quiescing")
+    drive.now = 20.0
+    assert tags(drive.feed(events.DeadlinePassed())) == ["withdraw"]
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "park"]
+    assert drive.until("undone").op.failure is not None
+    assert drive.op.failure is not None
+    assert drive.op.failure.code == "timeout"
+    assert not drive.op.workers[0].touched
+
+
+def test_an_alarm_that_comes_early_changes_nothing() -> None:
+    drive = Drive(operation()).until("quiescing")
+    assert drive.op.deadline == 20.0
+    assert handle(drive.op, events.DeadlinePassed(), 19.9)[0] is drive.op
+
+
+def test_a_boundary_that_is_late_after_the_move_is_looked_for_and_waited_for() -> None:
+    drive = Drive(operation()).until("verifying")
+    drive.wanted.clear()
+    drive.now = 40.0
+    assert tags(drive.feed(events.DeadlinePassed())) == ["inspect"]
+    drive.end(parked=False, gpu="gpu1", boundary=5)
+    assert drive.op.phase == "verifying"
+    assert tags(drive.wanted) == ["verify"]
+    assert drive.op.workers[0].pool_bytes == 10
+
+
+def test_ranks_stop_one_past_the_highest_count() -> None:
+    drive = Drive(operation(worker("a"), worker("b"), lockstep=True)).until("counting")
+    drive.end(boundary=7)
+    parks: Any = drive.end(boundary=9)
+    assert [(effect.tag, effect.at) for effect in parks] == [("park", 10), ("park", 10)]
+
+
+def test_a_rank_that_has_passed_the_boundary_moves_it_for_all() -> None:
+    drive = Drive(operation(worker("a"), worker("b"), lockstep=True)).until("counting")
+    drive.end(boundary=7)
+    drive.end(boundary=7)
+    assert drive.end(boundary=8) == ()
+    overrun = drive.wanted.pop(0)
+    again: Any = drive.feed(events.Overran(effect=overrun.number, worker="b", boundary=9))
+    assert [(effect.worker, effect.at) for effect in again] == [("a", 10), ("b", 10)]
+    drive.end(boundary=10)
+    assert drive.op.phase == "quiescing"
+    drive.end(boundary=10)
+    assert drive.op.phase == "measuring"
+
+
+def test_ranks_that_never_meet_are_let_go() -> None:
+    drive = Drive(operation(worker("a"), worker("b"), lockstep=True)).until("quiescing")
+    for _ in range(20):
+        if drive.op.heading == "forward":
+            drive.end(boundary=2)
+    assert drive.op.heading == "back"
+    assert "did not stop at one boundary" in str(drive.op.failure)
+
+
+def test_no_rank_goes_on_before_all_have_their_bytes() -> None:
+    drive = Drive(operation(worker("a"), worker("b"), lockstep=True)).until("refilling")
+    assert drive.end() == ()
+    assert tags(drive.end()) == ["release", "release"]
+
+
+@pytest.mark.parametrize("phase", FORWARD.split()[:-1])
+def test_a_worker_that_ends_takes_nothing_with_it(phase: str) -> None:
+    drive = Drive(operation()).until(phase)
+    drive.feed(events.WorkerGone(worker="a", why="killed by signal 9"))
+    drive.wanted = [effect for effect in drive.wanted if drive.op.pending_numbered(effect.number)]
+    drive.on(lambda: drive.op.phase in TERMINAL)
+    gone = drive.op.workers[0]
+    assert (dict(gone.rooms), gone.pool_bytes) == ({}, 0)
+    its_state_was_out = phase in {"evacuating", "checkpointing", "restoring", "refilling", "releasing"}
+    assert drive.op.phase == ("lost" if its_state_was_out else "undone" if phase != "tidying" else drive.op.phase)
+    assert "killed by signal 9" in str(drive.op.failure)
+
+
+def test_the_others_of_a_job_come_back_when_one_ends() -> None:
+    drive = Drive(operation(worker("a"), worker("b"))).until("evacuating")
+    drive.feed(events.WorkerGone(worker="b"))
+    drive.wanted = [effect for effect in drive.wanted if effect.worker == "a"]
+    drive.on(lambda: drive.op.phase in TERMINAL)
+    assert drive.op.workers[0].at == "gpu0"
+    assert drive.op.workers[0].verified
+
+
+def test_another_agent_under_the_same_pid_is_another_program() -> None:
+    drive = Drive(operation()).until("quiescing")
+    drive.feed(events.AgentBack(worker="a", token="another"))
+    assert drive.op.workers[0].gone
+
+
+@pytest.mark.parametrize("phase", FORWARD.split()[:-1])
+def test_a_restart_of_the_daemon_asks_and_goes_on(phase: str) -> None:
+    drive = Drive(operation()).until(phase)
+    drive.wanted.clear()
+    was = drive.op.workers[0]
+    assert tags(drive.feed(events.Recovered())) == ["inspect"]
+    drive.end(
+        parked=was.parked,
+        out_bytes=10 if was.out else 0,
+        gpu=was.at,
+        rooms=was.rooms,
+        pool_bytes=was.pool_bytes,
+        boundary=was.boundary or 4,
+    )
+    assert drive.until("done").op.failure is None
+
+
+def test_an_agent_that_went_on_by_itself_is_not_given_old_bytes() -> None:
+    drive = Drive(operation()).until("checkpointing")
+    drive.wanted.clear()
+    drive.feed(events.Recovered())
+    drive.end(parked=False, out_bytes=0, gpu="gpu0", rooms={"gpu0": 10}, pool_bytes=10, boundary=9)
+    drive.on(lambda: drive.op.phase in TERMINAL)
+    done = [effect.tag for _, _, _, wanted in drive.taken[-4:] for effect in wanted]
+    assert drive.op.phase == "undone"
+    assert "refill" not in done
+
+
+def test_an_ending_that_comes_twice_means_nothing() -> None:
+    drive = Drive(operation())
+    drive.feed(events.Begin())
+    taken = ending(drive.wanted[0])
+    drive.feed(taken)
+    assert handle(drive.op, taken, 0.0) == (drive.op, ())
+
+
+def test_an_ending_for_another_worker_or_effect_means_nothing() -> None:
+    drive = Drive(operation())
+    drive.feed(events.Begin())
+    number = drive.wanted[0].number
+    for event in (
+        events.RoomTaken(effect=number, worker="b"),
+        events.Evacuated(effect=number, worker="a", size_bytes=1),
+    ):
+        assert handle(drive.op, event, 0.0)[0] is drive.op
+
+
+def _some(tag: str) -> Event:
+    kind = Event.register[tag]
+    known: dict[str, Any] = {
+        "worker": "a",
+        "effect": 999,
+        "boundary": 5,
+        "size_bytes": 1,
+        "parked": True,
+        "out_bytes": 0,
+        "gpu": "gpu0",
+        "rooms": {"gpu0": 10},
+        "pool_bytes": 0,
+        "fault": "broken",
+        "message": "it failed",
+        "hint": "wait",
+        "token": "token-a",
+        "to": {"a": "gpu1"},
+    }
+    made: Event = kind(**{declared.name: known[declared.name] for declared in kind.fields if declared.name in known})
+    return made
+
+
+def _in_phase(phase: str) -> Operation:
+    return operation(phase=phase)
+
+
+@pytest.mark.parametrize("phase", sorted({phase for phase, _ in TABLE}))
+def test_what_is_ignored_or_refused_changes_nothing(phase: str) -> None:
+    op = _in_phase(phase)
+    plain = op.to_plain()
+    for tag in EVENTS:
+        row = TABLE[phase, tag]
+        if row.verdict == REFUSE:
+            with pytest.raises(Refused) as refused:
+                handle(op, _some(tag), 1.0)
+            assert row.why in refused.value.message
+        elif row.verdict == IGNORE or issubclass(Event.register[tag], Ending):
+            after, wanted = handle(op, _some(tag), 1.0)
+            assert after is op
+            assert wanted == ()
+        else:
+            assert row.verdict == MOVE
+    assert op.to_plain() == plain
+
+
+@pytest.mark.parametrize("tag", EVENTS)
+def test_an_event_is_the_same_from_plain_data(tag: str) -> None:
+    event = _some(tag)
+    assert Event.untagged(event.to_plain(), "test") == event
+
+
+def test_an_effect_is_the_same_from_plain_data_and_carries_its_cause() -> None:
+    drive = Drive(operation()).until("done")
+    seen: set[str] = set()
+    for before, _, after, wanted in drive.taken:
+        for effect in wanted:
+            assert Effect.untagged(effect.to_plain(), "test") == effect
+            assert effect.cause == after.seq == before.seq + 1
+            seen.add(effect.tag)
+    assert len(seen) == 12
+
+
+def test_an_operation_is_the_same_from_plain_data() -> None:
+    op = Drive(operation()).until("refilling").op
+    assert Operation.from_plain(op.to_plain(), "test") == op
+
+
+def test_a_name_from_another_version_is_refused() -> None:
+    with pytest.raises(HegmError, match="no event called 'teleported'"):
+        Event.untagged({"is": "teleported"}, "journal")
