@@ -203,7 +203,8 @@ def _judge_whole(draft: _Draft, members: tuple[Candidate, ...]) -> None:
     if not moving:
         where = listed(tuple(dict.fromkeys(str(worker.to) for worker in draft.workers)))
         pids = listed(tuple(str(worker.pid) for worker in draft.workers))
-        draft.against(REFUSED, f"process {pids} is on {where} already", "name another GPU with --to; see hegmctl gpus")
+        who = f"process {pids} is" if len(draft.workers) == 1 else f"processes {pids} are"
+        draft.against(REFUSED, f"{who} on {where} already", "name another GPU with --to; see hegmctl gpus")
         return
     _judge_room(draft, _room_needed(draft, {}))
     _judge_pool(draft, sum(worker.size_bytes for worker in moving))

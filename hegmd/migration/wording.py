@@ -15,7 +15,7 @@ def gigabytes(size_bytes: int) -> str:
     size = float(size_bytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(size) < 1024 or unit == "GiB":
-            return f"{size_bytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+            return f"{size_bytes} byte{'s' * (size_bytes != 1)}" if unit == "bytes" else f"{size:.1f} {unit}"
         size /= 1024
     raise AssertionError("the last unit takes every size")
 

@@ -1,0 +1,241 @@
+"""What a plan says, and every reason against one, with the next step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Reason, Request, Snapshot
+from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits, Operation
+from hegmd.migration.plan import planned, planned_resume
+from hegmd.protocol.messages import LeftAlone
+from tests.unit.migration.operations import Drive, operation, worker
+
+GIB = 2**30
+
+
+def _gpu(name: str, **values: Any) -> GpuRoom:
+    plain: dict[str, Any] = {"id": name, "vendor": "simulated", "chip": "sim", "free_bytes": 8 * GIB}
+    return GpuRoom(**{**plain, **values})
+
+
+def _agent(**values: Any) -> AgentSurvey:
+    return AgentSurvey(**{"token": "t", "size_bytes": 2 * GIB, "boundary": 3, **values})
+
+
+def _process(pid: int = 4711, **values: Any) -> Candidate:
+    plain: dict[str, Any] = {
+        "pid": pid,
+        "start_ticks": 7,
+        "uid": 1000,
+        "name": "train.py",
+        "gpus": ("gpu0",),
+        "agent": _agent(),
+    }
+    return Candidate(**{**plain, **values})
+
+
+def _snapshot(*candidates: Candidate, **values: Any) -> Snapshot:
+    plain: dict[str, Any] = {
+        "gpus": (_gpu("gpu0"), _gpu("gpu1")),
+        "candidates": candidates or (_process(),),
+        "pool": PoolRoom(budget_bytes=16 * GIB, free_bytes=12 * GIB),
+    }
+    return Snapshot(**{**plain, **values})
+
+
+def _to(gpu: str | None = "gpu1", *pids: int, **values: Any) -> Request:
+    return Request(**{"kind": MIGRATE, "pids": pids or (4711,), "to": gpu, **values})
+
+
+def _suspend(*pids: int) -> Request:
+    return Request(kind=SUSPEND, pids=pids or (4711,))
+
+
+def _plan(found: Plan | tuple[Reason, ...]) -> Plan:
+    assert isinstance(found, Plan), found
+    return found
+
+
+def _only_reason(found: Plan | tuple[Reason, ...]) -> Reason:
+    assert isinstance(found, tuple), found
+    (reason,) = found
+    assert reason.hint
+    return reason
+
+
+def test_a_plan_says_what_is_needed_and_what_there_is() -> None:
+    plan = _plan(planned(_snapshot(), _to()))
+    assert (plan.kind, plan.way, plan.workers[0].carrier) == (MIGRATE, "agent", "worker")
+    assert plan.room_needed_bytes == {"gpu1": 2 * GIB}
+    assert plan.room_free_bytes == {"gpu1": 8 * GIB}
+    assert (plan.size_bytes, plan.pool_needed_bytes, plan.pool_free_bytes) == (2 * GIB, 2 * GIB, 12 * GIB)
+    assert plan.estimate_s == pytest.approx(2 * 2 * GIB / 2e9 + 0.05)
+    assert plan.hazards == ()
+    assert "see a boundary" in plan.steps
+
+
+def test_a_suspension_needs_no_room_and_half_the_time() -> None:
+    plan = _plan(planned(_snapshot(), _suspend()))
+    assert plan.room_needed_bytes == {}
+    assert plan.estimate_s == pytest.approx(2 * GIB / 2e9 + 0.05)
+    assert plan.workers[0].to is None
+
+
+def test_a_plan_becomes_the_operation_that_the_machine_takes() -> None:
+    snapshot = _snapshot()
+    plan = _plan(planned(snapshot, _to()))
+    chips = {gpu.id: gpu.chip for gpu in snapshot.gpus}
+    op = plan.operation("op1", snapshot.candidates, chips, limits=Limits(), utc=5.0)
+    moved = Drive(op).until("done").op.workers[0]
+    assert (moved.pid, moved.start_ticks, moved.token, moved.chip, moved.at) == (4711, 7, "t", "sim", "gpu1")
+    assert op.owner_uid == 1000
+
+
+def test_a_job_moves_as_one_and_another_users_job_of_that_name_stays() -> None:
+    job = [_process(pid, job="bert", gpus=(gpu,)) for pid, gpu in ((1, "gpu0"), (2, "gpu1"))]
+    stranger = _process(3, job="bert", uid=1001)
+    alone = _process(4)
+    plan = _plan(planned(_snapshot(*job, stranger, alone), _to("gpu1", 1)))
+    assert [(found.pid, found.to, found.carrier) for found in plan.workers] == [
+        (1, "gpu1", "worker"),
+        (2, "gpu1", "none"),
+    ]
+    assert plan.size_bytes == 2 * GIB
+
+
+def test_single_processes_can_be_placed() -> None:
+    job = [_process(pid, job="bert") for pid in (1, 2)]
+    plan = _plan(planned(_snapshot(*job), _to(None, 1, placement={"2": "gpu1"})))
+    assert [found.to for found in plan.workers] == ["gpu0", "gpu1"]
+
+
+def test_ranks_stop_together_and_absent_ones_are_a_hazard() -> None:
+    ranks = [_process(pid, job="ddp", agent=_agent(rank=pid, world_size=4)) for pid in (0, 1)]
+    plan = _plan(planned(_snapshot(*ranks), _to("gpu1", 0)))
+    assert plan.lockstep
+    assert plan.hazards == ("2 of the job's 4 ranks are here; the others wait for them meanwhile",)
+
+
+LEFT = LeftAlone(why="shared with another process", storages=3, size_bytes=GIB)
+
+
+def test_what_is_left_alone_is_named() -> None:
+    plan = _plan(planned(_snapshot(_process(agent=_agent(left_alone=(LEFT,)))), _to()))
+    assert plan.workers[0].left_alone_bytes == GIB
+    assert "3 storages, 1.0 GiB: shared with another process" in plan.hazards[0]
+
+
+def _op(phase: str = "refilling") -> Operation:
+    return operation(worker(pid=4711), id="op7", phase=phase)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "request_", "code", "says", "hints"),
+    [
+        (_snapshot(_process(agent=None)), _to(), "refused", "4711 has no agent", "hegmctl run"),
+        (_snapshot(_process(agent=_agent(size_bytes=None))), _to(), "refused", "has not said yet", "in a moment"),
+        (_snapshot(), _to("gpu1", 9), "not-found", "process 9 is on no GPU", "hegmctl ps"),
+        (_snapshot(), _to("gpu7"), "not-found", "there is no GPU gpu7", "gpu0 and gpu1"),
+        (_snapshot(), _to("gpu0"), "refused", "4711 is on gpu0 already", "--to"),
+        (_snapshot(running=(_op(),)), _to(), "busy", "operation op7 (migrate, refilling)", "hegmctl op op7"),
+        (_snapshot(running=(_op("suspended"),)), _to(), "busy", "operation op7", "hegmctl resume"),
+        (_snapshot(_process(gpus=("gpu0", "gpu1"))), _to(), "refused", "on gpu0 and gpu1", "one GPU"),
+        (_snapshot(_process(gpus=())), _to(), "refused", "no GPU that is known", "one GPU"),
+        (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", state="lost"))), _to(), "refused", "gpu1 is lost", "gpus"),
+        (_snapshot(gpus=(_gpu("gpu0", state="lost"), _gpu("gpu1"))), _to(), "refused", "gpu0 is lost", "doctor"),
+        (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", chip="x"))), _to(), "refused", "another chip: x, not sim", "equal"),
+        (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", mig=True))), _to(), "refused", "MIG", "whole"),
+        (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", mps=True))), _to(), "refused", "MPS", "whole"),
+        (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", free_bytes=None))), _to(), "refused", "not known", "doctor"),
+        (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", free_bytes=GIB))), _to(), "refused", "1.0 GiB free", "gpu0"),
+        (
+            _snapshot(gpus=(_gpu("gpu0", vendor="nvidia"), _gpu("gpu1", vendor="nvidia"))),
+            _to(),
+            "refused",
+            "of vendor nvidia",
+            "simulated",
+        ),
+        (
+            _snapshot(pool=PoolRoom(budget_bytes=GIB, free_bytes=GIB)),
+            _suspend(),
+            "refused",
+            "2.0 GiB are to be carried, over the pool's budget of 1.0 GiB",
+            "pool.budget_bytes",
+        ),
+        (_snapshot(pool=PoolRoom(budget_bytes=4 * GIB, free_bytes=GIB)), _suspend(), "busy", "1.0 GiB", "hegmctl ops"),
+        (
+            _snapshot(_process(agent=_agent(size_bytes=GIB // 2, left_alone=(LEFT,)))),
+            _suspend(),
+            "refused",
+            "of 1.5 GiB of process 4711, 1.0 GiB would stay",
+            "shared with another process",
+        ),
+    ],
+)
+def test_a_reason_says_what_and_the_next_step(
+    snapshot: Snapshot, request_: Request, code: str, says: str, hints: str
+) -> None:
+    reason = _only_reason(planned(snapshot, request_))
+    assert reason.code == code
+    assert says in reason.message
+    assert hints in reason.hint
+
+
+def test_all_reasons_come_at_once_and_each_once() -> None:
+    snapshot = _snapshot(_process(1, agent=None), _process(2), _process(3))
+    found = planned(snapshot, _to("gpu7", 1, 2, 3))
+    assert isinstance(found, tuple)
+    assert [reason.message for reason in found] == ["process 1 has no agent", "there is no GPU gpu7"]
+
+
+def test_room_is_counted_for_all_that_go_to_a_gpu() -> None:
+    job = [_process(pid, job="bert") for pid in (1, 2)]
+    gpus = (_gpu("gpu0"), _gpu("gpu1", free_bytes=3 * GIB))
+    assert "4.0 GiB are needed" in _only_reason(planned(_snapshot(*job, gpus=gpus), _to("gpu1", 1))).message
+
+
+def _suspended() -> Operation:
+    op = operation(worker(pid=4711, to=None, size_bytes=2 * GIB, chip="sim"), kind=SUSPEND)
+    return Drive(op).until("suspended").op.replace(id="op7")
+
+
+def _resume(gpu: str | None) -> Request:
+    return Request(kind=RESUME, pids=(4711,), to=gpu)
+
+
+def test_a_resume_goes_where_it_was_unless_told_otherwise() -> None:
+    op = _suspended()
+    for asked, expected in ((None, "gpu0"), ("gpu1", "gpu1")):
+        plan = _plan(planned_resume(_snapshot(_process(gpus=())), _resume(asked), op))
+        assert plan.destinations == {"4711": expected}
+        assert plan.room_needed_bytes == {expected: op.workers[0].size_bytes}
+        assert plan.pool_needed_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "says"),
+    [
+        (_snapshot(_process(gpus=(), agent=None)), "not connected"),
+        (_snapshot(_process(gpus=()), gpus=(_gpu("gpu1", state="lost"),)), "gpu1 is lost"),
+        (_snapshot(_process(gpus=()), gpus=(_gpu("gpu1", chip="x"),)), "another chip"),
+        (_snapshot(_process(gpus=()), gpus=(_gpu("gpu1", free_bytes=1),)), "1 byte free"),
+        (_snapshot(_process(gpus=()), gpus=(_gpu("gpu0"),)), "there is no GPU gpu1"),
+    ],
+)
+def test_a_resume_that_cannot_be_says_why(snapshot: Snapshot, says: str) -> None:
+    assert says in _only_reason(planned_resume(snapshot, _resume("gpu1"), _suspended())).message
+
+
+def test_only_what_is_suspended_can_be_resumed() -> None:
+    assert "only a suspended one" in _only_reason(planned_resume(_snapshot(), _resume(None), _op())).message
+
+
+def test_a_held_job_needs_no_room_where_its_room_was_kept() -> None:
+    drive = Drive(operation(worker(pid=4711, chip="sim"))).until("checkpointing")
+    held = drive.op.replace(phase="suspended", heading="hold")
+    held = held.with_worker(held.workers[0].replace(goal=None, keeps="gpu0"))
+    full = (_gpu("gpu0", free_bytes=0), _gpu("gpu1", free_bytes=0))
+    plan = _plan(planned_resume(_snapshot(_process(), gpus=full), _resume(None), held))
+    assert plan.destinations == {"4711": "gpu0"}
