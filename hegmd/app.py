@@ -21,7 +21,6 @@ import anyio
 import anyio.to_thread
 
 from hegmd import __version__
-from hegmd.attendance import Attendance
 from hegmd.audit import Audit
 from hegmd.config import Config, after_reload, changes
 from hegmd.devices.base import PROVIDERS, DeviceProvider
@@ -35,15 +34,11 @@ from hegmd.external import find_program
 from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.log import LogSetup, fields
 from hegmd.metrics import Build, Counters, Tallies, read_own_process, render
-from hegmd.migration.performer import Performer
-from hegmd.migration.runner import Runner, rooms_to_restore
-from hegmd.operations import Operations
-from hegmd.pool import STORE_PREFIX, Pool
+from hegmd.moving import Moving
 from hegmd.processes import ProcessTable
 from hegmd.processes.procfs import Unreadable, Vanished, read_start
 from hegmd.protocol.messages import PROTOCOL_VERSION, ConfigReply, Limits, ReloadReply
-from hegmd.protocol.snapshots import Check, Gpu
-from hegmd.rooms import Rooms
+from hegmd.protocol.snapshots import Check
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.dispatch import Dispatcher
 from hegmd.server.handlers import FRESH_S, Handlers, Services
@@ -150,7 +145,7 @@ class App:
             off=vendors_off(config, topology),
             on_look=self._count_look,
         )
-        self._put_operations_together()
+        self._moving = self._make_moving()
         self._admission = Admission(self._policy, config.limits.clients, config.limits.clients_per_uid)
         self._dispatcher = Dispatcher(Handlers(self._services()).table(), self._policy, self._counters, self._audit)
 
@@ -165,16 +160,13 @@ class App:
             held.enter_context(StateDir(self._config.daemon.state_dir))
             port = self._config.metrics.port
             scrape_sockets = [held.enter_context(one) for one in bind_loopback(port)] if port else []
-            held.callback(self._pool.close)
-            await anyio.to_thread.run_sync(self._runner.open)
+            held.callback(self._moving.pool.close)
+            await self._moving.open()
             listeners = [self._listener(listening) for listening in self._listening_sockets(held)]
-            self._restore_rooms()
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
                 async with self._inventory, anyio.create_task_group() as background:
                     await background.start(self._inventory.run, self._config.inventory.refresh_s)
-                    await background.start(self._workers.run)
-                    await background.start(self._runner.run)
-                    background.start_soon(self._attendance.run)
+                    await background.start(self._moving.run)
                     background.start_soon(self._keep_alive)
                     background.start_soon(self._textfile.run)
                     if scrape_sockets:
@@ -205,10 +197,7 @@ class App:
         """The sockets that systemd hands over; without any, one that is bound here and unlinked at the end."""
         passed = held.enter_context(self._offer.descriptors())
         sockets = passed.take_listeners(SOCKET_NAME)
-        for name in passed.names:
-            if name.startswith(STORE_PREFIX):
-                for descriptor in passed.take(name):
-                    self._pool.adopt(name, descriptor)
+        self._moving.adopt(passed)
         if not sockets:
             daemon = self._config.daemon
             daemon.socket.parent.mkdir(mode=0o700 if self._user_mode else 0o755, parents=True, exist_ok=True)
@@ -244,7 +233,7 @@ class App:
         quiet_since: float | None = None
         while quiet_since is None or anyio.current_time() - quiet_since < LINGER_S:
             await anyio.sleep(LINGER_S / 4)
-            if self._admission.current or list(self._workers) or self._runner.under_way():
+            if self._admission.current or self._moving.busy:
                 quiet_since = None
             elif quiet_since is None:
                 quiet_since = anyio.current_time()
@@ -296,39 +285,20 @@ class App:
 
     # -- wiring --------------------------------------------------------------------------------------------------------
 
-    def _put_operations_together(self) -> None:
-        """The parts that move jobs, from the pool up to the desk at which that is asked for."""
-        simulator = self._simulator()
-        self._pool = Pool(self._config.pool.budget_bytes, store=self._manager)
-        self._rooms = Rooms(simulator, gpus=self._gpus, changed=self._inventory.expire)
-        performer = Performer(self._workers, self._rooms, self._pool, start_ticks=start_ticks_of)
-        self._runner = Runner(self._config.daemon.state_dir, performer, self._events)
-        self._attendance = Attendance(
-            self._workers,
-            self._rooms,
-            in_hand=lambda pid: self._runner.of_process(pid) is not None,
-            last_place=self._runner.last_place,
-            out_bytes=self._runner.held_bytes,
-            changed=self._inventory.expire,
-        )
-        self._workers.listen(self._attendance.hear)
-        self._workers.listen(self._runner.hear)
-        self._operations = Operations(
-            self._inventory, self._workers, self._pool, self._runner, count=self._attendance.count
-        )
-
-    def _restore_rooms(self) -> None:
-        """What the journal says is held on the GPUs is held again: a simulated driver forgets it with the daemon."""
-        for member, gpu, size_bytes in rooms_to_restore(self._runner.operations()):
-            if start_ticks_of(member.pid) == member.start_ticks:
-                self._rooms.hold_what_fits((member.pid, member.start_ticks), gpu, size_bytes)
-
     def _held_bytes(self) -> Mapping[int, int]:
-        return self._attendance.held_bytes()
+        return self._moving.attendance.held_bytes()
 
-    def _gpus(self) -> tuple[Gpu, ...]:
-        latest = self._inventory.latest
-        return () if latest is None else latest.gpus
+    def _make_moving(self) -> Moving:
+        return Moving(
+            state_dir=self._config.daemon.state_dir,
+            budget_bytes=self._config.pool.budget_bytes,
+            simulator=self._simulator(),
+            inventory=self._inventory,
+            workers=self._workers,
+            manager=self._manager,
+            events=self._events,
+            start_ticks=start_ticks_of,
+        )
 
     def _simulator(self) -> SimulatedProvider | None:
         first = self._providers[0] if self._providers else None
@@ -345,7 +315,7 @@ class App:
             inventory=self._inventory,
             events=self._events,
             workers=self._workers,
-            operations=self._operations,
+            operations=self._moving.operations,
             simulator=self._simulator(),
             limits=Limits(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight),
             doctor=self._examine,

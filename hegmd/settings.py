@@ -3,7 +3,7 @@
 Owns the table and the kinds of value in it, and no more: where values come from, and what is said of bad ones, is in
 `config`. A row is a field of one of the section classes below, so that the rest of the program sees typed attributes
 and there is still one place to add a setting: everything else (the check of a file, `hegmctl config`, the shipped
-example) is read from here.
+example) is read from here. Longer than 400 lines because it is one table.
 """
 
 # ruff: noqa: RUF009 - `setting` declares a field as dataclasses.field does; its value is read-only

@@ -14,49 +14,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import anyio
 import anyio.abc
 
-from hegmd.errors import DENIED, DISCONNECTED, REFUSED, Bug, HegmError, Refused
+from hegmd.agent_orders import DONE, AgentAway, Given, Link, OrderFailed, Progress, Send
+from hegmd.errors import DENIED, Bug, HegmError, Refused
 from hegmd.log import fields
 from hegmd.protocol.messages import AgentAttend, AgentReport, LeftAlone, Order
 from hegmd.protocol.snapshots import AgentInfo
 
+__all__ = ["AgentAway", "Given", "Identity", "OrderFailed", "Worker", "Workers"]
+
 logger = logging.getLogger(__name__)
 
 CAME, LEFT, BACK, ENDED = "came", "left", "back", "ended"
-DONE, FAILED, PROGRESS = "done", "failed", "progress"
 # Orders that move bytes: while one is under way in a worker, nothing else is to be believed of it.
 MOVING = frozenset({"evacuate", "refill"})
 
-Send = Callable[[Order, Sequence[int]], Awaitable[None]]
-Progress = Callable[[int], object]
 Listener = Callable[[str, "Worker"], object]
-
-
-class AgentAway(HegmError):
-    """The agent's connection ended, or there is none: whether an order under way was obeyed is not known."""
-
-    def __init__(self, pid: int, what: str) -> None:
-        super().__init__(
-            DISCONNECTED,
-            f"the agent in process {pid} is not connected: {what}",
-            "it connects again by itself; see `hegmctl ps`, and the job's own output if it does not",
-            {"pid": pid},
-        )
-
-
-class OrderFailed(HegmError):
-    """The agent could not do what it was told, and says why."""
-
-    def __init__(self, pid: int, do: str, report: AgentReport) -> None:
-        why = report.message or "the agent gave no reason"
-        super().__init__(
-            REFUSED, f"{do} in process {pid}: {why}", report.hint or "look at what the job is doing", {"pid": pid}
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,60 +44,6 @@ class Identity:
     pid: int
     start_ticks: int
     uid: int
-
-
-class Given:
-    """An order that was given. `report` waits for what becomes of it."""
-
-    def __init__(self, worker: Worker, do: str, on_progress: Progress | None) -> None:
-        self.do = do
-        self._worker = worker
-        self._on_progress = on_progress
-        self.over = anyio.Event()
-        self._report: AgentReport | None = None
-
-    async def report(self) -> AgentReport:
-        """What was reported. Raises OrderFailed, or AgentAway when the connection ended before."""
-        await self.over.wait()
-        if self._report is None:
-            raise AgentAway(self._worker.pid, f"it left while it was told to {self.do}")
-        if self._report.result != DONE:
-            raise OrderFailed(self._worker.pid, self.do, self._report)
-        return self._report
-
-    def take(self, report: AgentReport) -> bool:
-        """Take a report; whether it was the last one."""
-        if report.result == PROGRESS:
-            if self._on_progress is not None and report.size_bytes is not None:
-                self._on_progress(report.size_bytes)
-            return False
-        self._report = report
-        self.over.set()
-        return True
-
-    def end(self) -> None:
-        """There will be no report."""
-        self.over.set()
-
-
-class _Link:
-    """One connection of an agent: numbers its orders and knows those that are not answered."""
-
-    def __init__(self, send: Send) -> None:
-        self.send = send
-        self.replaced = anyio.Event()
-        self.given: dict[int, Given] = {}
-        self._last = 0
-
-    def enter(self, given: Given) -> int:
-        self._last += 1
-        self.given[self._last] = given
-        return self._last
-
-    def end(self) -> None:
-        for given in self.given.values():
-            given.end()
-        self.given.clear()
 
 
 class Worker:
@@ -139,7 +63,7 @@ class Worker:
         #: Bytes of the storages that its agent vouches for; None before it has counted them.
         self.size_bytes: int | None = about.size_bytes or None
         self.left_alone: tuple[LeftAlone, ...] = ()
-        self._link: _Link | None = None
+        self._link: Link | None = None
 
     @property
     def pid(self) -> int:
@@ -192,7 +116,7 @@ class Worker:
         link = self._link
         if link is None:
             raise AgentAway(self.pid, f"it cannot be told to {do}")
-        given = Given(self, do, on_progress)
+        given = Given(self.pid, do, on_progress)
         number = link.enter(given)
         try:
             await link.send(Order(order=number, do=do, at=at, limit_s=limit_s), fds)
@@ -248,10 +172,10 @@ class Worker:
 
     # -- for Workers ---------------------------------------------------------------------------------------------------
 
-    def connect(self, send: Send, about: AgentAttend) -> _Link:
+    def connect(self, send: Send, about: AgentAttend) -> Link:
         """Take a new connection of its agent; the one before is over."""
         before = self._link
-        self._link = link = _Link(send)
+        self._link = link = Link(send)
         self.about = about
         self.boundary, self.parked, self.held_bytes = about.boundary, about.parked, about.held_bytes
         self.size_bytes = about.size_bytes or self.size_bytes
@@ -260,7 +184,7 @@ class Worker:
             before.replaced.set()
         return link
 
-    def disconnect(self, link: _Link) -> bool:
+    def disconnect(self, link: Link) -> bool:
         """That connection ended; whether it was the one that counts."""
         link.end()
         if self._link is not link:
@@ -279,7 +203,7 @@ class Workers:
         self._start_ticks = start_ticks
         self._introduced: dict[int, AgentInfo] = {}
         self._workers: dict[int, Worker] = {}
-        self._links: dict[object, tuple[Worker, _Link]] = {}
+        self._links: dict[object, tuple[Worker, Link]] = {}
         self._listeners: list[Listener] = []
         self._watching: anyio.abc.TaskGroup | None = None
 
@@ -390,7 +314,7 @@ class Workers:
                 link.replaced.set()
         self._tell(ENDED, worker)
 
-    def _leave(self, key: object, worker: Worker, link: _Link) -> None:
+    def _leave(self, key: object, worker: Worker, link: Link) -> None:
         if self._links.get(key) == (worker, link):
             del self._links[key]
         if worker.disconnect(link) and not worker.ended:

@@ -109,7 +109,7 @@ def _own_path(endpoint: Endpoint) -> str:
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
     if runtime_dir:
         return f"{runtime_dir}/hegm/hegmd.sock"
-    return SYSTEM_SOCKET if os.geteuid() == 0 else f"/tmp/hegm-{os.geteuid()}/hegmd.sock"  # noqa: S108 - made 0700
+    return SYSTEM_SOCKET if os.geteuid() == 0 else f"/tmp/hegm-{os.geteuid()}/hegmd.sock"  # noqa: S108 - a folder that is made for its owner only
 
 
 def _spawn_apart(words: list[str], log: int) -> int:

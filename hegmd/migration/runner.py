@@ -36,6 +36,7 @@ from hegmd.migration.machine import handle
 from hegmd.migration.operation import Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.performer import Performer
+from hegmd.migration.telling import description
 from hegmd.protocol import operations as told
 from hegmd.workers import BACK, CAME, ENDED, LEFT, Worker
 
@@ -238,22 +239,11 @@ class Runner:
 
     def describe(self, op_id: str) -> told.Operation:
         """How it stands, for people and programs. Raises NOT_FOUND."""
-        op = self.history(op_id).operation
         running = self._running.get(op_id) or self._ended.get(op_id)
-        failure = op.failure
-        return told.Operation(
-            id=op.id,
-            kind=op.kind,
-            phase=op.phase,
-            processes=tuple(_process(member) for member in op.workers),
-            owner_uid=op.owner_uid,
-            created_utc=op.created_utc,
-            size_bytes=sum(member.size_bytes for member in op.workers),
+        return description(
+            self.history(op_id).operation,
             moved_bytes=0 if running is None else sum(running.moved.values()),
             blackout_s=None if running is None else running.blackout_s,
-            failure=None
-            if failure is None
-            else told.Reason(code=failure.code, message=failure.message, hint=failure.hint),
         )
 
     async def follow(self, op_id: str) -> AsyncIterator[told.OperationProgress]:
@@ -387,23 +377,6 @@ def _news_event(news: str, worker: Worker, member: Member) -> Event:
     if news in (LEFT, ENDED):
         return events.AgentLost(worker=member.name, cause="the agent")
     raise Bug(f"workers have no news {news!r}")
-
-
-def _process(member: Member) -> told.OperationProcess:
-    if member.lost:
-        state = "lost"
-    elif member.gone:
-        state = "gone"
-    else:
-        state = "out" if member.out else "parked" if member.parked else "running"
-    return told.OperationProcess(
-        pid=member.pid,
-        rank=member.rank,
-        gpu=member.at,
-        to=member.goal,
-        size_bytes=member.size_bytes,
-        state=state,
-    )
 
 
 def rooms_to_restore(ops: Iterable[Operation]) -> Iterable[tuple[Member, str, int]]:

@@ -51,7 +51,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # The node
     "hegmd.external": (*GROUND, "hegmd.log", "hegmd.detached"),
     "hegmd.devices": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.toml_lines"),
-    "hegmd.workers": (*GROUND, "hegmd.log"),
+    "hegmd.agent_orders": GROUND,
+    "hegmd.workers": (*GROUND, "hegmd.log", "hegmd.agent_orders"),
     "hegmd.workloads": GROUND,
     "hegmd.ways": GROUND,
     "hegmd.processes": (*GROUND, *SEEN, *NODE),
@@ -70,6 +71,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.server": (*GROUND, *SEEN, "hegmd.detached", *NODE, "hegmd.inventory", "hegmd.doctor", "hegmd.operations"),
     "hegmd.server.auth": ("hegmd.errors", "hegmd.protocol"),
     # Where it all comes together
+    "hegmd.moving": EVERYTHING,
     "hegmd.config": (*GROUND, "hegmd.settings", "hegmd.toml_lines"),
     "hegmd.arguments": (*GROUND, "hegmd.settings"),
     "hegmd.app": EVERYTHING,

@@ -32,6 +32,7 @@ EXCEPTIONS: dict[tuple[Rule, str], str] = {
     (rules.output, "hegmctl.watch"): "hands the terminal to the screen",
     (rules.output, "hegmd.__main__"): "says what is wrong before there is a log",
     (rules.leaving, "hegmctl.cli"): "the client's one exit",
+    (rules.leaving, "hegmctl.running"): "ends the child that stands between it and a daemon",
     (rules.leaving, "hegmctl.interruption"): "dies of the signal that asked it to",
     (rules.leaving, "hegmd.__main__"): "the daemon's one exit",
 }

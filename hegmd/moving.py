@@ -1,0 +1,96 @@
+"""The parts that move jobs, put together: pool, rooms, performer, runner, attendance and the desk at which it is asked.
+
+Owns their order on the way up (the journal is read before anybody can ask, the rooms it names are held before an agent
+attends) and on the way down. Holds no rule of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from hegmd.attendance import Attendance
+from hegmd.devices.simulated import SimulatedProvider
+from hegmd.events import EventLog
+from hegmd.inventory import Inventory
+from hegmd.migration.performer import Performer
+from hegmd.migration.runner import Runner, rooms_to_restore
+from hegmd.operations import Operations
+from hegmd.pool import STORE_PREFIX, Pool
+from hegmd.protocol.snapshots import Gpu
+from hegmd.rooms import Rooms
+from hegmd.service import PassedDescriptors, ServiceManager
+from hegmd.workers import Workers
+
+
+class Moving:
+    """Made once, opened once, then run for as long as the daemon serves."""
+
+    def __init__(
+        self,
+        *,
+        state_dir: Path,
+        budget_bytes: int,
+        simulator: SimulatedProvider | None,
+        inventory: Inventory,
+        workers: Workers,
+        manager: ServiceManager,
+        events: EventLog,
+        start_ticks: Callable[[int], int | None],
+    ) -> None:
+        self._workers = workers
+        self._start_ticks = start_ticks
+        self._inventory = inventory
+        self.pool = Pool(budget_bytes, store=manager)
+        self.rooms = Rooms(simulator, gpus=self._gpus, changed=inventory.expire)
+        performer = Performer(workers, self.rooms, self.pool, start_ticks=start_ticks)
+        self.runner = Runner(state_dir, performer, events)
+        self.attendance = Attendance(
+            workers,
+            self.rooms,
+            in_hand=lambda pid: self.runner.of_process(pid) is not None,
+            last_place=self.runner.last_place,
+            out_bytes=self.runner.held_bytes,
+            changed=inventory.expire,
+        )
+        self.operations = Operations(inventory, workers, self.pool, self.runner, count=self.attendance.count)
+        workers.listen(self.attendance.hear)
+        workers.listen(self.runner.hear)
+
+    def _gpus(self) -> tuple[Gpu, ...]:
+        latest = self._inventory.latest
+        return () if latest is None else latest.gpus
+
+    def adopt(self, passed: PassedDescriptors) -> None:
+        """Take back the bytes that an earlier run of the daemon left with the service manager."""
+        for name in passed.names:
+            if name.startswith(STORE_PREFIX):
+                for descriptor in passed.take(name):
+                    self.pool.adopt(name, descriptor)
+
+    async def open(self) -> None:
+        """Read the journal, and hold again what it says is held. Raises HegmError for one that cannot be trusted.
+
+        A simulated driver forgets with the daemon what was held on its GPUs.
+        """
+        await anyio.to_thread.run_sync(self.runner.open)
+        for member, gpu, size_bytes in rooms_to_restore(self.runner.operations()):
+            if self._start_ticks(member.pid) == member.start_ticks:
+                self.rooms.hold_what_fits((member.pid, member.start_ticks), gpu, size_bytes)
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Watch the workers and run the operations, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(self._workers.run)
+            await tasks.start(self.runner.run)
+            tasks.start_soon(self.attendance.run)
+            task_status.started()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a job, or an operation that is not over."""
+        return any(True for _ in self._workers) or bool(self.runner.under_way())
