@@ -6,8 +6,8 @@ runner.py. What is wanted next is not decided here, event by event, but by the t
 action only writes down what an event says and, where it has to, turns the operation round.
 
 What a runner has to keep to:
-- a new operation is `Plan.operation(...)` of candidates.py, and takes `begin`; after a restart every one that is not over
-  takes `recovered`;
+- a new operation is `Plan.operation(...)` of candidates.py, and takes `begin`; after a restart every one that is not
+  over takes `recovered`;
 - for each event: `handle`, journal the event with the operation that follows, fsync, and only then perform the effects;
   if it gives back the very same object, the event was ignored and needs no record;
 - each effect ends with one event that carries its number and worker; one that cannot be ended any more is harmless,
