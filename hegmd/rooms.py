@@ -91,8 +91,9 @@ class Rooms:
         gpus = [gpu for gpu in self._gpus() if gpu.state == "ok"]
         if wanted is not None and any(gpu.id == wanted for gpu in gpus):
             return wanted
-        return max(gpus, key=lambda gpu: (_free_bytes(gpu), -gpu.index)).id if gpus else None
+        return max(gpus, key=lambda gpu: (self._free_bytes(gpu), -gpu.index)).id if gpus else None
 
-
-def _free_bytes(gpu: Gpu) -> int:
-    return (gpu.memory_total_bytes or 0) - (gpu.memory_used_bytes or 0)
+    def _free_bytes(self, gpu: Gpu) -> int:
+        """What is free there by the newer of two words: what was seen last, and these books."""
+        booked_bytes = sum(held.get(gpu.id, 0) for held in self._rooms.values())
+        return (gpu.memory_total_bytes or 0) - max(gpu.memory_used_bytes or 0, booked_bytes)

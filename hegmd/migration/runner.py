@@ -23,7 +23,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
-from hegmd.errors import NOT_FOUND, UNAVAILABLE, Bug, HegmError
+from hegmd.errors import NOT_FOUND, Bug, HegmError
 from hegmd.events import EventLog
 from hegmd.log import fields, limited
 from hegmd.migration import events, journal
@@ -362,7 +362,11 @@ class Runner:
         for old in over[: -journal.REMEMBERED]:
             del self._histories[old]
         for asking in running.inbox:
-            asking.settle(HegmError(UNAVAILABLE, f"operation {op.id} is over", f"see hegmctl op {op.id}"))
+            try:
+                handle(op, asking.event, self._clock())
+                asking.settle()
+            except HegmError as refusal:
+                asking.settle(refusal)
         severity = "info" if op.failure is None else "warning"
         why = "" if op.failure is None else f": {op.failure.message}"
         self._log.record(f"operation.{op.phase}", severity, f"operation {op.id}: {op.phase}{why}", facts={"id": op.id})

@@ -1,0 +1,340 @@
+"""Operations carried out: real runner, journal, pool, rooms and inventory over model agents in processes that live."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import pytest
+
+from hegmd.devices.simulated import SimulatedProvider
+from hegmd.devices.topology import parse_topology
+from hegmd.errors import BUSY, CANCELLED, DENIED, NOT_FOUND, REFUSED, HegmError, Refused
+from hegmd.events import EventLog
+from hegmd.inventory import Inventory
+from hegmd.migration import journal
+from hegmd.migration.journal_file import JournalFile
+from hegmd.moving import Moving
+from hegmd.operations import Asked
+from hegmd.processes import ProcessTable
+from hegmd.processes.procfs import Unreadable, Vanished, read_start
+from hegmd.protocol.operations import Operation, OperationProgress
+from hegmd.service import ServiceManager
+from hegmd.ways import NodeMeans
+from hegmd.workers import Workers
+from tests.unit.model_agent import ModelAgent
+
+MIB = 1 << 20
+
+
+def start_ticks(pid: int) -> int | None:
+    try:
+        return read_start("/proc", pid)[0]
+    except (Vanished, Unreadable):
+        return None
+
+
+class Node:
+    """A daemon's inside without its socket."""
+
+    def __init__(self, state_dir: Path, tasks: anyio.abc.TaskGroup, spec: str) -> None:
+        self.simulator = SimulatedProvider(parse_topology(spec))
+        self.workers = Workers(start_ticks)
+        self.events = EventLog()
+        self.tasks = tasks
+        self.phases: list[str] = []
+        self.inventory = Inventory(
+            [self.simulator],
+            query_deadline_s=5,
+            events=self.events,
+            table=ProcessTable(),
+            means=NodeMeans(uid=os.geteuid(), criu_path=None),
+            held=self.held_bytes,
+        )
+        self.moving = Moving(
+            state_dir=state_dir,
+            budget_bytes=64 * MIB,
+            simulator=self.simulator,
+            inventory=self.inventory,
+            workers=self.workers,
+            manager=ServiceManager(None),
+            events=self.events,
+            start_ticks=start_ticks,
+        )
+        self.operations = self.moving.operations
+
+    def held_bytes(self) -> Mapping[int, int]:
+        return self.moving.attendance.held_bytes()
+
+    async def emit(self, progress: OperationProgress) -> None:
+        self.phases.append(progress.phase)
+
+    def asked(self, *, may: bool = True, wait: bool = True, dry_run: bool = False) -> Asked:
+        return Asked(by="the test", may=lambda _uid: may, emit=self.emit, wait=wait, dry_run=dry_run)
+
+    async def attend(self, pid: int, data: bytes = b"weights", token: str = "a" * 32) -> ModelAgent:
+        agent = ModelAgent(self.workers, pid, data, token)
+        await agent.attend(self.tasks)
+        await self.until_placed(pid)
+        return agent
+
+    async def until_placed(self, pid: int) -> None:
+        with anyio.fail_after(10):
+            while (worker := self.workers.find(pid)) is None or worker.gpu is None:
+                await anyio.wait_all_tasks_blocked()
+                await anyio.lowlevel.checkpoint()
+
+    async def at_rest(self, op_id: str) -> Operation:
+        with anyio.fail_after(10):
+            await self.operations.follow(op_id, self.emit)
+        return self.operations.runner.describe(op_id)
+
+    def rooms(self, pid: int) -> dict[str, int]:
+        ticks = start_ticks(pid)
+        assert ticks is not None
+        return dict(self.moving.rooms.of((pid, ticks)))
+
+
+@asynccontextmanager
+async def running(state_dir: Path, spec: str = "2x1GiB") -> AsyncIterator[Node]:
+    """A node that runs; leaving it is the daemon's end, as far as operations can tell a kill."""
+    async with anyio.create_task_group() as tasks:
+        node = Node(state_dir, tasks, spec)
+        async with node.inventory:
+            await node.moving.open()
+            await node.inventory.refresh()
+            await tasks.start(node.moving.run)
+            yield node
+            tasks.cancel_scope.cancel()
+    node.moving.pool.close()
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        yield child
+        child.kill()
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        yield child
+        child.kill()
+
+
+Child = subprocess.Popen[bytes]
+
+
+async def test_a_migration_moves_room_and_bytes_and_gives_everything_back(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        assert node.rooms(process.pid) == {"gpu0": 7}
+        answer = await node.operations.migrate([process.pid], "gpu1", node.asked())
+        assert answer.operation is not None
+        assert (answer.operation.phase, answer.operation.failure) == ("done", None)
+        assert answer.operation.blackout_s is not None
+        assert agent.data == b"weights"
+        assert not agent.parked
+        assert node.rooms(process.pid) == {"gpu1": 7}
+        assert node.moving.pool.held_bytes == 0
+        assert {"quiescing", "evacuating", "refilling"} <= set(node.phases)
+        assert agent.seen[1:] == ["park", "survey", "evacuate", "refill", "release"]
+
+
+async def test_a_suspended_job_holds_no_room_and_goes_on_where_it_is_told(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        suspended = await node.operations.suspend([process.pid], node.asked())
+        assert suspended.operation is not None
+        assert suspended.operation.phase == "suspended"
+        assert agent.data is None
+        assert node.rooms(process.pid) == {}
+        (shown,) = (await node.inventory.fresh(0)).processes
+        assert (shown.pid, shown.gpus, shown.held_bytes) == (process.pid, (), 7)
+        resumed = await node.operations.resume(process.pid, "gpu1", node.asked())
+        assert resumed.operation is not None
+        assert resumed.operation.phase == "done"
+        assert agent.data == b"weights"
+        assert node.rooms(process.pid) == {"gpu1": 7}
+        assert node.moving.pool.held_bytes == 0
+
+
+async def test_a_dry_run_does_nothing(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        before = list(agent.seen)
+        answer = await node.operations.migrate([process.pid], "gpu1", node.asked(dry_run=True))
+        assert answer.operation is None
+        assert answer.plan is not None
+        assert answer.plan.size_bytes == 7
+        assert agent.seen == before
+        assert node.operations.runner.operations() == ()
+
+
+async def test_a_refused_evacuation_leaves_the_job_running_where_it_was(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.refuses["evacuate"] = "a storage is in use"
+        answer = await node.operations.migrate([process.pid], "gpu1", node.asked())
+        assert answer.operation is not None
+        assert answer.operation.phase == "undone"
+        assert answer.operation.failure is not None
+        assert "a storage is in use" in answer.operation.failure.message
+        assert (agent.data, agent.parked) == (b"weights", False)
+        assert node.rooms(process.pid) == {"gpu0": 7}
+        assert node.moving.pool.held_bytes == 0
+
+
+async def test_the_second_operation_on_a_process_is_refused_by_the_name_of_the_first(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.slow.add("park")
+        first = await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
+        assert first.operation is not None
+        with pytest.raises(HegmError, match=f"operation {first.operation.id}") as refused:
+            await node.operations.suspend([process.pid], node.asked())
+        assert refused.value.code is BUSY
+        agent.go_on.set()
+        assert (await node.at_rest(first.operation.id)).phase == "done"
+
+
+async def test_a_cancelled_wait_for_a_boundary_is_withdrawn_without_a_trace(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.slow.add("park")
+        begun = await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
+        assert begun.operation is not None
+        await agent.waiting.wait()
+        await node.operations.cancel(begun.operation.id, node.asked())
+        ended = await node.at_rest(begun.operation.id)
+        assert ended.phase == "undone"
+        assert ended.failure is not None
+        assert ended.failure.code == CANCELLED.name
+        assert node.rooms(process.pid) == {"gpu0": 7}
+        assert node.moving.pool.held_bytes == 0
+        with pytest.raises(Refused, match="it is over"):
+            await node.operations.cancel(begun.operation.id, node.asked())
+        agent.go_on.set()
+
+
+async def test_a_process_that_dies_while_its_bytes_are_out_is_lost_and_its_bytes_are_freed(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked())
+        assert node.moving.pool.held_bytes > 0
+        process.kill()
+        with anyio.fail_after(10):
+            while node.operations.runner.describe("1").phase == "suspended":
+                await anyio.wait_all_tasks_blocked()
+                await anyio.lowlevel.checkpoint()
+        assert (await node.at_rest("1")).phase == "lost"
+        assert node.moving.pool.held_bytes == 0
+
+
+async def test_who_may_not_is_denied_before_anything_is_asked(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        before = list(agent.seen)
+        with pytest.raises(HegmError) as denied:
+            await node.operations.migrate([process.pid], "gpu1", node.asked(may=False))
+        assert denied.value.code is DENIED
+        assert agent.seen == before
+
+
+@pytest.mark.parametrize(
+    ("pid", "to", "code"), [(None, "gpu7", NOT_FOUND), (None, "gpu0", REFUSED), (1, "gpu1", NOT_FOUND)]
+)
+async def test_bad_requests_name_their_reason(
+    tmp_path: Path, process: Child, pid: int | None, to: str, code: object
+) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        with pytest.raises(HegmError) as refused:
+            await node.operations.migrate([pid or process.pid], to, node.asked())
+        assert refused.value.code is code
+        assert refused.value.facts["reasons"]
+
+
+async def test_what_a_killed_daemon_had_suspended_the_next_one_resumes(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked())
+        memory = os.dup(next(iter(node.moving.pool.by_owner().values())).fd)
+    async with running(tmp_path) as node:
+        node.moving.pool.adopt(f"hegm-pool-1-{process.pid}-7", memory)
+        assert node.operations.runner.describe("1").phase in {"suspended", "settling"}
+        agent.workers = node.workers
+        await agent.attend(node.tasks)
+        assert (await node.at_rest("1")).phase == "suspended"
+        assert agent.data is None
+        await node.operations.resume(process.pid, None, node.asked())
+        assert agent.data == b"weights"
+        assert node.rooms(process.pid) == {"gpu0": 7}
+
+
+async def test_a_daemon_killed_in_the_middle_leaves_the_move_to_the_next_one(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.slow.add("evacuate")
+        await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
+        await agent.waiting.wait()
+    agent.slow.clear()
+    async with running(tmp_path) as node:
+        assert node.rooms(process.pid) == {"gpu0": 7, "gpu1": 7}, "the room for it was not held again"
+        agent.workers = node.workers
+        await agent.attend(node.tasks)
+        ended = await node.at_rest("1")
+        assert ended.phase in {"done", "undone"}
+        assert (agent.data, agent.parked) == (b"weights", False)
+        assert list(node.rooms(process.pid)) == [ended.processes[0].gpu]
+        assert node.moving.pool.held_bytes == 0
+
+
+def test_a_journal_that_cannot_be_trusted_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "operations.journal").write_bytes(b"something else entirely")
+    with pytest.raises(journal.JournalBroken):
+        JournalFile(tmp_path).open()
+    assert (tmp_path / "operations.journal").read_bytes() == b"something else entirely"
+
+
+async def test_a_drain_moves_one_after_the_other_and_says_who_stays(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    async with running(tmp_path) as node:
+        first = await node.attend(process.pid)
+        await node.operations.migrate([process.pid], "gpu1", node.asked())
+        await node.attend(other.pid, token="b" * 32)
+        await node.operations.migrate([process.pid], "gpu0", node.asked())
+        first.refuses["park"] = "no boundary came"
+        operations, _, left = await node.operations.drain("gpu0", (), node.asked())
+        assert not left
+        by_pid = {operation.processes[0].pid: operation for operation in operations}
+        assert by_pid[other.pid].phase == "done"
+        assert by_pid[process.pid].phase == "undone"
+        assert node.rooms(other.pid) == {"gpu1": 7}
+        assert node.rooms(process.pid) == {"gpu0": 7}
+
+
+async def test_two_jobs_that_fill_their_gpus_change_places_by_way_of_the_pool(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    async with running(tmp_path, "2x4MiB") as node:
+        one = await node.attend(process.pid, b"1" * (3 * MIB))
+        two = await node.attend(other.pid, b"2" * (3 * MIB), token="b" * 32)
+        here, there = (next(iter(node.rooms(pid))) for pid in (process.pid, other.pid))
+        assert here != there
+        operations = await node.operations.swap(process.pid, other.pid, node.asked())
+        assert [operation.phase for operation in operations] == ["done", "done"]
+        assert (list(node.rooms(process.pid)), list(node.rooms(other.pid))) == ([there], [here])
+        assert (one.data, two.data) == (b"1" * (3 * MIB), b"2" * (3 * MIB))
