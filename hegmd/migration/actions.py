@@ -247,7 +247,8 @@ def inspected(op: Operation, worker: Worker, pending: Pending, event: events.Ins
     if not was_standing or event.parked:
         return op.with_worker(now_known)
     # Its agent waited for a daemon as long as it may, took its own bytes back and let the training go on.
-    op = op.with_worker(now_known.replace(asked=False, origin=event.gpu, goal=event.gpu))
+    home = event.gpu or worker.keeps or worker.was_on
+    op = op.with_worker(now_known.replace(asked=False, origin=home, goal=home))
     message = f"process {worker.pid} went on by itself when it had waited for hegmd for too long"
     return _back(op, REFUSED.name, message, "ask again")
 

@@ -49,23 +49,25 @@ def _settling(op: Operation, worker: Worker) -> Iterator[Want]:
 
 
 def _arming(op: Operation, worker: Worker) -> Iterator[Want]:
-    if worker.gone or op.heading == HOLD or is_arrived(worker):
+    if worker.gone or is_arrived(worker):
         return
     if worker.goal is not None and worker.rooms.get(worker.goal, -1) < worker.size_bytes:
         yield effects.TakeRoom, {"gpu": worker.goal, "size_bytes": worker.size_bytes}
     # Never for one whose bytes are out: theirs is the pool that it was evacuated to, or none.
-    if worker.pool_bytes < worker.size_bytes and not worker.out:
+    if _is_to_leave(op, worker) and worker.pool_bytes < worker.size_bytes and not worker.out:
         yield effects.TakePool, {"size_bytes": worker.size_bytes}
 
 
 def _counting(op: Operation, worker: Worker) -> Iterator[Want]:
-    if op.lockstep and op.at is None and worker.boundary is None and not worker.gone and is_away(op):
+    if op.lockstep and op.at is None and worker.boundary is None and not worker.gone and op.heading == FORWARD:
         yield effects.Survey, {}
 
 
 def _quiescing(op: Operation, worker: Worker) -> Iterator[Want]:
-    # On the way back nobody is stopped any more: whoever runs has what it needs.
-    if worker.gone or op.heading != FORWARD or not is_away(op):
+    # On the way back nobody is stopped any more, whoever runs has what it needs; and who has left cannot be let go on.
+    if worker.gone or worker.out or worker.at is None or op.heading != FORWARD:
+        return
+    if not any(_is_to_leave(op, other) and not other.out for other in op.workers):
         return
     behind = op.at is not None and (worker.boundary is None or worker.boundary < op.at)
     if not worker.parked or (op.lockstep and behind):

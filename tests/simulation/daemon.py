@@ -142,6 +142,9 @@ class Daemon:
             if process.under_way and effect.tag != "inspect":
                 raise Violation(f"{process.name} got the order {effect.tag} during {process.under_way}")
         if effect.tag in FAILING and self.luck("fail"):
+            if effect.tag in {"evacuate", "refill"} and self.random.random() < 0.3:
+                self._give_up(running, process)
+                return
             half_done = effect.in_worker and self.random.random() < 0.5
             if half_done:
                 _perform(self, effect, process)
@@ -150,6 +153,14 @@ class Daemon:
         event = _perform(self, effect, process)
         if event is not None:
             self._finish(running, event)
+
+    def _give_up(self, running: Running, process: Process) -> None:
+        """An agent that fails within an order brings everything back, lets the script go on, and attends anew."""
+        _perform(self, running.effect, process)
+        self._finish(running, self._failure(running.effect, "broken"))
+        if self.node.come_back_alone(process.name):
+            self.tell(f"{process.name} gives up and goes on alone")
+            self.disconnect(process, goes_on=False)
 
     def overdue_parks(self) -> None:
         """The agent itself gives up on a park whose limit has passed."""
@@ -172,11 +183,12 @@ class Daemon:
 
     # ---- bad luck ---------------------------------------------------------------------------------------------------
 
-    def disconnect(self, process: Process) -> None:
+    def disconnect(self, process: Process, *, goes_on: bool = True) -> None:
         """The agent's connection ends. What was ordered may be dropped, or go on without anybody hearing of its end."""
         for running in list(self.running):
             if running.effect.worker == process.name and running.effect.in_worker:
-                self._leave(process, running)
+                if goes_on:
+                    self._leave(process, running)
                 self._finish(running, self._failure(running.effect, DISCONNECTED))
         process.connected = False
         self.post(events.AgentLost(worker=process.name))

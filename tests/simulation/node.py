@@ -48,6 +48,7 @@ class Node:
     processes: dict[str, Process]
     lockstep: bool
     pool_free: int
+    imagined: bool  # on a GPU that is only imagined, a process can go on without one
     holds: dict[str, dict[str, int]] = field(default_factory=dict)
     pool: dict[str, int] = field(default_factory=dict)
     copies: dict[str, int] = field(default_factory=dict)
@@ -160,11 +161,12 @@ class Node:
         return True
 
     def come_back_alone(self, name: str) -> bool:
-        """What an agent does that has stood for too long without a daemon. False if it has to go on standing."""
+        """What an agent does that has stood for too long without a daemon, or at a signal. False if it cannot."""
         process = self.processes[name]
-        if not process.parked or process.connected or process.gpu is None or process.under_way:
+        if not process.parked or process.under_way or (process.gpu is None and not self.imagined):
             return False
-        if not process.has_bytes and self.holds.get(process.gpu, {}).get(name, 0) < process.size_bytes:
+        room = process.size_bytes if process.gpu is None else self.holds.get(process.gpu, {}).get(name, 0)
+        if not process.has_bytes and room < process.size_bytes:
             return False
         if not process.has_bytes and self.copies.get(name) != process.step:
             return False

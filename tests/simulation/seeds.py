@@ -84,7 +84,14 @@ def _born(random: Random) -> Daemon:
             )
         )
     lockstep = count > 1 and random.random() < 0.7
-    node = Node({"gpu0": 70, "gpu1": 70}, processes, lockstep, pool_free=random.choice((30, 80, 80)), holds=holds)
+    node = Node(
+        {"gpu0": 70, "gpu1": 70},
+        processes,
+        lockstep,
+        pool_free=random.choice((30, 80, 80)),
+        imagined=random.random() < 0.5,
+        holds=holds,
+    )
     op = Operation(id="op1", kind=kind, lockstep=lockstep, workers=tuple(workers), limits=LIMITS)
     stormy = random.choice((0.0, 0.3, 1.0, 1.0))
     odds = {
@@ -150,8 +157,11 @@ def _bad_luck(daemon: Daemon, random: Random) -> None:
     if daemon.luck("disconnect") and process.alive and process.connected:
         daemon.tell(f"{process.name} disconnects")
         daemon.disconnect(process)
-    if daemon.luck("alone") and process.alive and node.come_back_alone(process.name):
+    impatient = not process.connected or daemon.luck("alone")
+    if daemon.luck("alone") and process.alive and impatient and node.come_back_alone(process.name):
         daemon.tell(f"{process.name} goes on alone")
+        if process.connected:
+            daemon.disconnect(process, goes_on=False)  # as the agent does, to be asked anew
     if daemon.luck("fill"):
         gpu = random.choice(("gpu0", "gpu1"))
         node.take_room(f"other{random.randrange(3)}", gpu, node.free(gpu) - random.randrange(5))

@@ -273,6 +273,52 @@ def test_an_agent_that_went_on_by_itself_is_not_given_old_bytes() -> None:
     assert "refill" not in done
 
 
+def test_a_rank_whose_bytes_are_out_is_never_asked_to_go_on_to_another_boundary() -> None:
+    """One rank went on by itself while the job was suspended; to bring the other back, nobody has to be stopped."""
+    drive = Drive(operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, lockstep=True)).until("suspended")
+    alone = drive.op.workers[1].replace(
+        parked=False, asked=False, out=False, at="gpu0", goal="gpu0", rooms={"gpu0": 10}
+    )
+    drive.op = drive.op.with_worker(alone)
+    drive.feed(events.ResumeAsked(to={"a": "gpu0", "b": "gpu0"}))
+    drive.until("done")
+    resumed = [effect for _, _, _, wanted in drive.taken[-9:] for effect in wanted]
+    assert "park" not in tags(resumed)
+
+
+def test_a_process_that_went_on_without_a_gpu_gets_room_before_it_gets_the_gpu() -> None:
+    """On a GPU that is only simulated, an agent can bring its bytes back though all room was given away."""
+    drive = _suspending().until("suspended")
+    drive.feed(events.AgentBack(worker="a", token="token-a"))
+    drive.end(parked=False, out_bytes=0, gpu=None, rooms={}, pool_bytes=10, boundary=9)
+    assert [(effect.tag, getattr(effect, "gpu", None)) for effect in drive.wanted] == [("take-room", "gpu0")]
+    assert drive.until("undone").op.workers[0].at == "gpu0"
+
+
+def test_what_was_given_to_a_worker_that_ends_meanwhile_is_given_back() -> None:
+    """A retry that waited for the dead worker waited for ever."""
+    drive = Drive(operation()).until("quiescing")
+    drive.feed(events.WorkerGone(worker="a"))
+    drive.wanted = [effect for effect in drive.wanted if effect.tag.startswith("give")]
+    drive.fail()
+    drive.now = 100.0
+    drive.wanted.clear()
+    assert set(tags(drive.feed(events.DeadlinePassed()))) == {"give-room", "give-pool"}
+    assert drive.until("undone").op.workers[0].rooms == {}
+
+
+def test_the_room_of_one_that_arrives_late_is_not_given_away() -> None:
+    """A restore that ended after the way back had turned out to be closed left the process without its room."""
+    drive = Drive(operation(worker("a"), worker("b"))).until("restoring")
+    drive.feed(events.WorkerGone(worker="b"))
+    restore = drive.wanted[0]
+    held = drive.op.replace(heading="hold")
+    drive.op = held.with_worker(held.workers[0].replace(goal=None, keeps="gpu0"))
+    drive.feed(ending(restore))
+    given = [(effect.worker, getattr(effect, "gpu", None)) for effect in drive.taken[-1][3]]
+    assert ("a", "gpu1") not in given
+
+
 def test_an_ending_that_comes_twice_means_nothing() -> None:
     drive = Drive(operation())
     drive.feed(events.Begin())
