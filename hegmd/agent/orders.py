@@ -122,7 +122,8 @@ class Orders:
 
     def _survey(self, order: Order, _fd: int | None) -> None:
         if self._evacuated is not None:
-            self._done(order.order, storages=len(self._evacuated), size_bytes=self._evacuated.size_bytes)
+            storages, size_bytes = len(self._evacuated), self._evacuated.room_bytes
+            self._done(order.order, parked=True, held_bytes=self.held_bytes, storages=storages, size_bytes=size_bytes)
         elif self._gate.parked:
             self._found = torch_state.find()
             self._tell_found(order.order, self._found)
@@ -158,9 +159,11 @@ class Orders:
             raise _refusal("no descriptor came with the order", "send the memory to copy to with it")
         found = self._found or torch_state.find()
         self._found = None
+        found.keep_what_fits(os.fstat(fd).st_size, transfer.room_bytes)
         progress = self._progress_of(order.order)
         self._evacuated = evacuated = transfer.evacuate(fd, found.storages, found.sizes, progress)
-        self._done(order.order, storages=len(evacuated), size_bytes=evacuated.size_bytes)
+        left_alone = _counted(found)
+        self._done(order.order, storages=len(evacuated), size_bytes=evacuated.size_bytes, left_alone=left_alone)
 
     def _refill(self, order: Order, fd: int | None) -> None:
         evacuated = self._evacuated
@@ -217,7 +220,7 @@ class Orders:
             self._pending = None
             self._gate.withdraw()
             if pending.do == "survey":
-                self._done(pending.order)  # the count is known, the bytes are not
+                self._done(pending.order, parked=False, held_bytes=0)  # the count is known, the bytes are not
             else:
                 self._failed(pending.order, _no_boundary(pending, "after it was released"))
 
@@ -281,11 +284,14 @@ class Orders:
 
     def _tell_found(self, order: int, found: torch_state.Found) -> None:
         self.known_bytes = _transfer().room_bytes(found.sizes)
-        left_alone = tuple(
-            LeftAlone(why=why, storages=count, size_bytes=size_bytes)
-            for why, (count, size_bytes) in sorted(found.left_alone.items())
+        self._done(
+            order,
+            parked=self._gate.parked,
+            held_bytes=0,
+            storages=len(found.storages),
+            size_bytes=self.known_bytes,
+            left_alone=_counted(found),
         )
-        self._done(order, storages=len(found.storages), size_bytes=self.known_bytes, left_alone=left_alone)
 
     def _progress_of(self, order: int) -> Callable[[int], None]:
         return lambda so_far_bytes: self._tell(order=order, result="progress", size_bytes=so_far_bytes)
@@ -308,6 +314,13 @@ _BUSY_HINT = "it has to be parked or waiting; try again at another moment"
 
 def _no_progress(_so_far_bytes: int) -> None:
     pass
+
+
+def _counted(found: torch_state.Found) -> tuple[LeftAlone, ...]:
+    return tuple(
+        LeftAlone(why=why, storages=count, size_bytes=size_bytes)
+        for why, (count, size_bytes) in sorted(found.left_alone.items())
+    )
 
 
 def _refusal(message: str, hint: str) -> HegmError:

@@ -20,6 +20,7 @@ from .notes import note
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 OTHER_OWNER = "their memory belongs to something else, such as a numpy array or a mapped file"
@@ -31,6 +32,7 @@ SAME_MEMORY = "two storages are over the same memory"
 PINNED = "they are pinned"
 OLD_TORCH = "this PyTorch is too old to say who holds on to a storage"
 UNREADABLE = "they cannot be looked at"
+NO_ROOM = "there is no room for them where the others go"
 NO_STORAGE = "they have no storage, as sparse tensors"
 
 
@@ -54,6 +56,21 @@ class Found:
         counted = self.left_alone.setdefault(why, [0, 0])
         counted[0] += 1
         counted[1] += size_bytes
+
+    def keep_what_fits(self, given_bytes: int, room_bytes: Callable[[list[int]], int]) -> None:
+        """Leave the smallest alone, as many as it takes: a process may hold more now than when it was surveyed."""
+        if room_bytes(self.sizes) <= given_bytes:
+            return
+        order = sorted(range(len(self.sizes)), key=self.sizes.__getitem__, reverse=True)
+        self.storages = [self.storages[index] for index in order]
+        self.sizes = [self.sizes[index] for index in order]
+        while self.sizes and room_bytes(self.sizes) > given_bytes:
+            over_bytes = room_bytes(self.sizes) - given_bytes
+            while self.sizes and over_bytes > 0:
+                self.storages.pop()
+                size_bytes = self.sizes.pop()
+                over_bytes -= size_bytes
+                self.leave(NO_ROOM, size_bytes)
 
 
 def find() -> Found:

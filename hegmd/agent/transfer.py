@@ -55,6 +55,7 @@ class Evacuated:
     def __init__(self, fd: int, storages: list[Any], sizes: list[int], nonce: bytes) -> None:
         self.fd = fd
         self.size_bytes = sum(sizes)
+        self.room_bytes = room_bytes(sizes)
         self._storages = storages
         self._sizes = sizes
         self._nonce = nonce

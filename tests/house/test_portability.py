@@ -16,8 +16,8 @@ from tests.house.source import PACKAGES, ROOT, modules
 # These run inside a worker, on the worker's Python. The reference generator is for the maintainers' machines only.
 SHARED = tuple(
     module
-    for module in modules("hegmd.errors", "hegmd.protocol")
-    if module.name not in {"hegmd.protocol.reference", "hegmd.protocol.__main__"}
+    for module in modules("hegmd.errors", "hegmd.protocol", "hegmd.agent")
+    if module.name not in {"hegmd.protocol.reference", "hegmd.protocol.__main__", "hegmd.agent.inject.sitecustomize"}
 )
 
 # Each costs from one to eight milliseconds of the 25 that a whole `hegmctl gpus` may take.

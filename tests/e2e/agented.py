@@ -1,0 +1,72 @@
+"""A training script as a child process with the agent in it, and the same one undisturbed, to compare with.
+
+The scripts in `training/` know nothing of hegm: each prints every loss bit for bit. Owns the processes; what they are
+ordered to do is up to the test.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import msgpack
+from typing_extensions import Self
+
+SCRIPTS = Path(__file__).with_name("training")
+INJECT = Path(__file__).parents[2] / "hegmd" / "agent" / "inject"
+ENDS_WITHIN_S = 60.0
+
+
+def environment(socket_path: Path | None, **more: str) -> dict[str, str]:
+    """The environment of a script: with the agent if there is a socket, plain otherwise."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("HEGM_", "PYTHON"))}
+    plain.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", **more)
+    if socket_path is not None:
+        plain.update(HEGM_SOCKET=str(socket_path), HEGM_MSGPACK=str(Path(msgpack.__file__).parent))
+        plain["PYTHONPATH"] = os.pathsep.join([str(INJECT), *filter(None, [more.get("PYTHONPATH")])])
+    return plain
+
+
+class Training:
+    """A script that runs with the agent. Ended with the context, if it has not ended by itself."""
+
+    def __init__(self, argv: list[str], socket_path: Path, python: str = sys.executable, **more: str) -> None:
+        self.process = subprocess.Popen(
+            [python, *argv],
+            env=environment(socket_path, **more),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def result(self) -> tuple[int, str, str]:
+        """Exit status, output and errors, once it has ended."""
+        output, errors = self.process.communicate(timeout=ENDS_WITHIN_S)
+        return self.process.returncode, output, errors
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+def undisturbed(argv: list[str], **more: str) -> str:
+    """The output of the script without an agent."""
+    done = subprocess.run(
+        [sys.executable, *argv],
+        env=environment(None, **more),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=ENDS_WITHIN_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

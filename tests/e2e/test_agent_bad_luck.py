@@ -1,0 +1,207 @@
+"""What goes wrong around a parked process: daemons that die, signals, forks, threads, lies. Training always goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.agented import SCRIPTS, Training, environment, undisturbed
+from tests.e2e.scripted_daemon import Attended, ScriptedDaemon
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
+pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+
+SLEEPER = str(SCRIPTS / "sleeper.py")
+PLAIN = str(SCRIPTS / "plain.py")
+MIB = 1 << 20
+
+
+def _out(agent: Attended, fd: int) -> int:
+    """Park it and take its bytes; how many."""
+    agent.done("park", limit_s=20)
+    survey = agent.done("survey")
+    assert survey.size_bytes is not None
+    os.truncate(fd, survey.size_bytes)
+    size_bytes = agent.done("evacuate", fd).size_bytes
+    assert size_bytes is not None
+    return size_bytes
+
+
+@pytest.fixture
+def pool():  # type: ignore[no-untyped-def] # a generator of descriptors
+    fd = os.memfd_create("pool", os.MFD_CLOEXEC)
+    yield fd
+    os.close(fd)
+
+
+def test_real_memory_falls_by_what_goes_out_and_comes_back(socket_path: Path, pool: int) -> None:
+    more = {"HEGM_TEST_FLOATS": str(64 * MIB)}
+    with ScriptedDaemon(socket_path) as daemon, Training([SLEEPER], socket_path, **more) as training:
+        agent = daemon.attended()
+        process = psutil.Process(training.process.pid)
+        agent.done("park", at=2, limit_s=20)
+        before_bytes = process.memory_info().rss
+        size_bytes = _out(agent, pool)
+        assert size_bytes >= 2 * 4 * 64 * MIB  # weights and their gradient
+        assert before_bytes - process.memory_info().rss > 0.95 * size_bytes
+        agent.done("refill", pool)
+        assert before_bytes - process.memory_info().rss < 0.05 * size_bytes
+        agent.done("release", limit_s=20)
+
+
+def test_a_request_without_a_boundary_is_withdrawn_without_a_trace(socket_path: Path) -> None:
+    with ScriptedDaemon(socket_path) as daemon, Training([PLAIN], socket_path) as training:
+        agent = daemon.attended()
+        late = agent.order("park", at=10_000_000, limit_s=0.05)
+        assert late.result == "failed"
+        assert "no batch boundary within 0.05 s" in late.message
+        assert late.hint
+        assert training.result()[1] == undisturbed([PLAIN])
+
+
+def test_a_withdrawn_park_and_orders_out_of_turn_are_refused_in_words(socket_path: Path, pool: int) -> None:
+    with ScriptedDaemon(socket_path) as daemon, Training([SLEEPER], socket_path):
+        agent = daemon.attended()
+        for do, word in (
+            ("evacuate", "not parked"),
+            ("release", "not parked"),
+            ("refill", "nothing"),
+            ("fly", "no order"),
+        ):
+            refused = agent.order(do, pool if do == "evacuate" else None)
+            assert refused.result == "failed"
+            assert word in refused.message
+        parking = agent.send("park", at=10_000_000)
+        agent.done("withdraw")
+        assert "withdrawn" in agent.answer(parking).message
+        agent.move()
+        agent.done("park", limit_s=20)
+        os.truncate(pool, 4096)
+        small = agent.done("evacuate", pool)  # what has no room stays where it is
+        assert small.storages == 0
+        assert "no room" in " ".join(left.why for left in small.left_alone)
+        agent.done("refill", pool)
+        agent.done("release", limit_s=20)
+
+
+def test_other_bytes_are_not_taken_for_its_own(socket_path: Path, pool: int) -> None:
+    with ScriptedDaemon(socket_path) as daemon, Training([SLEEPER], socket_path):
+        agent = daemon.attended()
+        _out(agent, pool)
+        other = os.memfd_create("other", os.MFD_CLOEXEC)
+        os.truncate(other, os.fstat(pool).st_size)
+        refused = agent.order("refill", other)
+        os.close(other)
+        assert "does not hold" in refused.message
+        agent.done("refill", pool)
+        agent.done("release", limit_s=20)
+
+
+def test_parked_it_outlives_its_daemon_and_says_so_to_the_next(socket_path: Path, pool: int) -> None:
+    with Training([PLAIN], socket_path) as training:
+        with ScriptedDaemon(socket_path) as first:
+            agent = first.attended()
+            assert agent.said is not None
+            token = agent.said.token
+            size_bytes = _out(agent, pool)
+        with ScriptedDaemon(socket_path) as second:
+            again = second.attended()
+            assert again.said is not None
+            assert (again.said.token, again.said.parked, again.said.held_bytes) == (token, True, size_bytes)
+            again.done("refill", pool)
+            again.done("release", limit_s=20)
+            status, output, errors = training.result()
+    assert (status, errors) == (0, "")
+    assert output == undisturbed([PLAIN])
+
+
+def test_without_a_daemon_it_comes_back_by_itself_after_the_limit(socket_path: Path, pool: int) -> None:
+    with Training([PLAIN], socket_path, HEGM_PARK_LIMIT_S="0.2") as training:
+        with ScriptedDaemon(socket_path) as daemon:
+            _out(daemon.attended(), pool)
+        status, output, errors = training.result()
+    assert (status, errors) == (0, "")
+    assert output == undisturbed([PLAIN])
+
+
+def test_an_interrupt_while_its_bytes_are_out_brings_them_back_first(socket_path: Path, pool: int) -> None:
+    with ScriptedDaemon(socket_path) as daemon, Training([PLAIN], socket_path) as training:
+        agent = daemon.attended()
+        _out(agent, pool)
+        training.process.send_signal(signal.SIGINT)
+        agent.wait_until_gone()
+        status, _output, errors = training.result()
+    assert status == -signal.SIGINT
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_a_thread_in_a_sleep_of_its_own_is_reason_to_refuse(socket_path: Path) -> None:
+    with ScriptedDaemon(socket_path) as daemon, Training([SLEEPER], socket_path, HEGM_TEST_SLEEPER="1"):
+        agent = daemon.attended()
+        while not agent.done("survey", limit_s=20).boundary:
+            pass
+        refused = agent.order("park", limit_s=0.5)
+        assert refused.result == "failed"
+        assert "sleeper.py" in refused.message
+
+
+def test_a_forked_child_has_no_agent_and_trains_on(socket_path: Path) -> None:
+    code = (
+        "import os, torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "fds = set(os.listdir('/proc/self/fd'))\n"
+        "next(iter(DataLoader([1])))\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    sockets = [n for n in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{n}')]\n"
+        "    links = [os.readlink(f'/proc/self/fd/{n}') for n in sockets]\n"
+        "    threads = len(os.listdir('/proc/self/task'))\n"
+        "    next(iter(DataLoader([1])))\n"
+        "    os._exit(threads - 1 + sum(link.startswith('socket:') for link in links))\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "input()\n"
+    )
+    with ScriptedDaemon(socket_path) as daemon:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment(socket_path),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        agent = daemon.attended()
+        assert process.stdout is not None
+        assert process.stdout.readline() == "0\n"
+        assert agent.order("park", limit_s=0.05).result == "failed"  # the parent's connection still stands
+        process.communicate("\n", timeout=30)
+        assert process.returncode == 0
+
+
+def test_tracebacks_and_classes_look_as_they_do_without_it(socket_path: Path) -> None:
+    code = (
+        "import traceback, torch.utils.data as d\n"
+        "class Broken(d.Dataset):\n"
+        "    def __len__(self): return 1\n"
+        "    def __getitem__(self, index): raise ValueError('broken')\n"
+        "try: next(iter(d.DataLoader(Broken())))\n"
+        "except ValueError: traceback.print_exc()\n"
+        "print(d.dataloader._BaseDataLoaderIter.__next__.__qualname__, d.dataloader.__spec__.loader.__dict__.keys())\n"
+    )
+    outputs = []
+    for socket in (None, socket_path):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment(socket),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        outputs.append((done.stdout, done.stderr))
+    assert outputs[0] == outputs[1]

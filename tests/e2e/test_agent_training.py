@@ -1,0 +1,96 @@
+"""Scripts that know nothing of hegm, moved several times at boundaries chosen by seed: no loss differs in a single bit
+from those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.agented import SCRIPTS, Training, undisturbed
+from tests.e2e.scripted_daemon import Gone, ScriptedDaemon
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+MOVES = 4
+WITH_TORCH = ("plain", "workers", "gan", "iterable", "threaded", "no_loader")
+
+
+def _moved(script: str, socket_path: Path, *, seed: int, **more: str) -> tuple[str, list[int]]:
+    """The output of the script, moved at boundaries of that seed, and how many storages went out each time."""
+    draw = random.Random(seed)
+    at = draw.randint(2, 12)
+    storages: list[int] = []
+    with (
+        ScriptedDaemon(socket_path) as daemon,
+        Training([str(SCRIPTS / f"{script}.py")], socket_path, **more) as training,
+    ):
+        agent = daemon.attended()
+        for _ in range(MOVES):
+            parked, out = agent.move(at=at)
+            assert parked.boundary is not None
+            assert parked.boundary >= at
+            assert out.storages is not None
+            storages.append(out.storages)
+            at = parked.boundary + draw.randint(1, 12)
+        status, output, errors = training.result()
+    assert (status, errors) == (0, "")
+    return output, storages
+
+
+@pytest.mark.parametrize("script", WITH_TORCH)
+def test_every_loss_is_that_of_an_undisturbed_run(script: str, socket_path: Path) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+    output, storages = _moved(script, socket_path, seed=11)
+    assert min(storages) >= 2
+    assert output == undisturbed([str(SCRIPTS / f"{script}.py")])
+
+
+def test_a_compiled_model_is_moved_too(socket_path: Path) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+    if shutil.which("g++") is None:
+        pytest.skip("no g++, which torch.compile needs")
+    expected = undisturbed([str(SCRIPTS / "compiled.py")])
+    output, storages = _moved("compiled", socket_path, seed=12)
+    assert min(storages) >= 2
+    assert output == expected
+
+
+def test_a_loop_by_hand_parks_where_it_says_so(socket_path: Path) -> None:
+    output, storages = _moved("by_hand", socket_path, seed=13)
+    assert storages == [0] * MOVES
+    assert output == undisturbed([str(SCRIPTS / "by_hand.py")])
+
+
+@pytest.mark.parametrize("name", ["python3.9", "python3.10", "python3.12", "python3.13", "python3.14"])
+def test_other_pythons_are_agented(name: str, socket_path: Path) -> None:
+    python = _python(name)
+    script = str(SCRIPTS / "by_hand.py")
+    with ScriptedDaemon(socket_path) as daemon, Training([script], socket_path, python) as training:
+        agent = daemon.attended()
+        assert agent.said is not None
+        assert agent.said.python_version.startswith(name.removeprefix("python"))
+        agent.move(at=5)
+        status, output, errors = training.result()
+    assert (status, errors) == (0, "")
+    assert output == undisturbed([script])
+
+
+def _python(name: str) -> str:
+    """That Python, if it is anywhere on this machine; version managers keep theirs in a hidden folder."""
+    found = shutil.which(name)
+    places = [*([found] if found else []), *map(str, sorted(Path.home().glob(f".*/versions/*/bin/{name}")))]
+    if not places:
+        pytest.skip(f"{name} is not on this machine")
+    return places[-1]
+
+
+def test_a_script_that_ends_while_it_is_asked_is_simply_gone(socket_path: Path) -> None:
+    with ScriptedDaemon(socket_path) as daemon, Training([str(SCRIPTS / "by_hand.py")], socket_path) as training:
+        agent = daemon.attended()
+        with pytest.raises(Gone):
+            agent.order("park", at=1_000_000)
+        assert training.result()[0] == 0

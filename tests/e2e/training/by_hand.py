@@ -1,0 +1,17 @@
+"""No framework: a loop by hand that says itself where a batch ends. Needs nothing but Python."""
+
+import random
+
+try:
+    import hegm
+except ImportError:
+    hegm = None
+
+random.seed(8)
+weight = 0.0
+for _step in range(1500):
+    for _ in range(1500):
+        weight += 1e-4 * (random.gauss(3, 1) - weight)
+    print(weight.hex(), flush=True)
+    if hegm is not None:
+        hegm.boundary()

@@ -1,0 +1,76 @@
+"""What runs inside other people's trainings: the agent imports little and changes nothing of theirs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import Module, modules
+
+# The standard library as far as the agent may use it. `mount` and `sitecustomize` run in every Python of a job.
+ALLOWED = set(
+    "__future__ _frozen_importlib _frozen_importlib_external _thread ctypes gc mmap os platform select signal socket struct"
+    " sys time".split()
+)
+AT_EVERY_START = {"hegmd.agent.mount": {"__future__", "sys"}, "hegmd.agent.inject.sitecustomize": {"sys"}}
+
+
+def foreign_imports(module: Module) -> Iterator[str]:
+    for found in module.imports():
+        top = found.target.split(".")[0]
+        if not found.for_types_only and top not in ALLOWED | {"hegmd", "_hegm"}:
+            yield f"{found.line}: imports {found.target}"
+
+
+def imports_at_start(module: Module) -> set[str]:
+    """What the module imports when it is imported: not inside functions, not for type checkers."""
+    top: set[str] = set()
+    for node in module.tree.body:
+        if isinstance(node, ast.Import):
+            top |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            top.add("." * node.level + (node.module or ""))
+    return top
+
+
+def touches_builtins(module: Module) -> Iterator[str]:
+    for node in ast.walk(module.tree):
+        text = ast.unparse(node) if isinstance(node, ast.expr | ast.Import | ast.ImportFrom) else ""
+        named = isinstance(node, ast.Name | ast.Attribute) and text.split(".")[0] in {"builtins", "__builtins__"}
+        imported = isinstance(node, ast.Import | ast.ImportFrom) and "builtins" in text
+        stored = isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+        if named or imported or (stored and text.startswith("os.environ")):
+            yield f"{node.lineno}: {text}"
+
+
+AGENT = modules("hegmd.agent")
+
+
+@pytest.mark.parametrize("module", AGENT, ids=lambda module: module.name)
+def test_the_agent_keeps_to_its_allowance(module: Module) -> None:
+    assert list(foreign_imports(module)) == []
+    assert list(touches_builtins(module)) == []
+
+
+@pytest.mark.parametrize("name", AT_EVERY_START)
+def test_what_runs_at_every_start_imports_nothing_more(name: str) -> None:
+    (module,) = modules(name)
+    assert imports_at_start(module) <= AT_EVERY_START[name]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch",
+        "def late():\n    import threading",
+        "import builtins",
+        "__builtins__.range = 1",
+        "del os.environ['A']",
+    ],
+)
+def test_an_offence_would_be_seen(text: str) -> None:
+    module = Module.parse("hegmd.agent.x", Path("x.py"), text)
+    assert [*foreign_imports(module), *touches_builtins(module)]
