@@ -58,7 +58,7 @@ def test_a_bug_that_is_put_in_is_found(mutant: Handle) -> None:
 
 
 def test_acting_before_the_journal_is_on_disk_is_found() -> None:
-    crashing = {"crash": 0.3}
+    crashing = {"crash": 0.15, "die": 0.02}
     hasty = (live(seed, acts_before_sync=True, odds=crashing) for seed in range(ENOUGH))
     assert _first_violation(hasty) is not None
     careful = (live(seed, odds=crashing) for seed in range(100))
