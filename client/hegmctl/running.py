@@ -53,6 +53,9 @@ def prepare(environ: MutableMapping[str, str], socket_path: str, name: str | Non
     """What the command's environment needs besides its own."""
     before = environ.get("PYTHONPATH")
     environ["PYTHONPATH"] = inject_folder() + (os.pathsep + before if before else "")
+    # For the agent in a Python that has no msgpack of its own, or another one than ours.
+    environ["HEGM_MSGPACK"] = msgpack_folder()
+    environ["HEGM_MSGPACK"] = _msgpack_folder()  # the job's own Python may have none
     environ["HEGM_SOCKET"] = os.path.abspath(socket_path)
     # Unique where nobody named it: two runs are two jobs, and each moves by itself.
     environ["HEGM_JOB"] = name or f"run-{os.getpid()}-{int(monotonic() * 1000)}"
@@ -66,6 +69,19 @@ def inject_folder() -> str:
     import hegmd
 
     return os.path.join(os.path.dirname(os.path.abspath(hegmd.__file__)), "agent", "inject")
+
+
+def msgpack_folder() -> str:
+    """The folder of the msgpack that this installation uses."""
+    import msgpack
+
+    return os.path.dirname(os.path.abspath(msgpack.__file__))
+
+
+def _msgpack_folder() -> str:
+    import msgpack
+
+    return os.path.dirname(os.path.abspath(msgpack.__file__ or ""))
 
 
 def _look_at_daemon(session: Session) -> None:

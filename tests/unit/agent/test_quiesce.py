@@ -1,0 +1,189 @@
+"""The gate: who counts, who is stopped where, and that an idle pass leaves no trace."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from hegmd.agent.quiesce import CALL, PARK, STEPS_WITHOUT_LOADER, Asked, Gate
+
+PATIENCE_S = 10.0
+
+
+def _ask_loader(gate: Gate) -> None:
+    """What the hook in a loader's iterator does."""
+    if threading.get_ident() == gate.thread:
+        gate.count += 1
+        if gate.asked:
+            gate.arrive()
+    else:
+        gate.other_thread_asks()
+
+
+def _step(gate: Gate) -> None:
+    """What the hook after an optimizer's step does."""
+    if threading.get_ident() == gate.thread:
+        gate.step()
+    else:
+        gate.other_thread_steps()
+
+
+class _Script:
+    """A script's thread that is told when to take its next step, and the gate's news."""
+
+    def __init__(self, gate: Gate, step: Callable[[Gate], None]) -> None:
+        self.gate = gate
+        self._step = step
+        self._go = threading.Semaphore(0)
+        self._did = threading.Semaphore(0)
+        self._over = False
+        self.news = threading.Semaphore(0)
+        gate.on_change = self.news.release
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self._go.acquire()
+            if self._over:
+                return
+            self._step(self.gate)
+            self._did.release()
+
+    def start_step(self) -> None:
+        self._go.release()
+
+    def finish_step(self) -> bool:
+        return self._did.acquire(timeout=PATIENCE_S)
+
+    def steps(self, times: int) -> None:
+        for _ in range(times):
+            self.start_step()
+            assert self.finish_step()
+
+    def wait_for_news(self) -> None:
+        assert self.news.acquire(timeout=PATIENCE_S)
+
+    def end(self) -> None:
+        self._over = True
+        self._go.release()
+        self._thread.join(PATIENCE_S)
+
+
+def test_batches_of_the_training_thread_are_counted() -> None:
+    gate = Gate()
+    for _ in range(5):
+        _ask_loader(gate)
+        _step(gate)
+    assert gate.count == 5
+    assert not gate.parked
+
+
+def test_it_parks_at_the_count_that_was_asked_for_and_goes_on_when_released() -> None:
+    gate = Gate()
+    script = _Script(gate, _ask_loader)
+    script.steps(2)
+    gate.ask(Asked(PARK, at=4))
+    script.steps(1)
+    assert not gate.parked
+    script.start_step()
+    script.wait_for_news()
+    assert (gate.parked, gate.count) == (True, 4)
+    gate.release_and_watch()
+    assert script.finish_step()
+    assert gate.passed is None
+    script.steps(1)
+    assert gate.passed == 5
+    assert not gate.asked
+    script.end()
+
+
+def test_a_count_that_is_past_means_the_next_boundary() -> None:
+    gate = Gate()
+    script = _Script(gate, _ask_loader)
+    script.steps(7)
+    gate.ask(Asked(PARK, at=3))
+    script.start_step()
+    script.wait_for_news()
+    assert gate.count == 8
+    assert gate.withdraw()
+    assert script.finish_step()
+    script.end()
+
+
+def test_a_withdrawn_request_leaves_no_trace() -> None:
+    gate = Gate()
+    gate.ask(Asked(PARK, at=100))
+    assert not gate.withdraw()
+    _ask_loader(gate)
+    assert (gate.asked, gate.parked, gate.count) == (False, False, 1)
+
+
+def test_a_call_is_made_in_the_training_thread() -> None:
+    gate = Gate()
+    callers: list[int] = []
+    script = _Script(gate, _ask_loader)
+    gate.ask(Asked(CALL, call=lambda: callers.append(threading.get_ident())))
+    script.steps(1)
+    assert callers == [gate.thread]
+    assert gate.passed == 1
+    script.end()
+
+
+def test_without_a_loader_every_step_is_a_boundary() -> None:
+    gate = Gate()
+    for _ in range(6):
+        _step(gate)
+    assert gate.count == 6
+
+
+def test_several_steps_a_batch_are_one_boundary_until_the_loader_is_out_of_play() -> None:
+    gate = Gate()
+    for _ in range(3):
+        _ask_loader(gate)
+        for _ in range(STEPS_WITHOUT_LOADER):
+            _step(gate)
+    assert gate.count == 3
+    for _ in range(4):
+        _step(gate)
+    assert gate.count == 7
+
+
+def test_a_loader_that_another_thread_reads_ahead_is_not_counted_but_stopped() -> None:
+    gate = Gate()
+    reader = _Script(gate, _ask_loader)
+    reader.steps(3)  # before anything is stepped, it is taken for the training thread
+    _step(gate)
+    assert gate.thread == threading.get_ident()
+    assert gate.count == 1
+    reader.steps(2)
+    assert gate.count == 1
+    gate.ask(Asked(PARK))
+    reader.start_step()
+    reader.wait_for_news()
+    assert len(gate.parked_threads) == 1
+    assert not gate.parked
+    gate.withdraw()
+    assert reader.finish_step()
+    reader.end()
+
+
+def test_a_boundary_by_hand_is_the_only_one_from_then_on() -> None:
+    gate = Gate()
+    _ask_loader(gate)
+    gate.boundary_by_hand()
+    _ask_loader(gate)
+    _step(gate)
+    gate.boundary_by_hand()
+    assert gate.count == 3
+
+
+def test_an_inert_gate_never_stops_anybody() -> None:
+    gate = Gate()
+    _ask_loader(gate)
+    gate.ask(Asked(PARK))
+    gate.make_inert()
+    _ask_loader(gate)
+    gate.ask(Asked(PARK))
+    gate.boundary_by_hand()
+    assert not gate.asked

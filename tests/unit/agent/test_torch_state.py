@@ -1,0 +1,129 @@
+"""Which storages the agent vouches for, and that they come back with the same bytes, objects, views and versions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hegmd.agent import torch_state, transfer
+from hegmd.errors import HegmError
+
+torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+
+pytestmark = pytest.mark.leaks_allowed("PyTorch sets variables of its own when its compiler is first imported")
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    fd = os.memfd_create("pool", os.MFD_CLOEXEC)
+    yield fd
+    os.close(fd)
+
+
+def _addresses(found: torch_state.Found) -> set[int]:
+    return {storage.data_ptr() for storage in found.storages}
+
+
+def _reason(found: torch_state.Found, size_bytes: int) -> list[str]:
+    return [why for why, (_, left_bytes) in found.left_alone.items() if left_bytes >= size_bytes]
+
+
+def _progress(_so_far_bytes: int) -> None:
+    pass
+
+
+def test_parameters_gradients_state_and_views_come_back_as_they_were(memory: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 300)).sum().backward()
+    optimizer.step()
+    row = model[0].weight.detach()[3]
+    strided = torch.randn(50, 40).t()[::2]
+    tensors = [*model.state_dict(keep_vars=True).values(), *(p.grad for p in model.parameters()), row, strided]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    before = [(t.detach().clone(), t._version, t.stride(), t.requires_grad, id(t.untyped_storage())) for t in tensors]
+    found = torch_state.find()
+    assert {t.untyped_storage().data_ptr() for t in tensors} <= _addresses(found)
+    os.truncate(memory, transfer.room_bytes(found.sizes))
+    evacuated = transfer.evacuate(os.dup(memory), found.storages, found.sizes, _progress)
+    assert {t.untyped_storage().nbytes() for t in tensors} == {0}
+    evacuated.bring_back(memory, _progress)
+    evacuated.close()
+    for tensor, (values, *rest) in zip(tensors, before, strict=True):
+        now = [tensor._version, tensor.stride(), tensor.requires_grad, id(tensor.untyped_storage())]
+        assert now == rest
+        assert torch.equal(tensor.detach(), values)
+    assert row.data_ptr() == model[0].weight[3].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: torch.randn(70_001).share_memory_(), torch_state.SHARED),
+        (lambda: torch.frombuffer(bytearray(280_004), dtype=torch.float32), torch_state.OTHER_OWNER),
+    ],
+)
+def test_what_it_cannot_free_unnoticed_is_left_alone_with_a_reason(make: Any, why: str) -> None:
+    held = make()
+    found = torch_state.find()
+    assert why in _reason(found, 280_004)
+    assert held.untyped_storage().data_ptr() not in _addresses(found)
+
+
+def test_a_tensor_that_numpy_looks_into_is_left_alone() -> None:
+    pytest.importorskip("numpy")
+    tensor = torch.randn(70_001)
+    array = tensor.numpy()
+    assert tensor.untyped_storage().data_ptr() not in _addresses(torch_state.find())
+    assert array.shape == (70_001,)
+
+
+def test_what_a_waiting_graph_holds_is_left_alone_until_its_backward() -> None:
+    weight = torch.randn(300, 300, requires_grad=True)
+    output = (torch.randn(4, 300) @ weight).relu()
+    assert output.untyped_storage().data_ptr() not in _addresses(torch_state.find())
+    output.sum().backward()
+    assert output.untyped_storage().data_ptr() in _addresses(torch_state.find())
+
+
+def test_fake_and_meta_tensors_weigh_nothing() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.empty(12_345_678)
+    meta = torch.empty(12_345_678, device="meta")
+    assert sum(torch_state.find().sizes) < 12_345_678
+    assert fake.shape == meta.shape
+
+
+def test_the_smallest_stay_when_there_is_less_room_than_was_surveyed() -> None:
+    found = torch_state.Found()
+    for size_bytes in (100, 50_000, 7_000):
+        found.take(object(), size_bytes)
+    found.keep_what_fits(60_000, transfer.room_bytes)
+    assert found.sizes == [50_000]
+    assert found.left_alone == {torch_state.NO_ROOM: [2, 7_100]}
+
+
+def test_too_little_room_changes_nothing(memory: int) -> None:
+    tensor = torch.arange(10_000)
+    with pytest.raises(HegmError, match="was given room for 0"):
+        transfer.evacuate(memory, [tensor.untyped_storage()], [80_000], _progress)
+    assert tensor.sum() == 49_995_000
+
+
+def test_bytes_of_another_evacuation_are_refused_and_nothing_is_lost(memory: int) -> None:
+    tensor = torch.arange(10_000)
+    os.truncate(memory, transfer.room_bytes([80_000]))
+    first = transfer.evacuate(os.dup(memory), [tensor.untyped_storage()], [80_000], _progress)
+    other = os.memfd_create("other", os.MFD_CLOEXEC)
+    os.truncate(other, transfer.room_bytes([80_000]))
+    with pytest.raises(HegmError, match="does not hold"):
+        first.bring_back(other, _progress)
+    os.close(other)
+    first.bring_back(first.fd, _progress)
+    first.close()
+    assert tensor.sum() == 49_995_000
