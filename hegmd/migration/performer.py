@@ -10,7 +10,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from hegmd.errors import INTERNAL, Bug, HegmError, Refused
+import anyio
+
+from hegmd.errors import INTERNAL, TIMEOUT, Bug, HegmError, Refused
 from hegmd.log import error_ref, fields
 from hegmd.methods import worker as carrier
 from hegmd.migration import effects, events
@@ -20,7 +22,7 @@ from hegmd.migration.operation import Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.pool import Key, Memory, Pool
 from hegmd.rooms import Rooms
-from hegmd.workers import AgentAway, Given, Worker, Workers
+from hegmd.workers import AgentAway, Given, OrderFailed, Worker, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ Progress = Callable[[int], object]
 
 # The agent answers a survey at its next boundary; without one in this time it tells its count alone.
 SURVEY_LIMIT_S = 5.0
+AGENT_SHARE = 0.9
 
 
 class Performer:
@@ -138,7 +141,15 @@ class Performer:
             return events.Overran(**_ends(effect), boundary=worker.boundary)
         if worker.parked and effect.at is not None and worker.boundary < effect.at:
             await worker.order("withdraw")  # it stands at an earlier boundary, and has to go on to this one
-        await worker.order("park", at=effect.at, limit_s=effect.limit_s)
+        # The agent's limit is the first to pass, so that it withdraws by itself and says what it has waited for.
+        limit_s = effect.limit_s * AGENT_SHARE
+        began = anyio.current_time()
+        try:
+            await worker.order("park", at=effect.at, limit_s=limit_s)
+        except OrderFailed as error:
+            if anyio.current_time() - began < limit_s:
+                raise
+            raise HegmError(TIMEOUT, error.message, error.hint, error.facts) from error
         return events.Parked(**_ends(effect), boundary=worker.boundary)
 
     async def _withdraw(self, op: Operation, member: Member, effect: effects.Withdraw, _: Progress) -> Event:

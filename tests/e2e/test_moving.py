@@ -1,0 +1,239 @@
+"""The product, whole: trainings under `hegmctl run`, moved and suspended by command, and not one loss different."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typing_extensions import Self
+
+from hegmctl.connection import Connection, connect
+from hegmd.protocol.messages import Operations, OperationsReply
+from tests.e2e.agented import SCRIPTS, undisturbed
+from tests.e2e.daemon import RunningDaemon
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+
+ROOT = Path(__file__).parents[2]
+LONG = str(SCRIPTS / "long.py")
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
+    with RunningDaemon(tmp_path) as running:
+        yield running
+
+
+class Job:
+    """A script under `hegmctl run`, and the commands about it."""
+
+    def __init__(self, daemon: RunningDaemon, argv: list[str], *options: str) -> None:
+        self.socket_path = str(daemon.socket_path)
+        self.environ = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("HEGM_")},
+            "HEGM_SOCKET": self.socket_path,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}",
+        }
+        words = [sys.executable, "-m", "hegmctl", "run", *options, "--", sys.executable, *argv]
+        self.process = subprocess.Popen(words, env=self.environ, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.stdout = self.process.stdout
+        self.lines: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.stdout.close()
+
+    def steps(self, count: int) -> None:
+        """Read on until it has made so many steps more."""
+        for _ in range(count):
+            self.lines.append(self.stdout.readline())
+
+    def output(self) -> str:
+        """All that it printed, once it has ended well."""
+        rest = self.stdout.read()
+        assert self.process.wait(60) == 0
+        return "".join(self.lines) + rest
+
+    def command(self, *words: str, status: int = 0) -> list[dict[str, Any]]:
+        """What a command answered, in JSON."""
+        ran = subprocess.run(
+            [sys.executable, "-m", "hegmctl", *words, "--json"],
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert ran.returncode == status, ran.stdout + ran.stderr
+        return [json.loads(line) for line in (ran.stdout or ran.stderr).splitlines()]
+
+    def operation(self, *words: str, status: int = 0) -> dict[str, Any]:
+        """How the operation of a command ended."""
+        ended: dict[str, Any] = self.command(*words, status=status)[-1]["operation"]
+        return ended
+
+    def connect(self) -> Connection:
+        return connect(self.socket_path)
+
+    def resident_bytes(self) -> int:
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("loader_workers", [0, 2])
+def test_moves_and_suspensions_change_no_loss(daemon: RunningDaemon, loader_workers: int) -> None:
+    argv = [LONG, str(loader_workers), "700"]
+    expected = undisturbed(argv)
+    seed = random.Random(loader_workers)
+    with Job(daemon, argv, "--gpu", "gpu0") as job:
+        pid = str(job.process.pid)
+        gpu = 0
+        for _ in range(2):
+            job.steps(seed.randrange(5, 15))
+            gpu = 1 - gpu
+            moved = job.operation("migrate", pid, "--to", f"gpu{gpu}")
+            assert (moved["phase"], moved["processes"][0]["gpu"]) == ("done", f"gpu{gpu}")
+            assert 0 < moved["blackout_s"] < 30
+            job.steps(seed.randrange(1, 5))
+            assert job.operation("suspend", pid)["phase"] == "suspended"
+            assert job.operation("resume", pid)["phase"] == "done"
+        assert job.output() == expected
+
+
+def test_a_suspended_job_has_given_its_memory_back_and_is_seen_to(daemon: RunningDaemon, tmp_path: Path) -> None:
+    script = tmp_path / "large.py"
+    script.write_text(LARGE)
+    with Job(daemon, [str(script)]) as job:
+        pid = str(job.process.pid)
+        job.steps(5)
+        before = job.resident_bytes()
+        (out,) = job.operation("suspend", pid)["processes"]
+        assert out["size_bytes"] > 250 * (1 << 20)
+        assert before - job.resident_bytes() > 0.9 * out["size_bytes"]
+        with job.connect() as hegmd:
+            (shown,) = hegmd.processes().processes
+            assert (shown.gpus, shown.held_bytes) == ((), out["size_bytes"])
+            assert all(gpu.memory_used_bytes == 0 for gpu in hegmd.gpus().gpus)
+        refused = job.command("migrate", pid, "--to", "gpu1", status=9)
+        assert "operation 1" in refused[0]["error"]["message"]
+        job.operation("resume", pid, "--to", "gpu1")
+        assert job.resident_bytes() > 0.9 * before
+        job.steps(5)
+
+
+LARGE = """
+import torch
+from torch.utils.data import DataLoader
+weights = torch.nn.Parameter(torch.randn(64, 1 << 20))
+optimizer = torch.optim.SGD([weights], lr=1e-3)
+for batch in DataLoader(range(100_000)):
+    loss = (weights[0, :8] * batch).sum()
+    loss.backward()
+    weights.grad = None
+    print(loss.item(), flush=True)
+"""
+
+
+def test_a_killed_daemon_costs_a_suspended_job_nothing(daemon: RunningDaemon) -> None:
+    argv = [LONG, "0", "400"]
+    expected = undisturbed(argv)
+    with Job(daemon, argv) as job:
+        pid = str(job.process.pid)
+        job.steps(10)
+        job.operation("suspend", pid)
+        daemon.stop(signal.SIGKILL)
+        daemon.start()
+        with job.connect() as hegmd:
+            while not any(process.agent for process in hegmd.processes().processes):
+                hegmd.ping()  # the agent comes back by itself
+            assert hegmd.call(Operations(), OperationsReply).operations[0].phase in {"suspended", "settling"}
+        job.command("op", "1", "--follow")
+        assert job.operation("resume", pid)["phase"] == "done"
+        assert job.output() == expected
+
+
+STUCK = """
+import threading, torch
+from torch.utils.data import DataLoader
+weights = torch.nn.Parameter(torch.randn(1000))
+optimizer = torch.optim.SGD([weights], lr=1e-3)
+for step, batch in enumerate(DataLoader(range(100_000))):
+    loss = (weights[:8] * batch).sum()
+    loss.backward()
+    optimizer.step()
+    print(loss.item(), flush=True)
+    if step > 100 and __import__("os").path.exists(__file__ + ".stop"):
+        threading.Event().wait()
+"""
+
+
+def test_a_job_without_a_next_batch_is_left_alone_after_the_limit(daemon: RunningDaemon, tmp_path: Path) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    with Job(daemon, [str(script)]) as job:
+        job.steps(5)
+        with job.connect() as hegmd:
+            while not any(process.gpus for process in hegmd.processes().processes):
+                job.steps(1)
+        (tmp_path / "stuck.py.stop").touch()
+        ended = job.operation("migrate", str(job.process.pid), "--to", "gpu1", "--timeout", "1", status=8)
+        assert ended["phase"] == "undone"
+        assert "boundary" in ended["failure"]["message"]
+        assert job.process.poll() is None
+
+
+def test_run_changes_nothing_for_a_command(daemon: RunningDaemon) -> None:
+    environ = {**os.environ, "HEGM_SOCKET": str(daemon.socket_path)}
+    words = [sys.executable, "-m", "hegmctl", "run", "--"]
+    ran = subprocess.run(
+        [*words, "sh", "-c", "cat; exit 7"], env=environ, input=b"in", capture_output=True, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (7, b"in", b"")
+    killed = subprocess.run([*words, "sh", "-c", "kill -TERM $$"], env=environ, check=False)
+    assert killed.returncode == -signal.SIGTERM
+    same = subprocess.run(
+        [*words, "sh", "-c", "echo $$ $(ps -o pgid= -p $$)"], env=environ, capture_output=True, check=False
+    )
+    pid, group = same.stdout.split()
+    assert pid != group, "it was put into a process group of its own"
+    missing = subprocess.run([*words, "no-such-program-here"], env=environ, capture_output=True, check=False)
+    assert b"no-such-program-here" in missing.stderr
+    assert missing.returncode == 5
+
+
+def test_run_starts_a_daemon_of_its_own_that_ends_with_the_job(tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("HEGM_")}
+    environ["XDG_RUNTIME_DIR"] = str(tmp_path)
+    own = tmp_path / "own.sock"
+    words = [sys.executable, "-m", "hegmctl", "--socket", str(own), "run", "--simulate", "2x1GiB", "--"]
+    with subprocess.Popen([*words, "cat"], env=environ, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        assert job.stderr is not None
+        assert b"started hegmd" in job.stderr.readline()
+        with connect(str(own)) as hegmd:
+            assert len(hegmd.gpus().gpus) == 2
+            assert job.stdin is not None
+            job.stdin.close()
+            assert job.wait(10) == 0
+        daemons = [
+            process for process in psutil.process_iter(["cmdline"]) if str(own) in (process.info["cmdline"] or ())
+        ]
+        assert len(daemons) == 1
+        assert not psutil.wait_procs(daemons, timeout=20)[1], "it outlives its last job"
+    assert b"stopped" in Path(f"{own}.log").read_bytes()

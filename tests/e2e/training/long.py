@@ -1,0 +1,42 @@
+"""A training that lasts some seconds, so that commands find it training: shuffle, dropout, AdamW, loader workers."""
+
+import sys
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Each row is made by the loader's worker that is asked for it."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        row = torch.sin(torch.arange(256.0) * (index + 1)) + 0.1 * torch.randn(256)
+        return row, row.sum().unsqueeze(0)
+
+
+def train(loader_workers: int, steps: int) -> None:
+    torch.manual_seed(3)
+    layers = [torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(1024, 1024)]
+    model = torch.nn.Sequential(*layers, torch.nn.GELU(), torch.nn.Linear(1024, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(
+        Rows(), batch_size=32, shuffle=True, num_workers=loader_workers, persistent_workers=loader_workers > 0
+    )
+    done = 0
+    while done < steps:
+        for batch, target in loader:
+            loss = torch.nn.functional.mse_loss(model(batch), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item().hex(), flush=True)
+            done += 1
+            if done == steps:
+                return
+
+
+if __name__ == "__main__":
+    train(int(sys.argv[1]), int(sys.argv[2]))
