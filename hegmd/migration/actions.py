@@ -128,7 +128,11 @@ def recovered(op: Operation, event: events.Recovered, now: float) -> Operation:
 
 
 def _forgotten(op: Operation, pending: Pending) -> Operation:
-    """The operation without that effect, which may have been done or not: what it takes is taken for taken."""
+    """The operation without that effect, which may have been done or not.
+
+    What it takes or gives is then neither counted upon nor forgotten: to be used it has to be taken again, and in the
+    end it is given back.
+    """
     op = op.replace(pending=tuple([other for other in op.pending if other.number != pending.number]))
     worker = op.worker(pending.worker)
     if worker is None:
@@ -136,11 +140,12 @@ def _forgotten(op: Operation, pending: Pending) -> Operation:
     if Effect.register[pending.effect].in_worker:
         return op if worker.gone else op.with_worker(worker.replace(unsure=True))
     if pending.effect == effects.TakePool.tag:
-        # Only until it is asked for again; a worker that ends in between must not leave it behind.
         return op.with_worker(worker.replace(pool_bytes=max(worker.pool_bytes, 1)))
-    if pending.effect == effects.TakeRoom.tag and pending.gpu is not None:
-        return op.with_worker(worker.replace(rooms={pending.gpu: 0, **worker.rooms}))
-    return op
+    if pending.effect == effects.GivePool.tag:
+        return op.with_worker(worker.replace(pool_bytes=min(worker.pool_bytes, 1)))
+    gpu = str(pending.gpu)
+    known = worker.rooms.get(gpu, 0) if pending.effect == effects.TakeRoom.tag else 0
+    return op.with_worker(worker.replace(rooms={**worker.rooms, gpu: known}))
 
 
 # ---- endings ---------------------------------------------------------------------------------------------------------
@@ -244,6 +249,8 @@ def inspected(op: Operation, worker: Worker, pending: Pending, event: events.Ins
         pool_bytes=event.pool_bytes if worker.recount else worker.pool_bytes,
     )
     op = _without_orders(op, worker.name)
+    if not event.parked and whole and op.heading != FORWARD:
+        now_known = now_known.replace(origin=event.gpu, goal=event.gpu)
     if not was_standing or event.parked:
         return op.with_worker(now_known)
     # Its agent waited for a daemon as long as it may, took its own bytes back and let the training go on.

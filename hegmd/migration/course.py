@@ -143,10 +143,16 @@ def later(op: Operation, now: float) -> Operation:
 
 def turned_back(op: Operation) -> Operation:
     """The operation on its way to how everything was. Parks that are under way are left to `withdraw`."""
-    workers = tuple([worker.replace(goal=worker.origin) for worker in op.workers])
+    workers = tuple([worker.replace(goal=_way_back(worker)) for worker in op.workers])
     dropped = (effects.Park.tag, effects.Survey.tag)
     pending = tuple([pending for pending in op.pending if pending.effect not in dropped])
     return op.replace(heading=BACK, workers=workers, pending=pending, tries=0)
+
+
+def _way_back(worker: Worker) -> str | None:
+    """Where it was; or, for one that runs with its bytes, where it is: it is not stopped for the way back."""
+    runs = not worker.parked and not worker.out and worker.at is not None
+    return worker.at if runs else worker.origin
 
 
 def held(op: Operation) -> Operation:

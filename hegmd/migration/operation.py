@@ -64,7 +64,7 @@ class Worker(Record):
     goal: str | None = field("the GPU that it is to be on; nil for none")
     at: str | None = field("the GPU that it is on; nil while it is checkpointed")
     size_bytes: int = field("bytes of the storages that its agent vouches for")
-    rooms: Mapping[str, int] = field("room that is held for it, by GPU, its own included")
+    rooms: Mapping[str, int] = field("room that is held for it, by GPU, its own included; 0: perhaps")
     pool_bytes: int = field("bytes of the pool that are held for it", default=0)
     boundary: int | None = field("batch boundaries that it had passed when it was last heard of", default=None)
     asked: bool = field("whether it was asked to park and that was not taken back", default=False)

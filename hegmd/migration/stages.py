@@ -80,12 +80,12 @@ def _measuring(op: Operation, worker: Worker) -> Iterator[Want]:
 
 
 def _evacuating(op: Operation, worker: Worker) -> Iterator[Want]:
-    if _is_to_leave(op, worker) and not worker.out:
+    if _is_to_leave(op, worker) and worker.parked and not worker.out:
         yield effects.Evacuate, {}
 
 
 def _checkpointing(op: Operation, worker: Worker) -> Iterator[Want]:
-    if _is_to_leave(op, worker):
+    if _is_to_leave(op, worker) and worker.parked:
         yield effects.Checkpoint, {}
 
 
@@ -120,6 +120,9 @@ def _releasing(op: Operation, worker: Worker) -> Iterator[Want]:
 
 
 def _verifying(op: Operation, worker: Worker) -> Iterator[Want]:
+    # A rank that runs while another is suspended comes to no boundary; it has to prove itself when all are back.
+    if op.lockstep and any(other.goal is None for other in op.live):
+        return
     if is_arrived(worker) and worker.touched and not (worker.parked or worker.verified or worker.gone):
         yield effects.Verify, {"beyond": worker.boundary or 0}
 

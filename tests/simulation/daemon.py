@@ -294,6 +294,7 @@ def _perform(daemon: Daemon, effect: Any, process: Process) -> Event | None:
             return events.Refilled(**ends)
         case "release":
             node.release(name)
+            daemon.running = [r for r in daemon.running if r.effect.tag != "park" or r.effect.worker != name]
             return events.Released(**ends)
         case "verify":
             return events.Verified(**ends, boundary=process.boundary) if process.boundary > effect.beyond else None

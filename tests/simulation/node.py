@@ -143,7 +143,7 @@ class Node:
         process.asked_at = None
         if process.parked and not (process.has_bytes and process.gpu):
             raise Violation(f"{name} was let go without its bytes")
-        if self.lockstep and any(p.alive and not p.has_bytes for p in self.processes.values()):
+        if self.lockstep and process.parked and any(p.alive and not p.has_bytes for p in self.processes.values()):
             raise Violation(f"{name} was let go while another rank has no bytes")
         process.parked = False
 

@@ -295,6 +295,40 @@ def test_a_process_that_went_on_without_a_gpu_gets_room_before_it_gets_the_gpu()
     assert drive.until("undone").op.workers[0].at == "gpu0"
 
 
+def test_a_rank_that_waits_for_a_suspended_one_does_not_keep_the_operation_from_being_resumed() -> None:
+    """It comes to no boundary, so waiting for one never ended."""
+    drive = Drive(operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, lockstep=True)).until("suspended")
+    alone = drive.op.workers[1].replace(
+        parked=False, asked=False, out=False, at="gpu0", goal="gpu0", rooms={"gpu0": 10}
+    )
+    drive.op = drive.op.with_worker(alone)
+    drive.feed(events.ResumeAsked(to={"a": "gpu0", "b": "gpu0"}))
+    drive.fail("refused")
+    assert drive.op.phase == "suspended"
+
+
+def test_room_whose_giving_was_not_heard_of_is_taken_again_before_it_is_used() -> None:
+    """An ending that got lost left room for held that had been given away."""
+    drive = _suspending().until("leaving")
+    drive.wanted.clear()
+    drive.now = 1000.0
+    drive.feed(events.DeadlinePassed())
+    assert drive.op.workers[0].rooms == {"gpu0": 0}
+    drive.until("suspended")
+    assert drive.op.workers[0].rooms == {}
+
+
+def test_a_process_that_runs_is_not_stopped_for_the_way_back() -> None:
+    """A resume that failed evacuated one that had gone on by itself."""
+    drive = _suspending().until("suspended")
+    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    drive.end()
+    drive.fail()
+    drive.end(parked=False, out_bytes=0, gpu="gpu1", rooms={"gpu1": 10}, pool_bytes=10, boundary=9)
+    drive.on(lambda: drive.op.phase in TERMINAL)
+    assert (drive.op.workers[0].at, drive.op.workers[0].touched) == ("gpu1", True)
+
+
 def test_what_was_given_to_a_worker_that_ends_meanwhile_is_given_back() -> None:
     """A retry that waited for the dead worker waited for ever."""
     drive = Drive(operation()).until("quiescing")
