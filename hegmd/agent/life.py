@@ -30,28 +30,32 @@ def gate() -> Gate:
 
 
 def start() -> Gate:
-    """Bring the agent's thread to life, once; the gate that its hooks go to."""
-    global _is_started  # noqa: PLW0603 - one agent a process
+    """Bring the agent's thread to life, once; the gate that its hooks go to. Never raises."""
+    global _is_started, _channel  # noqa: PLW0603 - one agent a process
     made = gate()
-    if not _is_started:
+    if _is_started:
+        return made
+    _is_started = True
+    try:
         # Python takes the thread that imports `threading` first for its main thread, and 3.9 waits for it at its end.
         __import__("threading")
-        _is_started = True
-        os.register_at_fork(after_in_child=_orphan)
-        start_new_thread(_live, (made,))
-    return made
-
-
-def _live(made: Gate) -> None:
-    """The thread. What it needs is imported here: the script's own imports do not wait for it, nor fail with it."""
-    global _channel  # noqa: PLW0603 - one agent a process
-    try:
+        # Imported here and not in our thread: beside a busy loop every file read there costs a turn of the interpreter.
         from .channel import Channel
 
         _channel = Channel(made)
-        note("started")
-        _channel.run()
-    except BaseException as error:  # noqa: BLE001 - a thread's end; the script goes on, with an agent that nobody hears
+        os.register_at_fork(after_in_child=_orphan)
+        start_new_thread(_live, (_channel, made))
+    except Exception as error:  # noqa: BLE001 - the edge: the script goes on, with hooks that nobody asks anything of
+        note(f"not started: {error!r}")
+    return made
+
+
+def _live(channel: Channel, made: Gate) -> None:
+    """The thread."""
+    note("started")
+    try:
+        channel.run()
+    except BaseException as error:  # noqa: BLE001 - a thread's end; nobody may be left parked by it
         made.withdraw()
         note(f"ended: {error!r}")
 
