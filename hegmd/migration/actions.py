@@ -61,6 +61,8 @@ def resume(op: Operation, event: events.ResumeAsked, now: float) -> Operation:
 def _resuming(worker: Worker, gpu: str | None) -> Worker:
     if worker.gone:
         return worker
+    runs = worker.at is not None and not worker.parked and not worker.out
+    gpu = worker.at if runs else gpu  # it waits for the others: it could not be stopped to be moved
     return worker.replace(origin=worker.at, goal=gpu, keeps=None, waits=None, verified=False)
 
 
