@@ -17,6 +17,7 @@ setup: ## make .venv with everything that the other targets need (they call this
 demo: ## start a simulated node with a few processes and look at it
 	@tools/setup.sh run
 	@$(PYTHON) contrib/demo/demo.py
+	@$(PYTHON) contrib/demo/moving.py
 
 check: ## the quick part of the tests: house rules, unit, contract, simulation
 	@tools/setup.sh dev

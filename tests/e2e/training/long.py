@@ -32,7 +32,7 @@ def train(loader_workers: int, steps: int) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            print(loss.item().hex(), flush=True)
+            print(float(loss.item()).hex(), flush=True)
             done += 1
             if done == steps:
                 return
