@@ -221,8 +221,27 @@ def test_memory_errors_and_xids_are_told_in_words_and_numbers() -> None:
     provider.set_fault("gpu1", "xid")
     first, second = provider.snapshot().gpus
     assert (first.health.ecc_uncorrected, first.health.last_xid) == (1, 48)
-    assert second.health.last_xid == 31
-    assert second.health.notes == ("the driver reported XID 31",)
+    assert second.health.last_xid == 74
+    assert second.health.notes == ("the driver reported XID 74",)
+
+
+def test_health_is_doubted_as_with_a_real_gpu(tmp_path: Path) -> None:
+    provider = described(
+        tmp_path,
+        """
+        [[gpu]]
+        memory = "1GiB"
+        retired_pages = 3
+        [[gpu]]
+        memory = "1GiB"
+        ecc_uncorrected = 2
+        [[gpu]]
+        memory = "1GiB"
+        last_xid = 48
+        """,
+    )
+    assert [gpu.health.state for gpu in provider.snapshot().gpus] == ["ok", "warn", "failed"]
+    assert provider.snapshot().gpus[0].health.retired_pages == 3
 
 
 def test_faults_of_the_vendor_fail_every_snapshot_until_mended() -> None:
