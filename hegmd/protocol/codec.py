@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgpack
 
 from ..errors import BAD_REQUEST, PeerError
+from .record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,8 +25,12 @@ _HINT = "a payload is one msgpack map with string keys and UTF-8 strings; see do
 
 
 def encode(message: Mapping[str, object]) -> bytes:
-    """The message as msgpack. Raises TypeError or ValueError for values that msgpack has no form for."""
-    return msgpack.packb(message, use_bin_type=True)
+    """The message as msgpack, with records as maps. Raises TypeError or ValueError for what msgpack has no form for.
+
+    Records are taken as they are met: to make plain copies of all of them first takes four times as long, and a reply
+    with 2,000 processes has 14,000 records in it.
+    """
+    return msgpack.packb(message, use_bin_type=True, default=_map_of)
 
 
 def decode(payload: bytes) -> dict[str, object]:
@@ -49,6 +54,12 @@ def decode(payload: bytes) -> dict[str, object]:
         raise _malformed(f"a {type(message).__name__} where a map belongs")
     _check_shape(message)
     return message  # pyright: ignore[reportUnknownVariableType] - its shape was checked just now
+
+
+def _map_of(value: object) -> dict[str, object]:
+    if isinstance(value, Record):
+        return value.__dict__
+    raise TypeError(f"msgpack has no form for a {type(value).__name__}")
 
 
 def _check_shape(message: Any) -> None:

@@ -175,7 +175,7 @@ class ServerConnection:
         expected = self._message_of(request_id)
         if type(reply) is not expected.reply:
             raise Bug(f"{expected.__name__} was answered with {type(reply).__name__}")
-        encoded = _envelope({"id": request_id, "ok": reply.to_plain()}, fds)
+        encoded = _envelope({"id": request_id, "ok": reply}, fds)
         del self._in_flight[request_id]  # only now: a reply that cannot be encoded leaves the request open for an error
         return encoded
 
@@ -184,14 +184,14 @@ class ServerConnection:
         if request_id is not None:
             self._in_flight.pop(request_id, None)
         info = ErrorInfo(code=error.code.name, message=error.message, hint=error.hint, facts=error.facts)
-        return _envelope({"id": request_id, "err": info.to_plain()}, 0)
+        return _envelope({"id": request_id, "err": info}, 0)
 
     def event(self, request_id: int, event: Record) -> bytes:
         """The frame of something that happens while a request is under way."""
         expected = self._message_of(request_id)
         if expected.event is None or type(event) is not expected.event:
             raise Bug(f"{expected.__name__} was sent a {type(event).__name__} in between")
-        return _envelope({"id": request_id, "event": event.to_plain()}, 0)
+        return _envelope({"id": request_id, "event": event}, 0)
 
     def _message_of(self, request_id: int) -> type[Request]:
         if request_id not in self._in_flight:
@@ -245,7 +245,7 @@ class ClientConnection:
             raise Bug("hello comes first, and once")
         self._last_id += 1
         version = PROTOCOL_VERSION if self.welcome is None else self.welcome.version
-        envelope: dict[str, object] = {"v": version, "id": self._last_id, "op": request.op, "args": request.to_plain()}
+        envelope: dict[str, object] = {"v": version, "id": self._last_id, "op": request.op, "args": request}
         self._in_flight[self._last_id] = type(request)
         return self._last_id, _envelope(envelope, fds)
 
