@@ -175,6 +175,19 @@ def test_manual_pages_and_completions_are_in_the_package(deb: Path) -> None:
         assert f"./usr/share/{path}" in listed
 
 
+def test_every_library_in_the_package_is_of_the_version_that_is_pinned(deb: Path, tmp_path: Path) -> None:
+    subprocess.run(["dpkg-deb", "--extract", deb, tmp_path], check=True)
+    lines = (TREE / "packaging/constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    (libraries,) = (tmp_path / "usr/lib/hegm/lib").glob("python3*/site-packages")
+    found = dict(path.stem.rsplit("-", 1) for path in libraries.glob("*.dist-info"))
+    del found["hegmd"]
+    assert {"anyio", "msgpack", "nvidia_ml_py"} <= set(found)
+    assert {name.replace("_", "-").lower(): version for name, version in found.items()}.items() <= {
+        name.replace("_", "-").lower(): version for name, version in pinned.items()
+    }.items()
+
+
 def test_the_same_tree_gives_the_same_package_and_it_names_no_place_of_the_build(
     source: Path, deb: Path, tmp_path: Path
 ) -> None:
