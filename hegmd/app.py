@@ -186,8 +186,8 @@ class App:
         sockets = passed.take_listeners(SOCKET_NAME)
         if not sockets:
             daemon = self._config.daemon
-            daemon.socket.parent.mkdir(mode=0o700 if self._user_mode else 0o755, parents=True, exist_ok=True)
-            sockets = [bind(daemon.socket, daemon.socket_mode, self._policy.admin_gid)]
+            directory_mode = 0o700 if self._user_mode else 0o755
+            sockets = [bind(daemon.socket, daemon.socket_mode, self._policy.admin_gid, directory_mode=directory_mode)]
             held.callback(daemon.socket.unlink, missing_ok=True)
         return sockets
 

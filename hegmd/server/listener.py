@@ -37,10 +37,14 @@ _PRESSED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _PRESSED_PAUSE_S = 0.1
 
 
-def bind(path: Path, mode: int, group_id: int | None) -> socket.socket:
-    """A listening socket at that path. Raises HegmError when another daemon listens there or the path is unusable."""
+def bind(path: Path, mode: int, group_id: int | None, *, directory_mode: int = 0o755) -> socket.socket:
+    """A listening socket at that path, in a directory that is made if need be.
+
+    Raises HegmError when another daemon listens there or the path is unusable.
+    """
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
+        path.parent.mkdir(mode=directory_mode, parents=True, exist_ok=True)
         _clear(path)
         listening.bind(str(path))
         try:

@@ -173,8 +173,14 @@ def test_a_file_in_the_way_is_left_alone(socket_path: Path) -> None:
 
 
 def test_a_path_that_cannot_be_bound_says_so(socket_dir: Path) -> None:
-    for path in (socket_dir / "missing" / "s", socket_dir / ("x" * 120)):
+    (socket_dir / "file").touch()
+    for path in (socket_dir / "file" / "s", Path("/proc/no/such/s"), socket_dir / ("x" * 120)):
         with pytest.raises(HegmError, match="cannot listen") as caught:
             bind(path, 0o600, None)
         assert "--socket" in caught.value.hint
-    assert list(socket_dir.iterdir()) == []
+    assert [name.name for name in socket_dir.iterdir()] == ["file"]
+
+
+def test_the_directory_is_made_with_its_mode(socket_dir: Path) -> None:
+    with bind(socket_dir / "new" / "s", 0o600, None, directory_mode=0o700):
+        assert stat.S_IMODE((socket_dir / "new").stat().st_mode) == 0o700
