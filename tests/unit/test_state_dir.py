@@ -26,7 +26,9 @@ def test_a_second_daemon_is_refused_by_the_pid_of_the_first(tmp_path: Path) -> N
 
 
 def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
-    holder = f"import os, pathlib; from hegmd.state_dir import StateDir; StateDir(pathlib.Path({str(tmp_path / 's')!r}))"
+    holder = (
+        f"import os, pathlib; from hegmd.state_dir import StateDir; StateDir(pathlib.Path({str(tmp_path / 's')!r}))"
+    )
     subprocess.run([sys.executable, "-c", f"{holder}; os.kill(os.getpid(), 9)"], check=False, timeout=15)
     with StateDir(tmp_path / "s"):
         pass
