@@ -62,8 +62,7 @@ class Handlers:
 
     async def hello(self, call: Call, hello: m.Hello) -> m.Welcome:
         if hello.role == "agent":
-            agent = AgentInfo(name=hello.name, version=hello.program_version)
-            call.session.at_end("agent", self._s.workers.register(call.peer.pid, agent))
+            self._admit_agent(call, AgentInfo(name=hello.name, version=hello.program_version))
         return m.Welcome(
             version=call.session.protocol.version,
             daemon_version=__version__,
@@ -73,6 +72,16 @@ class Handlers:
             limits=self._s.limits,
             you=self._s.policy.describe(call.peer),
         )
+
+    def _admit_agent(self, call: Call, agent: AgentInfo) -> None:
+        leave = self._s.workers.register(call.peer.pid, agent)
+
+        def part() -> None:
+            leave()
+            self._s.inventory.expire()
+
+        call.session.at_end("agent", part)
+        self._s.inventory.expire()
 
     async def ping(self, call: Call, _: m.Ping) -> m.Pong:
         return m.Pong()
