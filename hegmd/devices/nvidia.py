@@ -33,6 +33,7 @@ from hegmd.devices.nvml import (
     handle_key,
 )
 from hegmd.devices.nvml_gpu import NvmlGpu
+from hegmd.devices.shared_library import SharedLibrary
 from hegmd.protocol.snapshots import Gpu, Health, PeerLink
 
 VENDOR = "nvidia"
@@ -83,7 +84,7 @@ class NvidiaProvider:
         host: NvidiaHost | None = None,
         clock_utc: Callable[[], float] = time.time,
     ) -> None:
-        self._library = library
+        self._library = SharedLibrary(library)
         self._host = host or NvidiaHost()
         self._clock_utc = clock_utc
         self._inside = threading.Lock()
@@ -172,7 +173,7 @@ class NvidiaProvider:
                 "no NVIDIA GPU and no NVIDIA driver here", "nothing is to be done on a node without NVIDIA GPUs"
             )
         return DeviceAbsent(
-            f"there are NVIDIA GPUs on the PCI bus ({', '.join(cards)}) but no {self._library}",
+            f"there are NVIDIA GPUs on the PCI bus ({', '.join(cards)}) but no {self._library.name}",
             "install the driver's libraries (on Debian and Ubuntu libnvidia-ml1, of the driver's version); "
             "in a container, have them mounted by the NVIDIA container toolkit",
         )
@@ -188,7 +189,7 @@ class NvidiaProvider:
         if failure.code == LIB_RM_VERSION_MISMATCH:
             module = self._host.module_version() or "another version"
             return DeviceError(
-                f"{self._library} is not of the loaded kernel driver's version ({module}): "
+                f"{self._library.name} is not of the loaded kernel driver's version ({module}): "
                 "the driver's package was replaced while the old driver stayed loaded",
                 "reboot, or with all GPU programs stopped: "
                 "sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia",

@@ -14,7 +14,7 @@ import pytest
 from hegmd.devices.nvidia import NvidiaProvider
 from hegmd.protocol.snapshots import Gpu, Health, PeerLink
 from hegmd.testing.contracts import check_provider, check_snapshot
-from tests.stubs.nvml.node import NvidiaNode
+from tests.stubs.nvml.node import MakeNode, NvidiaNode
 from tests.stubs.nvml.scenario import MIB, uuid
 
 GIB = 1 << 30
@@ -32,11 +32,8 @@ CHANGING = (
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NvidiaNode:
-    node = NvidiaNode.make(tmp_path)
-    for name, value in node.scenario.environment().items():
-        monkeypatch.setenv(name, value)
-    return node
+def node(tmp_path: Path, make_nvidia_node: MakeNode) -> NvidiaNode:
+    return make_nvidia_node(tmp_path)
 
 
 @pytest.fixture
@@ -61,7 +58,8 @@ def test_the_contract_is_kept(node: NvidiaNode, count: int) -> None:
     node.scenario.link_all()
     node.scenario.write()
     check_provider(node.provider, expect_gpus=count)
-    assert not node.is_mapped()
+    assert not node.is_driver_open()
+    assert len(node.kept_descriptors()) == 1, "all the while it was loaded once"
 
 
 def test_every_field_of_a_gpu(node: NvidiaNode, provider: NvidiaProvider) -> None:
@@ -187,9 +185,8 @@ def links(provider: NvidiaProvider, index: int = 0) -> set[tuple[str, str, int |
     return {(link.to_uuid, link.kind, link.lanes, link.bytes_per_s) for link in snapshot.gpus[index].links}
 
 
-def test_links_straight_to_other_gpus_are_counted_by_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = NvidiaNode.make(tmp_path, gpus=4)
-    monkeypatch.setenv(*next(iter(node.scenario.environment().items())))
+def test_links_straight_to_other_gpus_are_counted_by_gpu(tmp_path: Path, make_nvidia_node: MakeNode) -> None:
+    node = make_nvidia_node(tmp_path, gpus=4)
     node.scenario.link_all("gpu", lanes=12, version=5)
     node.scenario.write()
     provider = node.provider()

@@ -19,7 +19,7 @@ from hegmd.devices.nvidia import NvidiaProvider
 from hegmd.protocol.snapshots import Gpu
 from hegmd.testing.contracts import check_absent, check_snapshot
 from tests.stubs.build import COMPILER
-from tests.stubs.nvml.node import NvidiaNode
+from tests.stubs.nvml.node import MakeNode, NvidiaNode
 from tests.stubs.nvml.scenario import uuid
 
 NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, LOST, NO_DATA, UNKNOWN = 3, 4, 13, 15, 21, 999
@@ -50,12 +50,10 @@ HEALTH_QUESTIONS = {
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NvidiaNode:
-    node = NvidiaNode.make(tmp_path)
+def node(tmp_path: Path, make_nvidia_node: MakeNode) -> NvidiaNode:
+    node = make_nvidia_node(tmp_path)
     node.scenario.processes = ["0 compute 10 1024", "1 compute 11 2048"]
     node.scenario.write()
-    for name, value in node.scenario.environment().items():
-        monkeypatch.setenv(name, value)
     return node
 
 
@@ -272,7 +270,7 @@ def test_a_library_that_stopped_working_says_so_and_works_again(
     assert not isinstance(raised.value, DeviceAbsent)
     assert len(raised.value.hint.split()) > 3
     provider.close()
-    assert not node.is_mapped()
+    assert not node.is_driver_open()
     node.scenario.mend()
     provider.open()
     assert provider.snapshot() == healthy
@@ -306,7 +304,7 @@ def test_a_library_that_cannot_be_opened(
         assert type(raised.value) is kind
         assert message in raised.value.message
         assert hint in raised.value.hint
-        assert not node.is_mapped()
+        assert not node.is_driver_open()
     provider.close()
     node.scenario.mend()
     provider.open()
@@ -324,13 +322,27 @@ def test_a_node_without_the_library(node: NvidiaNode) -> None:
     assert "no NVIDIA GPU" in absent.message
 
 
+def test_a_library_that_disappeared_is_an_absence_until_it_is_back(node: NvidiaNode, provider: NvidiaProvider) -> None:
+    healthy = provider.snapshot()
+    away = node.library.rename(node.folder / "away")
+    assert provider.snapshot() == healthy, "what is loaded goes on working"
+    provider.close()
+    for _ in range(2):
+        with pytest.raises(DeviceAbsent, match=r"but no .*libnvidia-ml"):
+            provider.open()
+        provider.close()
+    away.rename(node.library)
+    provider.open()
+    assert provider.snapshot() == healthy
+
+
 @pytest.mark.contract
 def test_a_driver_without_gpus(node: NvidiaNode) -> None:
     node.scenario.gpus = []
     node.scenario.processes = []
     node.scenario.write()
     check_absent(node.provider)
-    assert not node.is_mapped()
+    assert not node.is_driver_open()
 
 
 def test_a_file_that_is_no_library_is_an_error_and_not_an_absence(node: NvidiaNode) -> None:
@@ -343,20 +355,22 @@ def test_a_file_that_is_no_library_is_an_error_and_not_an_absence(node: NvidiaNo
 
 
 def test_a_library_without_one_that_it_needs_is_an_error_and_not_an_absence(node: NvidiaNode) -> None:
-    unlinked = node.folder / "unlinked.so"
-    subprocess.run([COMPILER, "-shared", "-Wl,--no-as-needed", "-o", unlinked, node.library], check=True)
-    node.library.unlink()
+    needed, unlinked = node.folder / "libneeded.so.1", node.folder / "unlinked.so"
+    compiler = [COMPILER, "-shared", "-Wl,--no-as-needed"]
+    subprocess.run([*compiler, f"-Wl,-soname,{needed.name}", "-o", needed, node.library], check=True)
+    subprocess.run([*compiler, "-o", unlinked, needed], check=True)
+    needed.unlink()
     with pytest.raises(DeviceError) as raised:
         node.provider(unlinked).open()
     assert not isinstance(raised.value, DeviceAbsent)
-    assert "libnvidia-ml.so.1" in raised.value.message
+    assert needed.name in raised.value.message
 
 
 def test_closing_after_the_driver_went_away_is_fine(node: NvidiaNode, provider: NvidiaProvider) -> None:
     node.scenario.order(f"error * {UNINITIALIZED}")
     provider.close()
     provider.close()
-    assert not node.is_mapped()
+    assert not node.is_driver_open()
 
 
 # ---- hangs ----------------------------------------------------------------------------------------------------------
@@ -376,8 +390,8 @@ def test_a_hanging_call_is_left_alone_and_comes_back(node: NvidiaNode, provider:
                 provider.snapshot()
             with pytest.raises(DeviceError, match="has not come back"):
                 provider.open()
-            provider.close()  # must not pull the code away from under the call
-            assert node.is_mapped()
+            provider.close()  # must not shut the library down under the call
+            assert node.is_driver_open()
             assert not hung.done()
         assert hung.result(timeout=10) == healthy
     assert provider.snapshot() == healthy

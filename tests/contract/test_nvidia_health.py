@@ -9,15 +9,12 @@ import pytest
 
 from hegmd.devices.nvidia import NvidiaProvider
 from hegmd.protocol.snapshots import Health
-from tests.stubs.nvml.node import NvidiaNode
+from tests.stubs.nvml.node import MakeNode, NvidiaNode
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NvidiaNode:
-    node = NvidiaNode.make(tmp_path)
-    for name, value in node.scenario.environment().items():
-        monkeypatch.setenv(name, value)
-    return node
+def node(tmp_path: Path, make_nvidia_node: MakeNode) -> NvidiaNode:
+    return make_nvidia_node(tmp_path)
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from hegmd.devices.nvidia import NvidiaProvider
 from hegmd.devices.nvidia_host import NvidiaHost
 from hegmd.devices.nvml import Nvml
 from hegmd.devices.nvml_gpu import NvmlGpu
+from hegmd.devices.shared_library import SharedLibrary
 from hegmd.protocol.snapshots import Gpu, GpuProcess
 from hegmd.testing.contracts import check_provider
 from tests.gpu import nvidia_smi
@@ -82,7 +83,7 @@ def step_node() -> bool:
         print("driver", snapshot.driver_version, "|", versions, "| nvidia-smi's CUDA", nvidia_smi.cuda_version())
         for gpu in snapshot.gpus:
             print(gpu)
-    nvml = Nvml("libnvidia-ml.so.1")
+    nvml = Nvml(SharedLibrary("libnvidia-ml.so.1"))
     for index in range(nvml.device_count()):
         asked = NvmlGpu(nvml, nvml.handle(index))
         links = [asked.nvlink(number) for number in range(36)]
@@ -190,7 +191,7 @@ def _timed(call: Callable[[], VendorSnapshot]) -> tuple[float, float, VendorSnap
 
 
 def _print_questions() -> None:
-    nvml = Nvml("libnvidia-ml.so.1")
+    nvml = Nvml(SharedLibrary("libnvidia-ml.so.1"))
     handle = nvml.handle(0)
     asked = NvmlGpu(nvml, handle)
     nvml.watch([handle])
@@ -238,15 +239,18 @@ def _rss_kib() -> int:
 
 
 def step_letting_go() -> bool:
-    """After close nothing of the driver is left in this process, ten times over."""
-    for _ in range(10):
-        with opened() as provider:
+    """Opening and closing ten times leaves no device open, and no more descriptors than once did."""
+    counts: list[int] = []
+    with opened() as provider:
+        for _ in range(10):
+            provider.open()
             provider.snapshot()
-    mapped = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "nvidia" in line]
+            provider.close()
+            counts.append(len(os.listdir("/proc/self/fd")))
     links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_link(name)]
     devices = [link for link in links if link.startswith("/dev/nvidia")]
-    print(f"mapped: {sorted(set(mapped))}; descriptors: {devices}; resident memory: {_rss_kib()} KiB")
-    return not mapped and not devices
+    print(f"descriptors after each close: {counts}; devices open: {devices}; resident memory: {_rss_kib()} KiB")
+    return not devices and counts[0] == counts[-1]
 
 
 def _is_link(name: str) -> bool:
