@@ -59,6 +59,7 @@ docs: ## write the generated documents again, from the code
 	@tools/setup.sh dev
 	@$(PYTHON) -m hegmd.protocol.reference
 	@$(PYTHON) tools/vectors.py docs/protocol-vectors
+	@$(PYTHON) -m hegmctl.pages json docs/json.md
 	@$(PYTHON) -m hegmd.config
 
 lint: ## formatter, linter, spelling and both type checkers
