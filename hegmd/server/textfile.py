@@ -115,7 +115,12 @@ class Textfile:
         self.failures += 1
         if not self._failing:
             reason = error.strerror or error if isinstance(error, OSError) else error
-            logger.error("metrics cannot be written to %s: %s", path, reason)
+            logger.error(
+                "metrics cannot be written to %s: %s; under systemd, open its directory to the service with "
+                "ReadWritePaths= (systemctl edit hegmd)",
+                path,
+                reason,
+            )
         self._failing = True
 
 
