@@ -5,7 +5,8 @@ about it, how a process that is listed three times is one process. Each snapshot
 how each of them does; kept from one to the next are only an opened library's fixed facts (name, chip, links), the XID
 events of each GPU since the daemon watches, and who was where, so that a GPU that fell off the bus keeps its name.
 
-`memory_used_bytes` is what nvidia-smi shows as used: without the driver's own reserve of some hundred MiB.
+`memory_used_bytes` and `memory_free_bytes` are what nvidia-smi shows: neither has the driver's own reserve of some
+hundred MiB in it.
 """
 
 from __future__ import annotations
@@ -252,6 +253,7 @@ class NvidiaProvider:
             chip=card.chip,
             memory_total_bytes=None if memory is None else memory.total_bytes,
             memory_used_bytes=None if memory is None else memory.used_bytes,
+            memory_free_bytes=None if memory is None else memory.free_bytes,
             utilisation_percent=asked.utilisation_percent(),
             temperature_celsius=asked.temperature_celsius(),
             power_watts=asked.power_watts(),

@@ -235,9 +235,11 @@ class SimulatedProvider:
         )
 
     def _answering(self, known: Gpu, index: int, spec: GpuSpec, fault: str | None) -> Gpu:
+        used_bytes = None if fault == "unknown-memory" else self._used_bytes(index)
         return known.replace(
             memory_total_bytes=spec.memory_bytes,
-            memory_used_bytes=None if fault == "unknown-memory" else self._used_bytes(index),
+            memory_used_bytes=used_bytes,
+            memory_free_bytes=None if used_bytes is None else spec.memory_bytes - used_bytes,
             temperature_celsius=_as_float(spec.temperature_celsius),
             power_watts=_as_float(spec.power_watts),
             power_limit_watts=_as_float(spec.power_limit_watts),

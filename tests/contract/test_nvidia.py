@@ -21,6 +21,7 @@ GIB = 1 << 30
 CHANGING = (
     "memory_total_bytes",
     "memory_used_bytes",
+    "memory_free_bytes",
     "utilisation_percent",
     "temperature_celsius",
     "power_watts",
@@ -91,6 +92,7 @@ def test_every_field_of_a_gpu(node: NvidiaNode, provider: NvidiaProvider) -> Non
         chip="nvidia-2335-hopper-sm90",
         memory_total_bytes=143771 * MIB,
         memory_used_bytes=1000 * MIB,
+        memory_free_bytes=(143771 - 606 - 1000) * MIB,
         utilisation_percent=42.0,
         temperature_celsius=51.0,
         power_watts=612.345,
@@ -125,6 +127,7 @@ def test_what_changes_is_asked_anew_each_time(node: NvidiaNode, provider: Nvidia
     assert {name: getattr(gpu, name) for name in CHANGING} == {
         "memory_total_bytes": 100 * MIB,
         "memory_used_bytes": 5 * MIB,
+        "memory_free_bytes": 95 * MIB,
         "utilisation_percent": 99.0,
         "temperature_celsius": 80.0,
         "power_watts": 1.0,

@@ -73,6 +73,7 @@ def test_a_library_as_of_driver_470_tells_the_same(tmp_path: Path, make_nvidia_n
     assert older.uses == newer.uses
     used = [gpu.memory_used_bytes for gpu in older.gpus]
     assert used == [606 * MIB, 606 * MIB], "before driver 510 the reserve counted as used, also in nvidia-smi"
+    assert [gpu.memory_free_bytes for gpu in older.gpus] == [143165 * MIB, 143165 * MIB]
     assert [gpu.replace(memory_used_bytes=0) for gpu in older.gpus] == list(newer.gpus)
     assert calls(node) >= set(PROCESS_LISTS_V2) | {
         "nvmlDeviceGetMemoryInfo",

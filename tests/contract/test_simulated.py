@@ -48,8 +48,8 @@ def test_the_contract_is_kept(spec: str) -> None:
 def test_what_is_described_is_what_is_seen() -> None:
     snapshot = opened(str(EXAMPLES / "every-key.toml")).snapshot()
     first, second = snapshot.gpus
-    assert (first.name, first.chip, first.uuid) == ("Imagined H200", "imagined-9.0", first.uuid)
-    assert (first.memory_total_bytes, first.memory_used_bytes) == (141 * GIB, 3 * GIB)
+    assert (first.name, first.chip, first.memory_total_bytes) == ("Imagined H200", "imagined-9.0", 141 * GIB)
+    assert (first.memory_used_bytes, first.memory_free_bytes) == (3 * GIB, 138 * GIB)
     assert (first.temperature_celsius, first.power_watts, first.power_limit_watts) == (41, 120, 700)
     assert (first.mig, first.mps, first.persistence, first.numa_node) == (False, False, True, 0)
     assert (first.health.state, first.health.ecc_corrected) == ("ok", 2)
@@ -209,7 +209,7 @@ def test_unknown_memory_is_unknown_and_not_zero() -> None:
     provider.hold("c", 71, "gpu0", GIB)
     provider.set_fault("gpu0", "unknown-memory")
     snapshot = provider.snapshot()
-    assert snapshot.gpus[0].memory_used_bytes is None
+    assert (snapshot.gpus[0].memory_used_bytes, snapshot.gpus[0].memory_free_bytes) == (None, None)
     assert shares(snapshot) == {(71, "gpu0"): None}
     with pytest.raises(Refused):  # that it is not told does not make it free
         provider.hold("d", 72, "gpu0", 8 * GIB)
