@@ -151,8 +151,8 @@ def _open(path: Path) -> int:
         raise HegmError(
             BAD_CONFIG,
             f"the audit file {path} cannot be opened: {error.strerror}",
-            "set audit.file to a path below /var/log/hegm, which the service may write, or open another directory to it "
-            "with ReadWritePaths= (systemctl edit hegmd)",
+            "set audit.file to a path below /var/log/hegm, which the service may write, or open another directory "
+            "to it with ReadWritePaths= (systemctl edit hegmd)",
         ) from error
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
