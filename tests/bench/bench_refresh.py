@@ -69,7 +69,7 @@ def _measure(what: str, daemon: RunningDaemon) -> list[Row]:
         resident_bytes = Memory.of(daemon.process.pid).resident_bytes
         ps_ms = statistics.median(_hegmctl_ps_ms(daemon) for _ in range(5))
         with crowd(daemon.socket_path, OTHERS, OTHERS_ASK_PER_S):
-            pings = ping_rows(f"{what}: ping, {OTHERS} others asking for GPUs", daemon.socket_path, judged=True)
+            pings = ping_rows(f"{what}: ping, {OTHERS} others asking for GPUs", daemon)
     looking, telling, waiting = zip(*rounds, strict=True)
     return [
         Row(f"{what}: daemon's CPU for `gpus` with a look, p50", statistics.median(looking), "ms", BUDGET_MS),
