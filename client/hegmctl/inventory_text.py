@@ -76,7 +76,7 @@ def _gpu_remarks(reply: GpusReply, style: Style) -> list[str]:
         return []
     remarks: list[str] = []
     for gpu in reply.gpus:
-        if gpu.state == "lost":
+        if gpu.state == "lost" and not gpu.health.notes:
             remarks.append(f"{gpu.id}: lost; it fell off the bus and the driver does not reach it")
         remarks += [f"{gpu.id}: {note}" for note in gpu.health.notes]
     return _below(remarks + _vendor_remarks(reply.vendors), style)
@@ -160,10 +160,10 @@ def _link(link: PeerLink, ids: dict[str, str]) -> str:
     return f"{ids.get(link.to_uuid, link.to_uuid)} by {link.kind}{lanes}{speed}"
 
 
-def processes_text(reply: ProcessesReply, style: Style) -> list[str]:
-    """The table of `hegmctl ps`."""
+def processes_text(reply: ProcessesReply, style: Style, on_gpus: Sequence[str] = ()) -> list[str]:
+    """The table of `hegmctl ps`. `on_gpus` are the GPUs that were asked for, if not all."""
     if not reply.processes:
-        return _none("No process is on a GPU here.", reply.vendors, style)
+        return _none(_nobody(on_gpus), reply.vendors, style)
     held = any(process.held_bytes for process in reply.processes)
     columns = [
         Column("PID", right=True),
@@ -177,6 +177,10 @@ def processes_text(reply: ProcessesReply, style: Style) -> list[str]:
     ]
     rows = [_process_row(process, held=held) for process in reply.processes]
     return [*table(columns, rows, style), *_process_remarks(reply, style)]
+
+
+def _nobody(on_gpus: Sequence[str]) -> str:
+    return f"No such process is on {' or '.join(on_gpus)}." if on_gpus else "No process is on a GPU here."
 
 
 def _process_row(process: GpuProcess, *, held: bool) -> list[Cell]:
@@ -244,10 +248,10 @@ def _process_remarks(reply: ProcessesReply, style: Style) -> list[str]:
     return _below(notes + _vendor_remarks(reply.vendors), style)
 
 
-def ways_text(reply: ProcessesReply, style: Style) -> list[str]:
+def ways_text(reply: ProcessesReply, style: Style, on_gpus: Sequence[str] = ()) -> list[str]:
     """For each process the ways in which it could be moved, for `hegmctl ps --ways`."""
     if not reply.processes:
-        return _none("No process is on a GPU here.", reply.vendors, style)
+        return _none(_nobody(on_gpus), reply.vendors, style)
     lines: list[str] = []
     for process in reply.processes:
         shares = ", ".join(

@@ -23,7 +23,7 @@ from hegmd.protocol import messages as m
 from hegmd.protocol.connection import Asked
 from hegmd.protocol.record import Record
 from tests.unit.hegmctl import node
-from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, remembering
+from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, remembering, unanswered
 from tests.unit.hegmctl.running import ROOT, command, environment, hegmctl
 
 
@@ -144,6 +144,16 @@ def test_a_mistake_of_usage_is_told_in_the_form_asked_for() -> None:
 def test_escape_sequences_in_an_error_do_not_reach_the_terminal(daemon: FakeDaemon) -> None:
     daemon.answers[m.Gpus] = failing(HegmError(NOT_FOUND, "bad\x1b[2J\nsecond line", "hint\x07"))
     assert hegmctl("gpus", socket=daemon.path).stderr == "hegmctl: bad\\x1b[2J\nsecond line; hint\\x07\n"
+
+
+def test_a_silent_daemon_costs_the_timeout_or_a_ctrl_c(daemon: FakeDaemon) -> None:
+    daemon.answers[m.Gpus] = unanswered
+    ran = hegmctl("gpus", "--timeout", "0.05", socket=daemon.path)
+    assert ran.returncode == 8
+    assert "no answer to gpus within 0.05 s" in ran.stderr
+    with Running("gpus", socket=daemon.path) as waiting:
+        daemon.wait_for(m.Gpus, 2)
+        assert waiting.end(signal.SIGINT) == (-signal.SIGINT, "", "")
 
 
 def test_help_needs_no_daemon() -> None:
