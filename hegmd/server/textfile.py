@@ -8,6 +8,7 @@ nothing more is written, and that is said once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,9 @@ import anyio.abc
 
 from hegmd.detached import run_detached
 from hegmd.errors import HegmError
+
+# The service's sandbox makes most of the file system read-only.
+_SANDBOX_HINT = "; open its directory to the service with ReadWritePaths= (systemctl edit hegmd)"
 
 logger = logging.getLogger(__name__)
 
@@ -115,12 +119,8 @@ class Textfile:
         self.failures += 1
         if not self._failing:
             reason = error.strerror or error if isinstance(error, OSError) else error
-            logger.error(
-                "metrics cannot be written to %s: %s; under systemd, open its directory to the service with "
-                "ReadWritePaths= (systemctl edit hegmd)",
-                path,
-                reason,
-            )
+            barred = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES)
+            logger.error("metrics cannot be written to %s: %s%s", path, reason, _SANDBOX_HINT if barred else "")
         self._failing = True
 
 

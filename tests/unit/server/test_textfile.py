@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -156,3 +157,19 @@ def test_what_cannot_be_put_in_place_leaves_nothing_behind(path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         write_whole(path, "hegmd_x 1\n")
     assert [found.name for found in path.parent.iterdir()] == [path.name]
+
+
+async def test_a_directory_that_the_sandbox_closes_is_told_with_the_way_out(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def barred(path: Path, text: str) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    figures = Figures()
+    textfile = Textfile(path, 0.001, figures.render, write=barred)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(textfile.run)
+        for _ in range(3):
+            await figures.next()
+        tasks.cancel_scope.cancel()
+    assert "ReadWritePaths=" in caplog.records[0].getMessage()
