@@ -371,8 +371,11 @@ def test_a_hold_lasts_as_long_as_the_command_that_it_became(daemon: FakeDaemon) 
 
 def test_the_command_of_a_hold_gets_the_usual_signals(daemon: FakeDaemon) -> None:
     """Python ignores SIGPIPE, and an ignored signal stays ignored across an exec."""
-    ran = hegmctl("simulate", "hold", "gpu0", "1GiB", "--", "grep", "SigIgn", "/proc/self/status", socket=daemon.path)
-    assert ran.stdout.split() == ["SigIgn:", "0" * 16]
+    asked = ["grep", "SigIgn", "/proc/self/status"]
+    ran = hegmctl("simulate", "hold", "gpu0", "1GiB", "--", *asked, socket=daemon.path)
+    # Not zero: below a make that starts its commands by posix_spawn, glibc's own two signals are ignored for good.
+    usual = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    assert ran.stdout == usual
 
 
 def test_a_hold_without_a_command_waits_and_tells_when_the_daemon_goes(daemon: FakeDaemon) -> None:
