@@ -18,7 +18,10 @@ esac
 """
 
 # Programs that a level looks for and that have to seem present.
-PRESENT = "cc make systemctl systemd-sysusers dbus-daemon unshare nsenter setpriv mount runuser dpkg-deb useradd ps fish zsh mandoc"
+PRESENT = (
+    "cc make systemctl systemd-sysusers dbus-daemon unshare nsenter setpriv "
+    "mount runuser dpkg-deb useradd ps fish zsh mandoc"
+)
 
 
 class Checkout:
