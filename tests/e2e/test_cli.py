@@ -20,15 +20,13 @@ from hegmctl.pages.json_reference import PRINTED
 from hegmd import __version__
 from hegmd.protocol.record import Record
 from tests.e2e.daemon import RunningDaemon
-from tests.unit.hegmctl.running import command, environment, hegmctl
+from tests.unit.hegmctl.running import as_nobody, command, environment, hegmctl
 from tests.unit.hegmctl.terminal import Terminal
 from tests.unit.hegmctl.test_cli import Running
 
 pytestmark = pytest.mark.e2e
 
 GIB = 1 << 30
-NOBODY = 65_534
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
 @pytest.fixture
@@ -222,20 +220,9 @@ def test_metrics_and_version_and_ping(daemon: RunningDaemon) -> None:
     assert len(answer(daemon, "ping", "-c", "3")["round_trips_s"]) == 3
 
 
-@needs_root
 def test_who_may_not_use_the_socket_is_told_how_to_be_let_in(daemon: RunningDaemon) -> None:
     daemon.folder.chmod(0o755)
-    ran = subprocess.run(
-        command("gpus"),
-        env=environment(daemon.socket_path),
-        user=NOBODY,
-        group=NOBODY,
-        extra_groups=[],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = as_nobody(*command("gpus"), environ=environment(daemon.socket_path))
     assert ran.returncode == 4
     assert ran.stdout == ""
     assert "sudo usermod -aG hegm nobody" in ran.stderr
