@@ -85,6 +85,7 @@ def test_the_simulation_keeps_the_contract() -> None:
 
 
 @pytest.mark.contract
+@pytest.mark.usefixtures("rocm")  # it is kept for the session, so it has to be there before the leak check takes stock
 @pytest.mark.parametrize("vendor", PROVIDERS)
 def test_the_binding_over_a_stub_keeps_the_contract(
     vendor: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -98,6 +99,7 @@ def test_the_binding_over_a_stub_keeps_the_contract(
 
 @pytest.mark.contract
 @pytest.mark.gpu
+@pytest.mark.leaks_allowed("a real library keeps some descriptors for good; the contract counts what each opening adds")
 @pytest.mark.parametrize("vendor", PROVIDERS)
 def test_the_real_library_keeps_the_contract(vendor: str) -> None:
     make = PROVIDERS[vendor]

@@ -27,6 +27,17 @@ pytestmark = [
 HELD_BYTES = 3 << 30
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> Iterator[None]:
+    """Keeps the library loaded: it leaves a descriptor open for good each time, which each test would be blamed for."""
+    provider = NvidiaProvider()
+    provider.open()
+    provider.snapshot()
+    provider.close()
+    yield
+    provider.close()
+
+
 @pytest.fixture(scope="module")
 def jobs() -> Iterator[list[VramJob]]:
     """One on each GPU, each with another amount of memory."""
