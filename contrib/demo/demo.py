@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "client")]
 
 from hegmctl.connection import Connection, connect  # noqa: E402 - only now it can be found
-from hegmctl.tables import wrapped  # noqa: E402
+from hegmctl.tables import wrapped  # noqa: E402 - as above
 
 GIB = 1 << 30
 PATIENCE_S = 10.0
