@@ -135,7 +135,7 @@ class Subscription:
 
     def __init__(self, log: EventLog, since: int, kinds: Sequence[str]) -> None:
         self._log = log
-        self._kinds = tuple(kinds)
+        self._kinds = frozenset(kinds)
         self._closed = False
         # Numbers start again with the daemon. A reader that comes with a number from before has lost its place.
         self._lost_place = since > log.next_seq
@@ -183,4 +183,9 @@ class Subscription:
         return None
 
     def _wanted(self, kind: str) -> bool:
-        return not self._kinds or any(kind == wanted or kind.startswith(f"{wanted}.") for wanted in self._kinds)
+        """Whether the kind, or a family that it belongs to, was asked for; costs the same however many were."""
+        while self._kinds and kind not in self._kinds:
+            kind, dot, _ = kind.rpartition(".")
+            if not dot:
+                return False
+        return True
