@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hegmctl.tables import Cell
     from hegmd.protocol.messages import GpusReply, ProcessesReply
-    from hegmd.protocol.snapshots import Gpu, GpuProcess, PeerLink, Vendor, Workload
+    from hegmd.protocol.snapshots import Gpu, GpuProcess, Health, PeerLink, Vendor, Workload
 
 _COLOURS = {"ok": "green", "warn": "yellow", "unknown": "yellow", "failed": "red", "lost": "red"}
 _LONG_ID = 12
@@ -140,6 +140,7 @@ def _gpu_facts(gpu: Gpu, ids: dict[str, str]) -> list[tuple[str, str]]:
         ("index", str(gpu.index)),
         ("NUMA node", UNKNOWN if gpu.numa_node is None else str(gpu.numa_node)),
         ("memory", used_of_total(gpu.memory_used_bytes, gpu.memory_total_bytes)),
+        ("memory free", UNKNOWN if gpu.memory_free_bytes is None else binary_size(gpu.memory_free_bytes)),
         ("utilisation", _with_unit(gpu.utilisation_percent, "%")),
         ("temperature", _with_unit(gpu.temperature_celsius, " C")),
         ("power", _power(gpu)),
@@ -148,10 +149,17 @@ def _gpu_facts(gpu: Gpu, ids: dict[str, str]) -> list[tuple[str, str]]:
         ("persistence", switch[gpu.persistence]),
         ("health", gpu.health.state),
         ("memory errors", ", ".join(f"{UNKNOWN if count is None else count} {what}" for count, what in counts)),
-        ("last XID", UNKNOWN if gpu.health.last_xid is None else str(gpu.health.last_xid)),
+        ("last XID", _last_xid(gpu.health)),
     ]
     links = [("links", _link(link, ids)) for link in gpu.links] or [("links", UNKNOWN)]
     return facts + links[:1] + [("", value) for _label, value in links[1:]]
+
+
+def _last_xid(health: Health) -> str:
+    if health.last_xid is None:
+        return UNKNOWN
+    count = health.xid_count
+    return f"{health.last_xid}, the last of {count}" if count is not None and count > 1 else str(health.last_xid)
 
 
 def _link(link: PeerLink, ids: dict[str, str]) -> str:

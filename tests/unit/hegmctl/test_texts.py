@@ -92,7 +92,10 @@ def test_all_of_a_gpu_in_a_block() -> None:
     assert lines[0] == "gpu0  NVIDIA H200"
     assert "  links           gpu1 by nvlink x18, 450 GB/s" in lines
     assert "  NUMA node       0" in lines
+    assert "  memory free     127.0 GiB" in lines
     assert "  last XID        79" in lines
+    often = node.GPU1.replace(health=node.GPU1.health.replace(xid_count=3))
+    assert "  last XID        79, the last of 3" in gpus_in_full(node.GPUS.replace(gpus=(often,)), PIPE)
     assert "" in lines[:-3], "an empty line stands between two GPUs"
 
 
