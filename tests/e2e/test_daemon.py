@@ -17,12 +17,11 @@ from hegmd.errors import DENIED, NOT_FOUND, REFUSED, UNAVAILABLE, HegmError
 from hegmd.protocol.connection import ClientConnection
 from hegmd.protocol.messages import Hello
 from tests.e2e.daemon import RunningDaemon
+from tests.unit.hegmctl import running
 
 pytestmark = pytest.mark.e2e
 
-REPO = Path(__file__).parents[2]
 GIB = 1 << 30
-NOBODY = 65_534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
@@ -37,18 +36,7 @@ def as_nobody(daemon: RunningDaemon, script: str) -> subprocess.CompletedProcess
     daemon.folder.chmod(0o755)
     daemon.socket_path.chmod(0o666)
     opening = f"from hegmctl.connection import connect\nhegmd = connect({str(daemon.socket_path)!r})\n"
-    return subprocess.run(
-        [sys.executable, "-c", opening + script],
-        env={**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'client'}"},
-        user=NOBODY,
-        group=NOBODY,
-        extra_groups=[],
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
+    return running.as_nobody(sys.executable, "-c", opening + script, environ=running.environment())
 
 
 def test_it_answers_and_goes_without_leaving_its_socket(daemon: RunningDaemon) -> None:
