@@ -34,7 +34,7 @@ from hegmd.devices.nvml import (
     handle_key,
 )
 from hegmd.devices.nvml_gpu import NvmlGpu
-from hegmd.devices.shared_library import SharedLibrary
+from hegmd.devices.shared_library import SharedLibrary, return_free_memory
 from hegmd.protocol.snapshots import Gpu, Health, PeerLink
 
 VENDOR = "nvidia"
@@ -158,6 +158,7 @@ class NvidiaProvider:
         if not count:
             self._close()
             raise DeviceAbsent("the NVIDIA driver has no GPU", "see what is on the PCI bus: lspci -d 10de:")
+        return_free_memory()
 
     def _close(self) -> None:
         nvml, self._nvml = self._nvml, None

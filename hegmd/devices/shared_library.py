@@ -63,6 +63,13 @@ class SharedLibrary:
             release()
 
 
+def return_free_memory() -> None:
+    """Have the C library give back what was freed: opening NVML 580.159.04 frees some 10 MiB that it would keep."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others have no such need
+    if trim is not None:
+        trim(0)
+
+
 def _path_of(handle: int) -> str:
     """The path under which the dynamic loader found the library; links in it are not resolved. Empty if untold."""
     link_map = ctypes.POINTER(_LinkMap)()
