@@ -24,13 +24,19 @@ _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 _HINT = "a payload is one msgpack map with string keys and UTF-8 strings; see docs/protocol.md"
 
 
-def encode(message: Mapping[str, object]) -> bytes:
+def encode(message: Mapping[str, object], *, escaped: bool = False) -> bytes:
     """The message as msgpack, with records as maps. Raises TypeError or ValueError for what msgpack has no form for.
 
     Records are taken as they are met: to make plain copies of all of them first takes four times as long, and a reply
-    with 2,000 processes has 14,000 records in it.
+    with 2,000 processes has 14,000 records in it. Paths and names on a node need not be UTF-8; Python holds such bytes
+    as surrogates. `escaped` writes each as \\udcNN, for what is read by people; what is acted on must not be altered.
     """
-    return msgpack.packb(message, use_bin_type=True, default=_map_of)
+    try:
+        return msgpack.packb(message, use_bin_type=True, default=_map_of)
+    except UnicodeEncodeError:
+        if not escaped:
+            raise
+    return msgpack.packb(message, use_bin_type=True, default=_map_of, unicode_errors="backslashreplace")
 
 
 def decode(payload: bytes) -> dict[str, object]:

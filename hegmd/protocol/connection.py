@@ -22,6 +22,7 @@ from .messages import (
     PROTOCOL_VERSION,
     REQUESTS,
     SUPPORTED_VERSIONS,
+    Cancel,
     ErrorInfo,
     Hello,
     Request,
@@ -145,7 +146,7 @@ class ServerConnection:
             )
         if message is Hello and self.hello is not None:
             raise _bad("hello was said already", "say hello once, at the start of a connection")
-        if len(self._in_flight) > self._limit:
+        if message is not Cancel and len(self._in_flight) > self._limit:  # cancelling is the way back below it
             raise HegmError(
                 BUSY,
                 f"{self._limit} requests of this connection are unanswered, which is the limit",
@@ -247,7 +248,7 @@ class ClientConnection:
         version = PROTOCOL_VERSION if self.welcome is None else self.welcome.version
         envelope: dict[str, object] = {"v": version, "id": self._last_id, "op": request.op, "args": request}
         self._in_flight[self._last_id] = type(request)
-        return self._last_id, _envelope(envelope, fds)
+        return self._last_id, _envelope(envelope, fds, escaped=False)
 
     def feed(self, data: bytes) -> None:
         """Take bytes from the socket."""
@@ -309,11 +310,11 @@ def _fds_of(envelope: Mapping[str, object], request_id: int) -> int:
     return fds
 
 
-def _envelope(envelope: dict[str, object], fds: int) -> bytes:
+def _envelope(envelope: dict[str, object], fds: int, *, escaped: bool = True) -> bytes:
     if fds:
         envelope["fds"] = fds
     try:
-        payload = codec.encode(envelope)
+        payload = codec.encode(envelope, escaped=escaped)
     except (TypeError, ValueError, OverflowError) as error:
         raise Bug(f"a message that msgpack cannot hold was to be sent: {error}") from error
     if len(payload) > REPLY_FRAME_BYTES:

@@ -16,11 +16,14 @@ from hegmd.audit import Audit
 from hegmd.errors import DENIED, INTERNAL, NOT_FOUND, HegmError
 from hegmd.log import current_operation
 from hegmd.metrics import Counters
+from hegmd.protocol import codec
+from hegmd.protocol.frames import frame
 from hegmd.protocol.messages import (
     REQUESTS,
     Cancel,
     Events,
     EventsReply,
+    Hello,
     Ping,
     Pong,
     Reload,
@@ -28,10 +31,11 @@ from hegmd.protocol.messages import (
     Request,
 )
 from hegmd.protocol.record import Record
+from hegmd.protocol.snapshots import Event
 from hegmd.server import handlers
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.dispatch import Dispatcher
-from hegmd.server.session import Call, Session, SessionLimits
+from hegmd.server.session import Call, PeerGone, Session, SessionLimits
 from hegmd.server.stream import Descriptors, PeerStream
 
 POLICY = Policy(daemon_uid=0)
@@ -56,6 +60,9 @@ class Bench:
         self._stream.close()
         self._sockets[1].close()
         self.audit.close()
+
+    def hang_up(self) -> None:
+        self._sockets[1].close()
 
     def audited(self) -> list[str]:
         self.audit.close()
@@ -178,6 +185,26 @@ async def test_a_handler_runs_as_part_of_an_operation(bench: Bench) -> None:
     await bench.answer(Ping(), look)
     assert seen != [None]
     assert current_operation() is None
+
+
+async def test_a_peer_that_hangs_up_on_its_events_is_no_bug_of_the_handler(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every such peer left the traceback of an internal error in the log, as often as it liked."""
+    happened = Event(seq=1, time_utc=1.0, kind="gpu.lost", severity="error", message="gone")
+
+    async def stream(call: Call, request: Request) -> Record:
+        call.session.protocol.hello = Hello(versions=(1,), name="peer")
+        call.session.protocol.feed(frame(codec.encode({"v": 1, "id": 1, "op": "events"})))
+        assert call.session.protocol.next_event() is not None
+        bench.hang_up()
+        await call.emit(happened)
+        raise AssertionError("there was nobody to send it to")
+
+    with caplog.at_level(logging.ERROR), pytest.raises(PeerGone):
+        await bench.answer(Events(), stream)
+    assert caplog.records == []
+    assert bench.counters.requests["events", "disconnected"] == 1
 
 
 def test_every_message_is_handled() -> None:
