@@ -22,12 +22,13 @@ import anyio
 from hegmd import __version__
 from hegmd.audit import Audit
 from hegmd.config import Config, after_reload, changes
+from hegmd.detached import run_detached
 from hegmd.devices.base import PROVIDERS, DeviceProvider
 from hegmd.devices.node_spec import Topology
 from hegmd.devices.simulated import SimulatedProvider
 from hegmd.doctor.facts import NodeFacts
 from hegmd.doctor.run import run_checks
-from hegmd.errors import HegmError
+from hegmd.errors import TIMEOUT, HegmError
 from hegmd.events import EventLog
 from hegmd.external import find_program
 from hegmd.inventory import Inventory, NodeSnapshot
@@ -53,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "hegmd"  # FileDescriptorName= in hegmd.socket
 GOODBYE_S = 3.0
+READ_CONFIG_S = 5.0
 
 
 def vendors_off(config: Config, topology: Topology | None) -> tuple[str, ...]:
@@ -227,13 +229,15 @@ class App:
         try:
             await self.reload()
         except HegmError as error:
-            logger.error("the configuration stays as it was: %s", error.message)
+            logger.error("the configuration stays as it was")
+            for line in (*error.message.splitlines(), error.hint):  # a line for each mistake in it
+                logger.error("%s", line)
         self._manager.ready(self._status())
 
     async def reload(self) -> ReloadReply:
         """Read the configuration again and put in force what can be. Raises HegmError, changing nothing."""
         async with self._reloading:
-            new = await anyio.to_thread.run_sync(self._load_again)
+            new = await self._read_config()
             changed, after_restart = changes(self._config, new)
             in_force = after_reload(self._config, new)
             self._log.configure(in_force.log.level, in_force.log.format)
@@ -245,6 +249,17 @@ class App:
             logger.info("configuration read again", extra=fields(changed=changed, after_restart=after_restart))
             self._events.record("config.reloaded", "info", "configuration read again", facts={"changed": list(changed)})
             return ReloadReply(changed=changed, after_restart=after_restart)
+
+    async def _read_config(self) -> Config:
+        try:
+            with anyio.fail_after(READ_CONFIG_S):
+                return await run_detached(lambda _: self._load_again(), name="hegmd-config")
+        except TimeoutError:
+            raise HegmError(
+                TIMEOUT,
+                f"the configuration could not be read within {READ_CONFIG_S:g} s; the one before stays in force",
+                f"see whether its disk answers: ls -l {self._config.path or '/etc/hegm'}",
+            ) from None
 
     def _show_config(self) -> ConfigReply:
         path = self._config.path
