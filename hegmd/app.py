@@ -40,7 +40,7 @@ from hegmd.protocol.snapshots import Check
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.dispatch import Dispatcher
 from hegmd.server.handlers import FRESH_S, Handlers, Services
-from hegmd.server.listener import Admission, Listener, bind
+from hegmd.server.listener import Admission, Listener, bind, take_away
 from hegmd.server.scrape import ScrapePort, bind_loopback
 from hegmd.server.session import Session, SessionLimits
 from hegmd.server.stream import PeerStream
@@ -190,7 +190,7 @@ class App:
             daemon = self._config.daemon
             directory_mode = 0o700 if self._user_mode else 0o755
             sockets = [bind(daemon.socket, daemon.socket_mode, self._policy.admin_gid, directory_mode=directory_mode)]
-            held.callback(daemon.socket.unlink, missing_ok=True)
+            held.callback(take_away, daemon.socket, daemon.socket.lstat())
         return sockets
 
     def _listener(self, listening: socket.socket) -> Listener:

@@ -283,7 +283,12 @@ class LimitSettings:
     frame_bytes: int = setting(
         Amount(4096, 16777216), 262144, "The largest frame that is accepted, in bytes.", reloads=False
     )
-    clients: int = setting(Amount(1, 65536), 4096, "Connections at a time, from all users together.", reloads=False)
+    clients: int = setting(
+        Amount(1, 65536),
+        4096,
+        "Connections at a time, from all users together; one in 16 is kept for those who may act on all processes.",
+        reloads=False,
+    )
     clients_per_uid: int = setting(Amount(1, 65536), 1024, "Connections at a time from one user.", reloads=False)
     requests_in_flight: int = setting(
         Amount(1, 1024), 32, "Requests of one connection that may be unanswered at a time.", reloads=False
