@@ -105,14 +105,18 @@ class Textfile:
         self._written = path
         with anyio.move_on_after(self._write_deadline_s) as limit:
             # A write that is almost done is waited for, so that the end finds the file and takes it away.
-            await run_detached(work, name="hegmd-textfile", linger_s=LINGER_S)
+            try:
+                await run_detached(work, name="hegmd-textfile", linger_s=LINGER_S)
+            except HegmError:  # no thread was to be had, so there is none whose end could be waited for
+                self._under_way.discard(token)
+                raise
         if limit.cancelled_caught:
             raise OSError(f"not written after {self._write_deadline_s:g} s")
 
     async def _take_away(self) -> None:
         path, self._written = self._written, None
         if path is not None and not self._under_way:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, HegmError):
                 await run_detached(lambda _: path.unlink(missing_ok=True), name="hegmd-textfile")
 
     def _failed(self, path: Path, error: Exception) -> None:

@@ -43,7 +43,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.settings": ("hegmd.errors",),
     "hegmd.service": GROUND,
     "hegmd.state_dir": ("hegmd.errors",),
-    "hegmd.detached": (),
+    "hegmd.detached": ("hegmd.errors",),
     # The node
     "hegmd.external": (*GROUND, "hegmd.log", "hegmd.detached"),
     "hegmd.devices": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.toml_lines"),

@@ -173,3 +173,24 @@ async def test_a_directory_that_the_sandbox_closes_is_told_with_the_way_out(
             await figures.next()
         tasks.cancel_scope.cancel()
     assert "ReadWritePaths=" in caplog.records[0].getMessage()
+
+
+async def test_when_no_thread_is_to_be_had_the_file_is_written_again_later(path: Path) -> None:
+    """It ended the daemon, and a write that was never begun would have been waited for ever after."""
+    figures = Figures()
+    textfile = Textfile(path, 0.001, figures.render)
+    before = threading.stack_size(1 << 46)  # more than there are addresses, so that no thread can start
+    try:
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(textfile.run)
+            await figures.next()
+            await figures.next()
+            assert textfile.failures
+            assert not path.exists()
+            threading.stack_size(before)
+            await figures.next()
+            await figures.next()
+            assert path.exists()
+            tasks.cancel_scope.cancel()
+    finally:
+        threading.stack_size(before)
