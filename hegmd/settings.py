@@ -363,7 +363,7 @@ class MetricsSettings:
 class EventsSettings:
     """What `hegmctl events` can look back on."""
 
-    remembered: int = setting(Amount(1, 1000000), 1000, "Events that are kept in memory.", reloads=False)
+    remembered: int = setting(Amount(1, 100000), 1000, "Events that are kept in memory.", reloads=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

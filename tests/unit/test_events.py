@@ -86,14 +86,6 @@ def test_a_gap_is_told_whatever_kinds_were_asked_for() -> None:
     assert [event.kind for event in events] == [MISSED]
 
 
-def test_resizing_keeps_the_newest() -> None:
-    log = log_with(10)
-    log.resize(3)
-    assert seqs(log.remembered()) == [8, 9, 10]
-    log.record("gpu.back", "info", "and one more")
-    assert seqs(log.remembered()) == [9, 10, 11]
-
-
 async def test_a_reader_gets_the_past_and_then_what_comes() -> None:
     log = log_with(2)
     got: list[int] = []
@@ -182,6 +174,16 @@ async def test_events_of_other_kinds_do_not_end_a_wait() -> None:
         assert got == []
         log.record("gpu.lost", "info", "this one")
     assert got == [2]
+
+
+def test_looking_through_all_that_can_be_remembered_takes_a_moment() -> None:
+    """Each event was looked for from an end of the ring: eleven seconds of the event loop for a million of them."""
+    log = log_with(400_000, capacity=300_000)
+    before_s = time.process_time()
+    assert log.remembered(kinds=("config",)) == ()
+    assert time.process_time() - before_s < 0.8
+    assert [event.seq for event in (log.from_seq(100_001), log.from_seq(400_000)) if event] == [100_001, 400_000]
+    assert (log.from_seq(100_000), log.from_seq(400_001)) == (None, None)
 
 
 def test_a_reader_that_names_very_many_kinds_costs_no_more_than_one() -> None:
