@@ -59,7 +59,7 @@ def _run(arguments: argparse.Namespace) -> int:
         anyio.run(_examine, config, topology, arguments.user)
         return 0
     # A loop that hangs gets SIGABRT from systemd's watchdog: then the journal shows where every thread was.
-    faulthandler.enable()  # systemd's watchdog sends SIGABRT: the stacks of a loop that hangs go to the journal
+    faulthandler.enable()
     offer = take_offer(os.environ, os.getpid())
     with log.set_up(config.log.level, config.log.format) as log_setup:
         app = App(config, load_again, log_setup, offer, topology, user_mode=arguments.user)
