@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import grp
 import logging
+import math
 import os
 import platform
 import resource
@@ -18,6 +19,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import anyio
+from anyio.streams.memory import MemoryObjectSendStream
 
 from hegmd import __version__
 from hegmd.audit import Audit
@@ -288,8 +290,26 @@ class App:
         )
 
     async def _examine(self, on_check: Callable[[Check], Awaitable[None]]) -> tuple[Check, ...]:
-        """The doctor's checks, for one caller at a time: they start programs."""
-        async with self._examining:
+        """The doctor's checks, in the order of its table; raises what `on_check` raises."""
+        told, to_tell = anyio.create_memory_object_stream[Check](math.inf)  # of as many as there are checks
+        made: list[Check] = []
+        refusal: Exception | None = None
+        async with anyio.create_task_group() as tasks, to_tell:
+            tasks.start_soon(self._make_checks, told)
+            try:
+                async for check in to_tell:
+                    made.append(check)
+                    await on_check(check)
+            except Exception as error:  # noqa: BLE001 - raised below, where the task group cannot wrap it
+                refusal = error
+                tasks.cancel_scope.cancel()
+        if refusal is not None:
+            raise refusal
+        return tuple(made)
+
+    async def _make_checks(self, told: MemoryObjectSendStream[Check]) -> None:
+        """Make them for one caller at a time, since they start programs; how fast it listens is its own affair."""
+        async with told, self._examining:
             snapshot = await self._inventory.fresh(0)
             simulated = any(isinstance(provider, SimulatedProvider) for provider in self._providers)
             facts = node_facts(
@@ -299,7 +319,7 @@ class App:
                 user_mode=self._user_mode,
                 under_systemd=self._manager.present,
             )
-            return await run_checks(facts, on_check)
+            await run_checks(facts, told.send)
 
     def _count_look(self, snapshot: NodeSnapshot, took_s: float) -> None:
         self._counters.refreshed(took_s)

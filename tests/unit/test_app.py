@@ -14,6 +14,8 @@ from hegmd.config import Config, load
 from hegmd.devices.node_spec import Topology
 from hegmd.devices.topology import parse_topology
 from hegmd.log import LogSetup
+from hegmd.protocol.snapshots import Check
+from hegmd.server.session import PeerGone
 from hegmd.service import Offer
 
 NO_OFFER = Offer(notify_address=None, watchdog_limit_s=None, descriptor_names=())
@@ -55,3 +57,35 @@ async def test_a_reload_from_a_disk_that_hangs_can_be_cancelled(
         await app.reload()
     assert limit.cancelled_caught
     assert not hung.is_set()
+
+
+async def test_a_caller_that_does_not_listen_to_its_checks_holds_up_no_other(
+    topology: Topology, tmp_path: Path
+) -> None:
+    """The next caller's checks waited until the one before had taken each of its own."""
+    app = app_of(topology, tmp_path, lambda: pytest.fail("nobody reloads here"))
+    busy = anyio.Event()
+
+    async def turn_away(_: Check) -> None:
+        busy.set()
+        await anyio.sleep_forever()
+
+    async def ignore(_: Check) -> None:
+        """Hear it and do nothing."""
+
+    async with app._inventory, anyio.create_task_group() as tasks:
+        tasks.start_soon(app._examine, turn_away)
+        await busy.wait()
+        assert len(await app._examine(ignore)) > 10
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_caller_that_is_gone_ends_its_checks_with_its_own_error(topology: Topology, tmp_path: Path) -> None:
+    app = app_of(topology, tmp_path, lambda: pytest.fail("nobody reloads here"))
+
+    async def gone(_: Check) -> None:
+        raise PeerGone
+
+    async with app._inventory:
+        with pytest.raises(PeerGone):
+            await app._examine(gone)
