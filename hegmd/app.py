@@ -23,6 +23,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from hegmd import __version__
 from hegmd.audit import Audit
+from hegmd.audit_file import check_openable
 from hegmd.config import Config, after_reload, changes
 from hegmd.detached import run_detached
 from hegmd.devices.base import PROVIDERS, DeviceProvider
@@ -90,6 +91,11 @@ def node_facts(
     )
 
 
+def node_means() -> NodeMeans:
+    """What there is to move processes with; looked up anew each time, since doctor's advice may have been followed."""
+    return NodeMeans(uid=os.geteuid(), criu_path=find_program("criu"))
+
+
 async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:
     """One look at the node without a daemon."""
     async with Inventory(
@@ -97,7 +103,7 @@ async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:
         query_deadline_s=config.inventory.query_deadline_s,
         events=EventLog(),
         table=ProcessTable(),
-        means=NodeMeans(uid=os.geteuid(), criu_path=find_program("criu")),
+        means=node_means,
         off=vendors_off(config, topology),
     ) as inventory:
         return await inventory.refresh()
@@ -136,7 +142,7 @@ class App:
             query_deadline_s=config.inventory.query_deadline_s,
             events=self._events,
             table=ProcessTable(),
-            means=NodeMeans(uid=os.geteuid(), criu_path=find_program("criu")),
+            means=node_means,
             agents=self._workers.agents,
             off=vendors_off(config, topology),
             on_look=self._count_look,
@@ -173,7 +179,8 @@ class App:
             for listener in listeners:
                 await serving.start(listener.run)
             self._manager.ready(self._status())
-            logger.info("hegmd %s serves at %s", __version__, self._config.daemon.socket)
+            places = ", ".join(listener.path for listener in listeners)
+            logger.info("hegmd %s serves at %s", __version__, places)
             async for number in signals:
                 if number != signal.SIGHUP:
                     logger.info("stopping on %s", number.name)
@@ -255,13 +262,20 @@ class App:
     async def _read_config(self) -> Config:
         try:
             with anyio.fail_after(READ_CONFIG_S):
-                return await run_detached(lambda _: self._load_again(), name="hegmd-config")
+                return await run_detached(lambda _: self._read_and_check(), name="hegmd-config")
         except TimeoutError:
             raise HegmError(
                 TIMEOUT,
                 f"the configuration could not be read within {READ_CONFIG_S:g} s; the one before stays in force",
                 f"see whether its disk answers: ls -l {self._config.path or '/etc/hegm'}",
             ) from None
+
+    def _read_and_check(self) -> Config:
+        """The configuration anew. Raises HegmError for one that could not be put in force. Blocks."""
+        new = self._load_again()
+        if new.audit.file is not None and new.audit.file != self._config.audit.file:
+            check_openable(new.audit.file)
+        return new
 
     def _show_config(self) -> ConfigReply:
         path = self._config.path

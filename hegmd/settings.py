@@ -260,7 +260,7 @@ class InventorySettings:
         reloads=True,
     )
     query_deadline_s: float = setting(
-        Amount(0.05, 60, whole=False),
+        Amount(0.05, 10, whole=False),
         1.0,
         "Seconds that a vendor's library may take; after that, what is known already is shown and marked as old.",
         reloads=True,

@@ -161,6 +161,11 @@ class Listener:
         self._sessions: set[Session] = set()
         self._accepting = anyio.CancelScope()
 
+    @property
+    def path(self) -> str:
+        """Where clients find it."""
+        return str(self._listening.getsockname())
+
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Accept until `stop`, which lets every session say goodbye. Cancelled, it ends them without a word."""
         with self._listening:

@@ -65,7 +65,7 @@ async def test_the_first_look_is_one_event_and_no_flood() -> None:
 
 async def test_vendors_that_are_switched_off_are_said_to_be() -> None:
     inventory = Inventory(
-        [], query_deadline_s=1, events=EventLog(), table=ProcessTable(), means=NodeMeans(uid=0), off=["amd"]
+        [], query_deadline_s=1, events=EventLog(), table=ProcessTable(), means=lambda: NodeMeans(uid=0), off=["amd"]
     )
     async with inventory:
         found = await inventory.refresh()
@@ -192,7 +192,7 @@ async def test_the_background_keeps_up_and_is_ready_after_the_first_look() -> No
     provider.answer = answer
     events = EventLog()
     inventory = Inventory(
-        [provider], query_deadline_s=LONG_S, events=events, table=ProcessTable(), means=NodeMeans(uid=0)
+        [provider], query_deadline_s=LONG_S, events=events, table=ProcessTable(), means=lambda: NodeMeans(uid=0)
     )
     async with inventory, anyio.create_task_group() as tasks:
         await tasks.start(inventory.run, 3600.0)
