@@ -130,7 +130,7 @@ def test_a_reload_takes_what_it_can_names_what_it_cannot_and_refuses_what_is_wro
         with pytest.raises(HegmError, match=r"hegmd.toml:2.*did you mean inventory.refresh_s"):
             hegmd.reload()
         config.write_text(f'[audit]\nfile = "{socket_dir}/missing/audit.jsonl"\n')
-        with pytest.raises(HegmError, match="audit file .* cannot be opened"):
+        with pytest.raises(HegmError, match=r"audit file .* cannot be opened"):
             hegmd.reload()
         settings = {setting.key: setting.value for setting in hegmd.config().settings}
         assert (settings["inventory.refresh_s"], settings["limits.clients"]) == (7.0, 4096)
