@@ -12,6 +12,7 @@ from __future__ import annotations
 # What a value is, and so how it is checked.
 FLAG = "flag"
 TEXT = "text"
+PATH = "a path"
 COUNT = "a whole number"
 POSITIVE = "a whole number over 0"
 SECONDS = "a number of seconds"
@@ -114,7 +115,7 @@ DESCRIPTION = (
 )
 
 GLOBAL_OPTIONS: tuple[Option, ...] = (
-    Option("--socket", kind=TEXT, metavar="PATH", complete=FILES, doc="the daemon's socket"),
+    Option("--socket", kind=PATH, metavar="PATH", complete=FILES, doc="the daemon's socket"),
     Option("--json", doc="print JSON, as docs/json.md describes it; errors too, to standard error"),
     Option("-q", "--quiet", doc="print the answer and nothing about it"),
     Option("--color", doc="use colours, even in a pipe"),
