@@ -11,6 +11,7 @@ import pytest
 
 from hegmctl.connection import connect
 from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, unreachable
+from hegmd.config import load
 from hegmd.errors import BUSY, DENIED, NO_DAEMON, UNAVAILABLE, USAGE, HegmError
 from tests.unit.hegmctl.running import as_nobody, command, environment
 
@@ -35,6 +36,17 @@ def test_the_nodes_socket_comes_before_the_users_own(socket_dir: Path) -> None:
     missing = find_endpoint(None, environ, str(system))
     assert (missing.path, missing.others) == (str(system), (str(own),))
     assert find_endpoint(None, {}, str(system)).path == str(system)
+
+
+@pytest.mark.parametrize("environ", [{}, {"XDG_RUNTIME_DIR": ""}, {"XDG_RUNTIME_DIR": "relative"}])
+def test_without_a_runtime_directory_it_looks_where_the_users_daemon_then_listens(
+    socket_dir: Path, environ: dict[str, str]
+) -> None:
+    """`hegmd --user` listened below /run/user, and hegmctl from cron or su did not look there."""
+    missing = find_endpoint(None, environ, str(socket_dir / "none"))
+    listens_at = load(user_mode=True, environ={**environ, "HOME": str(socket_dir)}).daemon.socket
+    assert missing.others == (str(listens_at),)
+    assert missing.others[0].startswith("/run/user/")
 
 
 def test_a_socket_that_the_caller_may_not_use_gives_way_to_the_callers_own(socket_dir: Path) -> None:
