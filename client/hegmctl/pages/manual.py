@@ -48,7 +48,10 @@ def client_page(day: str) -> str:
     )
     page.section("ENVIRONMENT")
     page.item("`HEGM_SOCKET`", "The daemon's socket, where `--socket` is not given.")
-    page.item("`XDG_RUNTIME_DIR`", "The directory below which a user's own daemon listens, at `hegm/hegmd.sock`.")
+    page.item(
+        "`XDG_RUNTIME_DIR`",
+        "The directory below which a user's own daemon listens, at `hegm/hegmd.sock`; `/run/user/UID` if not set.",
+    )
     page.item("`NO_COLOR`, `TERM`, `COLUMNS`", "Whether to use colours, and how wide the terminal is.")
     page.section("EXAMPLES")
     for verb in shown_commands():
@@ -114,6 +117,7 @@ def daemon_page(day: str) -> str:
     page.item("`/run/hegm/hegmd.sock`", "The socket; with `--user` `$XDG_RUNTIME_DIR/hegm/hegmd.sock`.")
     page.item("`/var/lib/hegm`", "What has to survive a restart.")
     page.section("ENVIRONMENT")
+    page.item("`HEGM_CONFIG`", "The configuration file, as `--config` names it.")
     for variable, keys in _variables().items():
         page.item(f"`{variable}`", f"The same as {' and '.join(keys)} in the configuration, and before it.")
     page.section("EXIT STATUS")
