@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -99,6 +100,8 @@ class Node:
         print(f"\n  \x1b[1m$ {line}\x1b[0m\n" if terminal else f"\n  $ {line}\n", flush=True)
         words = [sys.executable, "-m", "hegmctl", *line.split()[1:]]
         ran = subprocess.run(words, env=self.environ, stderr=subprocess.STDOUT, check=False)
+        if ran.returncode == -signal.SIGPIPE:
+            raise BrokenPipeError
         if ran.returncode != status:
             raise NotAsTold(f"`{line}` ended with {ran.returncode} and not with {status}")
         if status:
@@ -187,6 +190,10 @@ def main() -> int:
         except NotAsTold as error:
             print(f"\nThe demonstration failed: {error}", file=sys.stderr)
             return 1
+        except BrokenPipeError:  # whoever read it has seen enough, as in `make demo | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still has to write
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
     return 0
 
 

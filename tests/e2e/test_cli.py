@@ -275,6 +275,32 @@ def test_the_demonstration_goes_as_it_tells_and_leaves_nothing_behind() -> None:
     assert set(Path("/tmp").glob("hegm-demo-*")) == left
 
 
+@pytest.mark.parametrize(("interrupt", "status"), [(False, 0), (True, 128 + signal.SIGINT)])
+def test_a_demonstration_that_is_cut_short_is_no_failure(interrupt: bool, status: int) -> None:
+    """`make demo | head` told that the demonstration had failed, and Ctrl-C had a traceback for an answer."""
+    left = set(Path("/tmp").glob("hegm-demo-*"))
+    with subprocess.Popen(
+        [sys.executable, "contrib/demo/demo.py"],
+        env=environment(),
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    ) as demonstration:
+        assert demonstration.stdout is not None
+        assert demonstration.stderr is not None
+        while "$ hegmctl version" not in demonstration.stdout.readline():
+            pass
+        if interrupt:
+            os.killpg(demonstration.pid, signal.SIGINT)
+            demonstration.stdout.read()
+        demonstration.stdout.close()
+        said = demonstration.stderr.read()
+        assert (demonstration.wait(), said) == (status, "")
+    assert set(Path("/tmp").glob("hegm-demo-*")) == left
+
+
 async def test_the_asynchronous_face_with_the_real_daemon(daemon: RunningDaemon) -> None:
     async with connect_async(str(daemon.socket_path)) as hegmd:
         seen: list[str] = []
