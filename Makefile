@@ -27,17 +27,21 @@ test: ## all tests but those that need a GPU; end to end ones and a real systemd
 	@tools/setup.sh full
 	$(PYTEST) -m "not gpu and not bench" -ra
 
-test-gpu: ## the tests that need real GPUs
-	@tools/setup.sh dev
-	$(PYTEST) -m gpu -ra tests/gpu
+# A GPU machine may have no network, and its torch in a Python of its own, which then needs pytest, pytest-timeout, psutil
+# and what hegmd needs: `make test-gpu PYTHON=python3` sets nothing up.
+SET_UP_FOR_GPU = $(if $(filter file,$(origin PYTHON)),@tools/setup.sh dev)
+
+test-gpu: ## the tests that need real GPUs (PYTHON=python3: by a Python that has torch)
+	$(SET_UP_FOR_GPU)
+	PYTHONPATH=.:client $(PYTEST) -m gpu -ra tests/gpu
 
 bench: ## measure what needs no GPU, beside the budgets
 	@tools/setup.sh dev
 	@$(PYTHON) -m tests.bench
 
-bench-gpu: ## measure on this machine's GPUs, beside the budgets
-	@tools/setup.sh dev
-	@$(PYTHON) -m tests.gpu.bench
+bench-gpu: ## measure on this machine's GPUs, and compare with nvidia-smi (PYTHON=python3: by a Python that has torch)
+	$(SET_UP_FOR_GPU)
+	@PYTHONPATH=.:client $(PYTHON) -m tests.gpu.inventory_run
 
 install: man completions ## install under PREFIX (/usr/local) with its own venv and systemd units; DESTDIR is honoured
 	@packaging/install.sh
@@ -60,6 +64,7 @@ docs: ## write the generated documents again, from the code
 	@tools/setup.sh dev
 	@$(PYTHON) -m hegmd.protocol.reference
 	@$(PYTHON) tools/vectors.py docs/protocol-vectors
+	@$(PYTHON) -m hegmctl.pages json docs/json.md
 	@$(PYTHON) -m hegmd.config
 	@$(PYTHON) -m hegmd.migration.states
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import grp
 import logging
+import math
 import os
 import platform
 import resource
@@ -19,16 +20,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import anyio
 import anyio.to_thread
+from anyio.streams.memory import MemoryObjectSendStream
 
 from hegmd import __version__
 from hegmd.audit import Audit
+from hegmd.audit_file import check_openable
 from hegmd.config import Config, after_reload, changes
+from hegmd.detached import run_detached
 from hegmd.devices.base import PROVIDERS, DeviceProvider
 from hegmd.devices.node_spec import Topology
 from hegmd.devices.simulated import SimulatedProvider
 from hegmd.doctor.facts import NodeFacts
 from hegmd.doctor.run import run_checks
-from hegmd.errors import HegmError
+from hegmd.errors import TIMEOUT, HegmError
 from hegmd.events import EventLog
 from hegmd.external import find_program
 from hegmd.inventory import Inventory, NodeSnapshot
@@ -42,7 +46,7 @@ from hegmd.protocol.snapshots import Check
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.dispatch import Dispatcher
 from hegmd.server.handlers import FRESH_S, Handlers, Services
-from hegmd.server.listener import Admission, Listener, bind
+from hegmd.server.listener import Admission, Listener, bind, take_away
 from hegmd.server.scrape import ScrapePort, bind_loopback
 from hegmd.server.session import Session, SessionLimits
 from hegmd.server.stream import PeerStream
@@ -58,6 +62,7 @@ SOCKET_NAME = "hegmd"  # FileDescriptorName= in hegmd.socket
 GOODBYE_S = 3.0
 # How long a daemon that was started for a job waits for the next one before it ends.
 LINGER_S = 2.0
+READ_CONFIG_S = 5.0
 
 
 def vendors_off(config: Config, topology: Topology | None) -> tuple[str, ...]:
@@ -91,6 +96,11 @@ def node_facts(
     )
 
 
+def node_means() -> NodeMeans:
+    """What there is to move processes with; looked up anew each time, since doctor's advice may have been followed."""
+    return NodeMeans(uid=os.geteuid(), criu_path=find_program("criu"))
+
+
 async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:
     """One look at the node without a daemon."""
     async with Inventory(
@@ -98,7 +108,7 @@ async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:
         query_deadline_s=config.inventory.query_deadline_s,
         events=EventLog(),
         table=ProcessTable(),
-        means=NodeMeans(uid=os.geteuid(), criu_path=find_program("criu")),
+        means=node_means,
         off=vendors_off(config, topology),
     ) as inventory:
         return await inventory.refresh()
@@ -139,7 +149,7 @@ class App:
             query_deadline_s=config.inventory.query_deadline_s,
             events=self._events,
             table=ProcessTable(),
-            means=NodeMeans(uid=os.geteuid(), criu_path=find_program("criu")),
+            means=node_means,
             agents=self._workers.agents,
             held=self._held_bytes,
             off=vendors_off(config, topology),
@@ -182,7 +192,8 @@ class App:
             for listener in listeners:
                 await serving.start(listener.run)
             self._manager.ready(self._status())
-            logger.info("hegmd %s serves at %s", __version__, self._config.daemon.socket)
+            places = ", ".join(listener.path for listener in listeners)
+            logger.info("hegmd %s serves at %s", __version__, places)
             async for number in signals:
                 if number != signal.SIGHUP:
                     logger.info("stopping on %s", number.name)
@@ -200,9 +211,9 @@ class App:
         self._moving.adopt(passed)
         if not sockets:
             daemon = self._config.daemon
-            daemon.socket.parent.mkdir(mode=0o700 if self._user_mode else 0o755, parents=True, exist_ok=True)
-            sockets = [bind(daemon.socket, daemon.socket_mode, self._policy.admin_gid)]
-            held.callback(daemon.socket.unlink, missing_ok=True)
+            directory_mode = 0o700 if self._user_mode else 0o755
+            sockets = [bind(daemon.socket, daemon.socket_mode, self._policy.admin_gid, directory_mode=directory_mode)]
+            held.callback(take_away, daemon.socket, daemon.socket.lstat())
         return sockets
 
     def _listener(self, listening: socket.socket) -> Listener:
@@ -260,13 +271,15 @@ class App:
         try:
             await self.reload()
         except HegmError as error:
-            logger.error("the configuration stays as it was: %s", error.message)
+            logger.error("the configuration stays as it was")
+            for line in (*error.message.splitlines(), error.hint):  # a line for each mistake in it
+                logger.error("%s", line)
         self._manager.ready(self._status())
 
     async def reload(self) -> ReloadReply:
         """Read the configuration again and put in force what can be. Raises HegmError, changing nothing."""
         async with self._reloading:
-            new = await anyio.to_thread.run_sync(self._load_again)
+            new = await self._read_config()
             changed, after_restart = changes(self._config, new)
             in_force = after_reload(self._config, new)
             self._log.configure(in_force.log.level, in_force.log.format)
@@ -278,6 +291,24 @@ class App:
             logger.info("configuration read again", extra=fields(changed=changed, after_restart=after_restart))
             self._events.record("config.reloaded", "info", "configuration read again", facts={"changed": list(changed)})
             return ReloadReply(changed=changed, after_restart=after_restart)
+
+    async def _read_config(self) -> Config:
+        try:
+            with anyio.fail_after(READ_CONFIG_S):
+                return await run_detached(lambda _: self._read_and_check(), name="hegmd-config")
+        except TimeoutError:
+            raise HegmError(
+                TIMEOUT,
+                f"the configuration could not be read within {READ_CONFIG_S:g} s; the one before stays in force",
+                f"see whether its disk answers: ls -l {self._config.path or '/etc/hegm'}",
+            ) from None
+
+    def _read_and_check(self) -> Config:
+        """The configuration anew. Raises HegmError for one that could not be put in force. Blocks."""
+        new = self._load_again()
+        if new.audit.file is not None and new.audit.file != self._config.audit.file:
+            check_openable(new.audit.file)
+        return new
 
     def _show_config(self) -> ConfigReply:
         path = self._config.path
@@ -325,8 +356,26 @@ class App:
         )
 
     async def _examine(self, on_check: Callable[[Check], Awaitable[None]]) -> tuple[Check, ...]:
-        """The doctor's checks, for one caller at a time: they start programs."""
-        async with self._examining:
+        """The doctor's checks, in the order of its table; raises what `on_check` raises."""
+        told, to_tell = anyio.create_memory_object_stream[Check](math.inf)  # of as many as there are checks
+        made: list[Check] = []
+        refusal: Exception | None = None
+        async with anyio.create_task_group() as tasks, to_tell:
+            tasks.start_soon(self._make_checks, told)
+            try:
+                async for check in to_tell:
+                    made.append(check)
+                    await on_check(check)
+            except Exception as error:  # noqa: BLE001 - raised below, where the task group cannot wrap it
+                refusal = error
+                tasks.cancel_scope.cancel()
+        if refusal is not None:
+            raise refusal
+        return tuple(made)
+
+    async def _make_checks(self, told: MemoryObjectSendStream[Check]) -> None:
+        """Make them for one caller at a time, since they start programs; how fast it listens is its own affair."""
+        async with told, self._examining:
             snapshot = await self._inventory.fresh(0)
             simulated = any(isinstance(provider, SimulatedProvider) for provider in self._providers)
             facts = node_facts(
@@ -336,7 +385,7 @@ class App:
                 user_mode=self._user_mode,
                 under_systemd=self._manager.present,
             )
-            return await run_checks(facts, on_check)
+            await run_checks(facts, told.send)
 
     def _count_look(self, snapshot: NodeSnapshot, took_s: float) -> None:
         self._counters.refreshed(took_s)

@@ -143,6 +143,11 @@ class AuditFile:
             logger.warning("%d audit records are missing from %s; this log has them", missing, self._path)
 
 
+def check_openable(path: Path) -> None:
+    """Raise HegmError when the file at that path cannot be the audit's; makes it if it is not there."""
+    os.close(_open(path))
+
+
 def _open(path: Path) -> int:
     """Open or make the file. Raises HegmError if it cannot be, or is not one that only we and root can change."""
     try:
@@ -151,7 +156,8 @@ def _open(path: Path) -> int:
         raise HegmError(
             BAD_CONFIG,
             f"the audit file {path} cannot be opened: {error.strerror}",
-            "make its directory, or set audit.file to another path",
+            "set audit.file to a path below /var/log/hegm, which the service may write, or open another directory "
+            "to it with ReadWritePaths= (systemctl edit hegmd)",
         ) from error
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):

@@ -19,6 +19,8 @@ from typing import Generic, TypeVar
 
 import anyio
 
+from hegmd.errors import UNAVAILABLE, HegmError
+
 T = TypeVar("T")
 
 
@@ -39,8 +41,12 @@ async def run_detached(work: Callable[[socket.socket], T], *, name: str, linger_
     """The result of `work`, or what it raised; `work` gets a socket that becomes readable when nobody waits any more.
 
     On cancellation the work has `linger_s` to end by itself; after that it goes on alone and its result is dropped.
+    Raises HegmError when there is no descriptor or no thread to be had.
     """
-    ours, theirs = socket.socketpair()
+    try:
+        ours, theirs = socket.socketpair()
+    except OSError as error:
+        raise _no_room(error) from error
     outcome: _Outcome[T] = _Outcome()
     context = contextvars.copy_context()
 
@@ -54,10 +60,10 @@ async def run_detached(work: Callable[[socket.socket], T], *, name: str, linger_
 
     try:
         threading.Thread(target=body, name=name, daemon=True).start()
-    except BaseException:
+    except RuntimeError as error:  # the word of `threading` for EAGAIN
         theirs.close()
         ours.close()
-        raise
+        raise _no_room(error) from error
     with ours:
         try:
             await anyio.wait_readable(ours)
@@ -67,3 +73,11 @@ async def run_detached(work: Callable[[socket.socket], T], *, name: str, linger_
                 await anyio.wait_readable(ours)
             raise
     return outcome.unwrap()
+
+
+def _no_room(error: Exception) -> HegmError:
+    return HegmError(
+        UNAVAILABLE,
+        f"hegmd cannot start a thread: {error}",
+        "look for what takes the node's processes, threads or files; raise TasksMax= and LimitNOFILE= of hegmd.service",
+    )

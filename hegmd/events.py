@@ -11,7 +11,6 @@ wake-up, and a slow one has no backlog that could grow: when the ring has moved 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -35,7 +34,9 @@ class EventLog:
     """The node's events, numbered from 1 in the order in which they were recorded."""
 
     def __init__(self, capacity: int = 1000, *, clock: Callable[[], float] = time.time) -> None:
-        self._ring: deque[Event] = deque(maxlen=capacity)
+        # An event's place follows from its number. Not a deque, which has to be walked to reach its middle.
+        self._ring: list[Event] = []
+        self._capacity = capacity
         self._clock = clock
         self._more = anyio.Event()
         self._waiting = 0
@@ -46,7 +47,7 @@ class EventLog:
     @property
     def oldest_seq(self) -> int:
         """The number of the oldest event that is remembered; `next_seq` when there is none."""
-        return self._ring[0].seq if self._ring else self.next_seq
+        return self.next_seq - len(self._ring)
 
     def record(
         self,
@@ -71,17 +72,16 @@ class EventLog:
             pid=pid,
             facts=dict(facts or {}),
         )
+        if len(self._ring) < self._capacity:
+            self._ring.append(event)
+        else:
+            self._ring[self._place(event.seq)] = event
         self.next_seq += 1
-        self._ring.append(event)
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if self._waiting:
             self._more.set()
             self._more = anyio.Event()
         return event
-
-    def resize(self, capacity: int) -> None:
-        """Remember that many from now on; the newest are kept."""
-        self._ring = deque(self._ring, maxlen=capacity)
 
     def remembered(self, since: int = 0, kinds: Sequence[str] = ()) -> tuple[Event, ...]:
         """The remembered events from number `since` on, of these kinds (all when empty).
@@ -112,8 +112,10 @@ class EventLog:
 
     def from_seq(self, seq: int) -> Event | None:
         """The event of that number; None if it is yet to come or was forgotten."""
-        index = seq - self.oldest_seq
-        return self._ring[index] if 0 <= index < len(self._ring) else None
+        return self._ring[self._place(seq)] if self.oldest_seq <= seq < self.next_seq else None
+
+    def _place(self, seq: int) -> int:
+        return (seq - FIRST_SEQ) % self._capacity
 
     def missed(self, count: int | None, message: str) -> Event:
         """An event that stands for those that a reader lost. It takes the number before the oldest remembered one."""
@@ -135,7 +137,7 @@ class Subscription:
 
     def __init__(self, log: EventLog, since: int, kinds: Sequence[str]) -> None:
         self._log = log
-        self._kinds = tuple(kinds)
+        self._kinds = frozenset(kinds)
         self._closed = False
         # Numbers start again with the daemon. A reader that comes with a number from before has lost its place.
         self._lost_place = since > log.next_seq
@@ -183,4 +185,9 @@ class Subscription:
         return None
 
     def _wanted(self, kind: str) -> bool:
-        return not self._kinds or any(kind == wanted or kind.startswith(f"{wanted}.") for wanted in self._kinds)
+        """Whether the kind, or a family that it belongs to, was asked for; costs the same however many were."""
+        while self._kinds and kind not in self._kinds:
+            kind, dot, _ = kind.rpartition(".")
+            if not dot:
+                return False
+        return True

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from hegmd import journald, log_forms
-from hegmd.errors import BAD_CONFIG, HegmError
+from hegmd.errors import BAD_CONFIG, UNAVAILABLE, HegmError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -309,7 +309,15 @@ class LogSetup:
                     f"the log cannot go to the journal: there is no socket at {self._journal_path}",
                     'set log.format to "text" or "json" where systemd-journald does not run',
                 )
-            return SinkHandler(journald.JournalSocket(self._journal_path), log_forms.journal), form
+            try:
+                socket_to_it = journald.JournalSocket(self._journal_path)
+            except OSError as error:  # out of descriptors: then a reload is refused, and the daemon goes on
+                raise HegmError(
+                    UNAVAILABLE,
+                    f"the log cannot go to the journal: {error.strerror}",
+                    "look for what takes the daemon's descriptors, or raise LimitNOFILE= of hegmd.service",
+                ) from error
+            return SinkHandler(socket_to_it, log_forms.journal), form
         line_form = log_forms.json_line if form == "json" else log_forms.text
         return SinkHandler(StreamSink(self._descriptor), line_form), form
 

@@ -260,7 +260,7 @@ class InventorySettings:
         reloads=True,
     )
     query_deadline_s: float = setting(
-        Amount(0.05, 60, whole=False),
+        Amount(0.05, 10, whole=False),
         1.0,
         "Seconds that a vendor's library may take; after that, what is known already is shown and marked as old.",
         reloads=True,
@@ -283,7 +283,12 @@ class LimitSettings:
     frame_bytes: int = setting(
         Amount(4096, 16777216), 262144, "The largest frame that is accepted, in bytes.", reloads=False
     )
-    clients: int = setting(Amount(1, 65536), 4096, "Connections at a time, from all users together.", reloads=False)
+    clients: int = setting(
+        Amount(1, 65536),
+        4096,
+        "Connections at a time, from all users together; one in 16 is kept for those who may act on all processes.",
+        reloads=False,
+    )
     clients_per_uid: int = setting(Amount(1, 65536), 1024, "Connections at a time from one user.", reloads=False)
     requests_in_flight: int = setting(
         Amount(1, 1024), 32, "Requests of one connection that may be unanswered at a time.", reloads=False
@@ -358,7 +363,7 @@ class MetricsSettings:
 class EventsSettings:
     """What `hegmctl events` can look back on."""
 
-    remembered: int = setting(Amount(1, 1000000), 1000, "Events that are kept in memory.", reloads=False)
+    remembered: int = setting(Amount(1, 100000), 1000, "Events that are kept in memory.", reloads=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

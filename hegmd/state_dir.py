@@ -6,6 +6,7 @@ one directory would each believe that the jobs in it were theirs.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -66,8 +67,10 @@ class StateDir:
                 f"another hegmd (pid {holder}) holds the state directory {self.path}",
                 "stop it first, or give this one a --state-dir and a --socket of its own",
             ) from error
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        # The lock is what counts and the pid is for people: a full disk is no reason for a node to go unseen.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._lock_fd, 0)
+            os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     def close(self) -> None:
         """Let go of the directory. Closing twice is fine."""

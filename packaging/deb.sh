@@ -4,7 +4,8 @@
 #
 # It brings its own libraries and runs them with the interpreter of the distribution, so it fits the distribution (the
 # minor version of its Python) on which it was built. SOURCE_DATE_EPOCH, by default the time of the last commit, becomes
-# the time of every file in it: the same sources give the same package.
+# the time of every file in it: the same sources give the same package. DEBFULLNAME and DEBEMAIL name who built it, as
+# for Debian's own tools.
 set -euo pipefail
 umask 022
 
@@ -39,6 +40,11 @@ fi
 
 # ---- what a package has besides -------------------------------------------------------------------------------------
 
+# 0.2.0rc1 comes before 0.2.0; in Debian's order that needs a tilde.
+version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$source/hegmd/__init__.py" | sed -E 's/\.?(a|b|rc|dev)([0-9]*)$/~\1\2/')
+[ -n "$version" ] || fail "hegmd/__init__.py names no version"
+maintainer="${DEBFULLNAME:-hegmd developers} <${DEBEMAIL:-hegmd@localhost}>"
+
 documentation=$root/usr/share/doc/hegmd
 install -D -m 0644 "$here/deb/copyright" "$documentation/copyright"
 for file in README.md CHANGELOG.md docs/protocol.md; do
@@ -46,6 +52,10 @@ for file in README.md CHANGELOG.md docs/protocol.md; do
         gzip -9n <"$source/$file" >"$documentation/$(basename "$file").gz"
     fi
 done
+printf 'hegmd (%s) unstable; urgency=medium\n\n  * See CHANGELOG.md.gz beside this file.\n\n -- %s  %s\n' \
+    "$version" "$maintainer" "$(date --utc --rfc-email --date "@$SOURCE_DATE_EPOCH")" |
+    gzip -9n >"$documentation/changelog.gz"
+install -D -m 0644 "$here/deb/lintian-overrides" "$root/usr/share/lintian/overrides/hegmd"
 mkdir "$root/DEBIAN"
 for script in postinst prerm postrm; do
     install -m 0755 "$here/deb/$script" "$root/DEBIAN/$script"
@@ -54,14 +64,12 @@ done
 
 # ---- control --------------------------------------------------------------------------------------------------------
 
-# 0.2.0rc1 comes before 0.2.0; in Debian's order that needs a tilde.
-version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$source/hegmd/__init__.py" | sed -E 's/\.?(a|b|rc|dev)([0-9]*)$/~\1\2/')
-[ -n "$version" ] || fail "hegmd/__init__.py names no version"
 architecture=$(dpkg --print-architecture)
 read -r minor next < <("$PYTHON" -I -c 'import sys; a, b = sys.version_info[:2]; print(f"{a}.{b} {a}.{b + 1}")')
 # The libraries' own compiled code asks for no more of the C library than the symbol versions it names.
 glibc=$(find "$root/usr/lib/hegm" -name '*.so' -exec grep -aoh 'GLIBC_2\.[0-9]*' {} + | sort -uV | tail -n 1)
-sed -e "s/@VERSION@/$version/" -e "s/@ARCHITECTURE@/$architecture/" -e "s/@MINOR@/$minor/" -e "s/@NEXT@/$next/" \
+sed -e "s/@VERSION@/$version/" -e "s|@MAINTAINER@|$maintainer|" -e "s/@ARCHITECTURE@/$architecture/" \
+    -e "s/@MINOR@/$minor/" -e "s/@NEXT@/$next/" \
     -e "s/@GLIBC@/${glibc#GLIBC_}/" -e "s/@SIZE_KIB@/$(du -sk --apparent-size --exclude=DEBIAN "$root" | cut -f 1)/" \
     "$here/deb/control" >"$root/DEBIAN/control"
 if [ -z "$glibc" ]; then sed -i 's/, libc6 (>= )//' "$root/DEBIAN/control"; fi

@@ -76,7 +76,11 @@ fi
 
 libraries=$into/lib/python$minor/site-packages
 mkdir -p "$into/bin" "$libraries"
-ln -s "$interpreter" "$into/bin/python3"
+link=$interpreter
+case $place:$interpreter in
+/usr/*:/usr/*) link=$(realpath -m --no-symlinks --relative-to="$place/bin" "$interpreter") ;; # so Debian wants it
+esac
+ln -s "$link" "$into/bin/python3"
 printf 'home = %s\ninclude-system-site-packages = false\n' "$(dirname "$interpreter")" >"$into/pyvenv.cfg"
 
 # By name and not by path: pip would record where the file lay.

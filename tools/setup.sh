@@ -101,7 +101,12 @@ runuser util-linux
 dpkg-deb dpkg
 useradd passwd
 ps procps
+fish fish
+zsh zsh
+mandoc mandoc
 TABLE
+    # A user's own service manager does not start without it.
+    compgen -G '/usr/lib/*/security/pam_systemd.so' >/dev/null || echo libpam-systemd
 }
 
 # ---- python ---------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ GPU = s.Gpu(
     chip="10de:2335 9.0",
     memory_total_bytes=150_754_820_096,
     memory_used_bytes=34_359_738_368,
+    memory_free_bytes=115_759_644_672,
     utilisation_percent=97.0,
     temperature_celsius=41.0,
     links=(s.PeerLink(to_uuid="GPU-peer", kind="nvlink", lanes=18, bytes_per_s=450_000_000_000),),

@@ -15,6 +15,7 @@ from hegmctl.grammar import (
     POSITIVE,
     SECONDS,
     SIZE,
+    TEXT,
     VERBS,
     Argument,
     Option,
@@ -128,6 +129,8 @@ class _Reader:
                 raise usage_error(
                     f"there is no {self._verb.tail} after `--`", f"write the {self._verb.tail}, or leave `--` out"
                 )
+            if tail and not tail[0]:
+                raise usage_error(f"the {self._verb.tail} after `--` is empty", "name the program to run")
         return Arguments(self._verb, self._values, tail or ())
 
     def _take_long(self, word: str) -> None:
@@ -238,7 +241,17 @@ def convert(kind: str, text: str, what: str) -> object:
         return size_bytes
     if not text:
         raise usage_error(f"{what.rstrip()} is empty", "give it a value")
+    if kind == TEXT and not _is_utf8(text):
+        raise usage_error(f"{what} is not UTF-8", "write it as the daemon shows it")
     return text
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes that Python could not read are halves of surrogate pairs; no frame can hold them
+        return False
+    return True
 
 
 def _seconds(text: str, what: str) -> float:

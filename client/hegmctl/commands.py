@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hegmctl.answers import DaemonVersion
     from hegmctl.connection import Connection
     from hegmctl.session import Session
+    from hegmctl.tables import Style
     from hegmd.protocol.messages import ProcessesReply, Welcome
     from hegmd.protocol.snapshots import Check
 
@@ -39,12 +40,15 @@ def ps(session: Session) -> int:
     from hegmctl.inventory_text import processes_text, ways_text
 
     arguments = session.arguments
-    view = ways_text if arguments.flag("ways") else processes_text
     pids = arguments.wholes("PID")
     on_gpus = tuple(gpu for text in arguments.texts("gpu") for gpu in text.split(",") if gpu)
 
     def look(connection: Connection) -> ProcessesReply:
         return connection.processes(pids, on_gpus)
+
+    def view(reply: ProcessesReply, style: Style) -> list[str]:
+        text = ways_text if arguments.flag("ways") else processes_text
+        return text(reply, style, on_gpus)
 
     interval_s = arguments.seconds("watch")
     try:

@@ -213,7 +213,7 @@ class Connection:
         while True:
             said = self._next_said()
             if said is None:
-                self._read(None, "nothing; it was to stay open")
+                self._read(None)
             else:
                 self._sort(said)
 
@@ -321,7 +321,7 @@ class Connection:
         else:
             descriptors.close()
 
-    def _read(self, deadline: float | None, what: str) -> None:
+    def _read(self, deadline: float | None, what: str = "") -> None:
         try:
             data = self._wire.receive(deadline)
         except TimeoutError:

@@ -45,9 +45,9 @@ def find_endpoint(
         return _checked(Endpoint(named, "HEGM_SOCKET"))
     if os.access(system_socket, os.W_OK):
         return Endpoint(system_socket, "system")
-    runtime_dir = environ.get("XDG_RUNTIME_DIR")
-    if not runtime_dir:
-        return Endpoint(system_socket, "system")
+    runtime_dir = environ.get("XDG_RUNTIME_DIR", "")
+    if not runtime_dir.startswith("/"):  # cron, su and sudo leave it out; hegmd --user falls back to the same place
+        runtime_dir = f"/run/user/{os.getuid()}"
     own_socket = f"{runtime_dir}/hegm/hegmd.sock"
     if os.path.exists(own_socket):
         return _checked(Endpoint(own_socket, "user", (system_socket,)))

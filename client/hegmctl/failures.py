@@ -25,11 +25,12 @@ def silent(path: str, what: str, timeout_s: float | None) -> HegmError:
     )
 
 
-def gone(path: str, what: str) -> HegmError:
-    """The connection ended with the answer to `what` outstanding."""
+def gone(path: str, what: str = "") -> HegmError:
+    """The connection ended, with the answer to `what` outstanding if that is given."""
+    before = f" before it answered {what}" if what else ""
     return HegmError(
         DISCONNECTED,
-        f"{path}: the daemon ended the connection before it answered {what}",
+        f"{path}: the daemon ended the connection{before}",
         "try again; `journalctl -u hegmd` tells why it went away",
     )
 

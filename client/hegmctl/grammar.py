@@ -12,6 +12,7 @@ from __future__ import annotations
 # What a value is, and so how it is checked.
 FLAG = "flag"
 TEXT = "text"
+PATH = "a path"
 COUNT = "a whole number"
 POSITIVE = "a whole number over 0"
 SECONDS = "a number of seconds"
@@ -53,7 +54,10 @@ class Option:
 
 
 class Argument:
-    """One argument in its place, or with `many` any number of them at the end."""
+    """One argument in its place, or with `many` any number of them at the end.
+
+    `choices` are all that it can be; beside `complete`, they are what it can be besides.
+    """
 
     __slots__ = ("choices", "complete", "doc", "kind", "many", "name")
 
@@ -111,7 +115,7 @@ DESCRIPTION = (
 )
 
 GLOBAL_OPTIONS: tuple[Option, ...] = (
-    Option("--socket", kind=TEXT, metavar="PATH", complete=FILES, doc="the daemon's socket; see SOCKET"),
+    Option("--socket", kind=PATH, metavar="PATH", complete=FILES, doc="the daemon's socket"),
     Option("--json", doc="print JSON, as docs/json.md describes it; errors too, to standard error"),
     Option("-q", "--quiet", doc="print the answer and nothing about it"),
     Option("--color", doc="use colours, even in a pipe"),
@@ -185,7 +189,7 @@ _VERBS = (
                 metavar="KIND",
                 repeats=True,
                 choices=EVENT_KINDS,
-                doc="only this kind; `gpu` stands for every kind that begins with `gpu.`",
+                doc="only this kind; `gpu` stands for gpu.lost and all of its family",
             ),
         ),
         examples=(("hegmctl events --kind gpu -f", "wait for something to happen to a GPU"),),
@@ -234,12 +238,14 @@ _VERBS = (
         "make a simulated GPU fail, or mend it",
         "For a daemon started with --simulate. The faults in force afterwards are printed.",
         arguments=(
-            Argument("TARGET", complete=GPUS, doc="a GPU, or `vendor` for the vendor's whole library"),
+            Argument(
+                "TARGET", complete=GPUS, choices=("vendor",), doc="a GPU, or `vendor` for the vendor's whole library"
+            ),
             Argument("FAULT", choices=FAULTS, doc="one of " + ", ".join(FAULTS[:-1]) + "; or none, to mend it"),
         ),
         examples=(
             ("hegmctl simulate fault gpu1 lost", "gpu1 falls off the bus"),
-            ("hegmctl simulate fault gpu1 none", "and is back"),
+            ("hegmctl simulate fault gpu1 none", "gpu1 is back"),
         ),
     ),
     Verb(

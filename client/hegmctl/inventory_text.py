@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from hegmctl.tables import Cell
     from hegmd.protocol.messages import GpusReply, ProcessesReply
-    from hegmd.protocol.snapshots import Gpu, GpuProcess, PeerLink, Vendor, Workload
+    from hegmd.protocol.snapshots import Gpu, GpuProcess, Health, PeerLink, Vendor, Workload
 
 _COLOURS = {"ok": "green", "warn": "yellow", "unknown": "yellow", "failed": "red", "lost": "red"}
 _LONG_ID = 12
@@ -76,7 +76,7 @@ def _gpu_remarks(reply: GpusReply, style: Style) -> list[str]:
         return []
     remarks: list[str] = []
     for gpu in reply.gpus:
-        if gpu.state == "lost":
+        if gpu.state == "lost" and not gpu.health.notes:
             remarks.append(f"{gpu.id}: lost; it fell off the bus and the driver does not reach it")
         remarks += [f"{gpu.id}: {note}" for note in gpu.health.notes]
     return _below(remarks + _vendor_remarks(reply.vendors), style)
@@ -140,6 +140,7 @@ def _gpu_facts(gpu: Gpu, ids: dict[str, str]) -> list[tuple[str, str]]:
         ("index", str(gpu.index)),
         ("NUMA node", UNKNOWN if gpu.numa_node is None else str(gpu.numa_node)),
         ("memory", used_of_total(gpu.memory_used_bytes, gpu.memory_total_bytes)),
+        ("memory free", UNKNOWN if gpu.memory_free_bytes is None else binary_size(gpu.memory_free_bytes)),
         ("utilisation", _with_unit(gpu.utilisation_percent, "%")),
         ("temperature", _with_unit(gpu.temperature_celsius, " C")),
         ("power", _power(gpu)),
@@ -148,10 +149,17 @@ def _gpu_facts(gpu: Gpu, ids: dict[str, str]) -> list[tuple[str, str]]:
         ("persistence", switch[gpu.persistence]),
         ("health", gpu.health.state),
         ("memory errors", ", ".join(f"{UNKNOWN if count is None else count} {what}" for count, what in counts)),
-        ("last XID", UNKNOWN if gpu.health.last_xid is None else str(gpu.health.last_xid)),
+        ("last XID", _last_xid(gpu.health)),
     ]
     links = [("links", _link(link, ids)) for link in gpu.links] or [("links", UNKNOWN)]
     return facts + links[:1] + [("", value) for _label, value in links[1:]]
+
+
+def _last_xid(health: Health) -> str:
+    if health.last_xid is None:
+        return UNKNOWN
+    count = health.xid_count
+    return f"{health.last_xid}, the last of {count}" if count is not None and count > 1 else str(health.last_xid)
 
 
 def _link(link: PeerLink, ids: dict[str, str]) -> str:
@@ -160,10 +168,10 @@ def _link(link: PeerLink, ids: dict[str, str]) -> str:
     return f"{ids.get(link.to_uuid, link.to_uuid)} by {link.kind}{lanes}{speed}"
 
 
-def processes_text(reply: ProcessesReply, style: Style) -> list[str]:
-    """The table of `hegmctl ps`."""
+def processes_text(reply: ProcessesReply, style: Style, on_gpus: Sequence[str] = ()) -> list[str]:
+    """The table of `hegmctl ps`. `on_gpus` are the GPUs that were asked for, if not all."""
     if not reply.processes:
-        return _none("No process is on a GPU here.", reply.vendors, style)
+        return _none(_nobody(on_gpus), reply.vendors, style)
     held = any(process.held_bytes for process in reply.processes)
     columns = [
         Column("PID", right=True),
@@ -177,6 +185,10 @@ def processes_text(reply: ProcessesReply, style: Style) -> list[str]:
     ]
     rows = [_process_row(process, held=held) for process in reply.processes]
     return [*table(columns, rows, style), *_process_remarks(reply, style)]
+
+
+def _nobody(on_gpus: Sequence[str]) -> str:
+    return f"No such process is on {' or '.join(on_gpus)}." if on_gpus else "No process is on a GPU here."
 
 
 def _process_row(process: GpuProcess, *, held: bool) -> list[Cell]:
@@ -244,10 +256,10 @@ def _process_remarks(reply: ProcessesReply, style: Style) -> list[str]:
     return _below(notes + _vendor_remarks(reply.vendors), style)
 
 
-def ways_text(reply: ProcessesReply, style: Style) -> list[str]:
+def ways_text(reply: ProcessesReply, style: Style, on_gpus: Sequence[str] = ()) -> list[str]:
     """For each process the ways in which it could be moved, for `hegmctl ps --ways`."""
     if not reply.processes:
-        return _none("No process is on a GPU here.", reply.vendors, style)
+        return _none(_nobody(on_gpus), reply.vendors, style)
     lines: list[str] = []
     for process in reply.processes:
         shares = ", ".join(

@@ -151,12 +151,17 @@ def style_of(stream: TextIO | None, colour: bool | None, *, quiet: bool = False)
     """What there is behind that stream. Without a terminal nothing has to fit."""
     terminal = _is_terminal(stream)
     if colour is None:
-        colour = terminal and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
+        colour = terminal and not is_dumb() and not os.environ.get("NO_COLOR")
     if stream is None or not terminal:
         return Style(colour=colour, remarks=not quiet)
     columns, lines = _terminal_size(stream, os.environ)
     unicode = (stream.encoding or "").lower().replace("-", "") == "utf8"
     return Style(colour=colour, columns=columns, lines=lines, ellipsis="…" if unicode else "~", remarks=not quiet)
+
+
+def is_dumb() -> bool:
+    """Whether control sequences would be garbage on the terminal, by its own word."""
+    return os.environ.get("TERM", "dumb") == "dumb"
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

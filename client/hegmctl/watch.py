@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from time import localtime, sleep, strftime, time
 
-from hegmctl.output import TextSink
+from hegmctl.output import TextSink, is_dumb
 from hegmd.errors import BUSY, CANCELLED, DISCONNECTED, NO_DAEMON, TIMEOUT, UNAVAILABLE, HegmError
 
 TYPE_CHECKING = False
@@ -94,7 +94,7 @@ def watch(
     sink = session.sink
     daemon = Reconnecting(session)
     try:
-        if isinstance(sink, TextSink) and sink.style.columns is not None:
+        if isinstance(sink, TextSink) and sink.style.columns is not None and not is_dumb():
             from hegmctl.screen import Screen
 
             with Screen(sys.stdout, sink.style, f"hegmctl {' '.join(sys.argv[1:])}") as screen:

@@ -63,6 +63,12 @@ class AmdFacts:
     links: tuple[AmdLink, ...] = ()
     failures: dict[str, str] = field(default_factory=dict[str, str])
 
+    @property
+    def memory_free_bytes(self) -> int | None:
+        if self.memory_total_bytes is None or self.memory_used_bytes is None:
+            return None
+        return self.memory_total_bytes - self.memory_used_bytes
+
 
 def records_of(gpus: Sequence[AmdFacts], driver_version: str | None) -> tuple[Gpu, ...]:
     """The records of these GPUs, whose order gives the index."""
@@ -126,6 +132,7 @@ def _record(facts: AmdFacts, index: int, uuids: dict[str, str], driver_version: 
     return known.replace(
         memory_total_bytes=facts.memory_total_bytes,
         memory_used_bytes=facts.memory_used_bytes,
+        memory_free_bytes=facts.memory_free_bytes,
         utilisation_percent=facts.utilisation_percent,
         temperature_celsius=facts.temperature_celsius,
         power_watts=facts.power_watts,

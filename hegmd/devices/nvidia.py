@@ -5,7 +5,8 @@ about it, how a process that is listed three times is one process. Each snapshot
 how each of them does; kept from one to the next are only an opened library's fixed facts (name, chip, links), the XID
 events of each GPU since the daemon watches, and who was where, so that a GPU that fell off the bus keeps its name.
 
-`memory_used_bytes` is what nvidia-smi shows as used: without the driver's own reserve of some hundred MiB.
+`memory_used_bytes` and `memory_free_bytes` are what nvidia-smi shows: neither has the driver's own reserve of some
+hundred MiB in it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from hegmd.devices.nvml import (
     handle_key,
 )
 from hegmd.devices.nvml_gpu import NvmlGpu
+from hegmd.devices.shared_library import SharedLibrary, return_free_memory
 from hegmd.protocol.snapshots import Gpu, Health, PeerLink
 
 VENDOR = "nvidia"
@@ -83,7 +85,7 @@ class NvidiaProvider:
         host: NvidiaHost | None = None,
         clock_utc: Callable[[], float] = time.time,
     ) -> None:
-        self._library = library
+        self._library = SharedLibrary(library)
         self._host = host or NvidiaHost()
         self._clock_utc = clock_utc
         self._inside = threading.Lock()
@@ -156,6 +158,7 @@ class NvidiaProvider:
         if not count:
             self._close()
             raise DeviceAbsent("the NVIDIA driver has no GPU", "see what is on the PCI bus: lspci -d 10de:")
+        return_free_memory()
 
     def _close(self) -> None:
         nvml, self._nvml = self._nvml, None
@@ -172,7 +175,7 @@ class NvidiaProvider:
                 "no NVIDIA GPU and no NVIDIA driver here", "nothing is to be done on a node without NVIDIA GPUs"
             )
         return DeviceAbsent(
-            f"there are NVIDIA GPUs on the PCI bus ({', '.join(cards)}) but no {self._library}",
+            f"there are NVIDIA GPUs on the PCI bus ({', '.join(cards)}) but no {self._library.name}",
             "install the driver's libraries (on Debian and Ubuntu libnvidia-ml1, of the driver's version); "
             "in a container, have them mounted by the NVIDIA container toolkit",
         )
@@ -188,7 +191,7 @@ class NvidiaProvider:
         if failure.code == LIB_RM_VERSION_MISMATCH:
             module = self._host.module_version() or "another version"
             return DeviceError(
-                f"{self._library} is not of the loaded kernel driver's version ({module}): "
+                f"{self._library.name} is not of the loaded kernel driver's version ({module}): "
                 "the driver's package was replaced while the old driver stayed loaded",
                 "reboot, or with all GPU programs stopped: "
                 "sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia && sudo modprobe nvidia",
@@ -251,6 +254,7 @@ class NvidiaProvider:
             chip=card.chip,
             memory_total_bytes=None if memory is None else memory.total_bytes,
             memory_used_bytes=None if memory is None else memory.used_bytes,
+            memory_free_bytes=None if memory is None else memory.free_bytes,
             utilisation_percent=asked.utilisation_percent(),
             temperature_celsius=asked.temperature_celsius(),
             power_watts=asked.power_watts(),

@@ -79,6 +79,11 @@ class XidRecord:
         self.newest = number
         self.seen[number] = (self.seen.get(number, (0, 0.0))[0] + 1, now_utc)
 
+    @property
+    def count(self) -> int | None:
+        """How many there were; None for none, as with `newest`: not every driver tells of them."""
+        return sum(times for times, _ in self.seen.values()) or None
+
 
 @dataclass(slots=True)
 class HealthFacts:
@@ -116,6 +121,7 @@ def judge(facts: HealthFacts, xids: XidRecord) -> Health:
         ecc_uncorrected=facts.ecc_uncorrected,
         retired_pages=retired,
         last_xid=xids.newest,
+        xid_count=xids.count,
     )
 
 
@@ -126,9 +132,9 @@ def without_answer(state: str, words: str, xids: XidRecord) -> Health:
         note = (
             "the GPU fell off the bus; look at the kernel log (dmesg | grep -i xid), then reset it or reboot the node"
         )
-        return Health(state="failed", notes=(note, *notes), last_xid=xids.newest)
+        return Health(state="failed", notes=(note, *notes), last_xid=xids.newest, xid_count=xids.count)
     note = f"the driver tells nothing about this GPU ({words}); compare with nvidia-smi and the kernel log"
-    return Health(state="unknown", notes=(note, *notes), last_xid=xids.newest)
+    return Health(state="unknown", notes=(note, *notes), last_xid=xids.newest, xid_count=xids.count)
 
 
 def _xid_notes(xids: XidRecord) -> list[tuple[int, str]]:

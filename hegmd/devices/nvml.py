@@ -1,23 +1,24 @@
-"""The one door to NVML: loads the library, asks it through NVIDIA's own binding, and lets go of it for good.
+"""The one door to NVML: initialises the library, asks it through NVIDIA's own binding, and lets go of the driver.
 
 It sorts NVML's codes into four: an answer; None for a question that this GPU, driver or binding has no answer to;
 GpuLost or GpuFailed; LibraryFailed. The questions themselves are in nvml_gpu.py, and what an answer means for a record
 or an operator is for nvidia.py to say.
 
 The binding (nvidia-ml-py, imported as pynvml) keeps the library and every function it found in it for the life of the
-process, and loads it by name only. So the library is loaded here and handed to the binding, and `close` takes both
-away from it and unloads: a driver that was upgraded or loaded anew is then found by the next `Nvml`. Process lists are
-read past the binding, which makes a Python object with four attributes of each entry: 2,000 processes would cost more
-than all the rest of a snapshot.
+process, and loads it by name only. So it is handed a library that `shared_library` loaded, and `close` takes library
+and functions away from it: a driver that was upgraded or loaded anew is then found by the next `Nvml`. Process lists
+are read past the binding, which makes a Python object with four attributes of each entry: 2,000 processes would cost
+more than all the rest of a snapshot.
 """
 
 from __future__ import annotations
 
-import _ctypes
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
+
+from hegmd.devices.shared_library import SharedLibrary
 
 UNINITIALIZED = 1
 DRIVER_NOT_LOADED = 9
@@ -81,15 +82,15 @@ class Nvml:
     Everything raises LibraryFailed once it stopped working.
     """
 
-    def __init__(self, library: str) -> None:
-        """Load it. Raises LibraryMissing or LibraryFailed, and leaves nothing loaded then."""
+    def __init__(self, library: SharedLibrary) -> None:
+        """Load and initialise it. Raises LibraryMissing or LibraryFailed, with nothing initialised then."""
+        self._owner = library  # as long as this lives, so that what it calls into stays loaded
         try:
-            self._handle = _ctypes.dlopen(library, 0)
+            self._library: ctypes.CDLL | None = library.load()
         except OSError as error:
-            if str(error) == f"{library}: cannot open shared object file: No such file or directory":
+            if str(error) == f"{library.name}: cannot open shared object file: No such file or directory":
                 raise LibraryMissing(str(error)) from None
             raise LibraryFailed(None, str(error)) from None
-        self._library: ctypes.CDLL | None = ctypes.CDLL(library, handle=self._handle)
         self._events: Any = None
         self._process_lists: dict[str, Callable[..., int] | None] = {}
         self._entry_bytes: dict[str, int] = {}
@@ -99,7 +100,7 @@ class Nvml:
         try:
             self._initialise()
         except BaseException:
-            self._unload()
+            self._take_away()
             raise
 
     def _initialise(self) -> None:
@@ -115,20 +116,19 @@ class Nvml:
             raise LibraryFailed(error.value, f"nvmlInit: {error}") from None
 
     def close(self) -> None:
-        """Shut down and unload. The driver can be unloaded and the library replaced after it. Twice is fine."""
+        """Shut down, after which nothing of the driver is held open any more. Twice is fine."""
         if self._library is None:
             return
         self._forget_events()
         with suppress(self.binding.NVMLError):  # it may not work any more, which may be why it is closed
             self.binding.nvmlShutdown()
-        self._unload()
+        self._take_away()
 
-    def _unload(self) -> None:
+    def _take_away(self) -> None:
         self._library = None
         self._process_lists.clear()
         if self.binding is not None:
             self._hand_over(None)
-        _ctypes.dlclose(self._handle)
 
     def _hand_over(self, library: ctypes.CDLL | None) -> None:
         """Make this the binding's library, and have it forget the functions of another: they would be jumped to."""

@@ -22,6 +22,7 @@ class Memory(NamedTuple):
 
     total_bytes: int
     used_bytes: int
+    free_bytes: int | None
 
 
 class RemappedRows(NamedTuple):
@@ -93,7 +94,7 @@ class NvmlGpu:
             found = self._ask("memory", "nvmlDeviceGetMemoryInfo")
         if found is None or _U64_UNTOLD in (found.total, found.used):
             return None
-        return Memory(int(found.total), int(found.used))
+        return Memory(int(found.total), int(found.used), None if found.free == _U64_UNTOLD else int(found.free))
 
     def utilisation_percent(self) -> float | None:
         found = self._ask("utilisation", "nvmlDeviceGetUtilizationRates")

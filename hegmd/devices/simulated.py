@@ -20,9 +20,9 @@ from hegmd.errors import BAD_REQUEST, NOT_FOUND, HegmError, Refused
 from hegmd.protocol.snapshots import Gpu, GpuUse, Health, PeerLink
 
 MEND = "none"
-# What a driver would tell: 48 is its number for a double-bit memory error, 31 for a memory page fault.
+# What NVIDIA's driver would tell: 48 is its number for an uncorrectable memory error, 74 for an error of a link.
 _XID_OF_ECC = 48
-_XID_OF_FAULT = 31
+_XID_OF_FAULT = 74
 _SHUTS_OUT = ("lost", "error", "hang")
 _MENDING = "mend it with the fault `none`"
 
@@ -235,9 +235,11 @@ class SimulatedProvider:
         )
 
     def _answering(self, known: Gpu, index: int, spec: GpuSpec, fault: str | None) -> Gpu:
+        used_bytes = None if fault == "unknown-memory" else self._used_bytes(index)
         return known.replace(
             memory_total_bytes=spec.memory_bytes,
-            memory_used_bytes=None if fault == "unknown-memory" else self._used_bytes(index),
+            memory_used_bytes=used_bytes,
+            memory_free_bytes=None if used_bytes is None else spec.memory_bytes - used_bytes,
             temperature_celsius=_as_float(spec.temperature_celsius),
             power_watts=_as_float(spec.power_watts),
             power_limit_watts=_as_float(spec.power_limit_watts),
@@ -288,10 +290,8 @@ def _health(spec: GpuSpec, fault: str | None) -> Health:
         notes.append(f"uncorrected memory errors: {uncorrected}")
     if last_xid is not None:
         notes.append(f"the driver reported XID {last_xid}")
-    if spec.retired_pages:
-        notes.append(f"memory pages taken out of use: {spec.retired_pages}")
     return Health(
-        state="failed" if uncorrected else "warn" if notes else "ok",
+        state="failed" if last_xid == _XID_OF_ECC else "warn" if notes else "ok",
         notes=tuple(notes),
         ecc_corrected=spec.ecc_corrected,
         ecc_uncorrected=uncorrected,

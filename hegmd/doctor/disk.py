@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
@@ -81,7 +82,7 @@ def _examine(facts: NodeFacts, directory: Path) -> Finding | None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return _unwritable(facts, directory, error)
+        return unwritable(facts, directory, error)
     mode = directory.stat().st_mode
     if mode & stat.S_ISVTX:
         return warn(f"{shown} is shared by all users, and will hold memory of jobs", "configure a directory of its own")
@@ -90,9 +91,12 @@ def _examine(facts: NodeFacts, directory: Path) -> Finding | None:
     return None
 
 
-def _unwritable(facts: NodeFacts, directory: Path, error: OSError) -> Finding:
+def unwritable(facts: NodeFacts, directory: Path, error: OSError) -> Finding:
+    """What an attempt to write there failed with, and what helps against that."""
     fix = f"ls -ld {directory}" if facts.user_mode else f"sudo ls -ld {directory}"
-    if facts.under_systemd:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fix = _make_room(directory)
+    elif facts.under_systemd:
         fix = f"sudo systemctl edit hegmd, with the lines [Service] and ReadWritePaths={directory}"
     return fail(f"{clipped(str(directory), 50)} cannot be written to: {error.strerror}", fix)
 

@@ -62,7 +62,7 @@ def _details(gpu: Gpu) -> str:
         return f"nvidia-smi -q -i {gpu.pci_address or gpu.index} -d ECC,PAGE_RETIREMENT,ROW_REMAPPER,PERFORMANCE"
     if gpu.vendor == "amd":
         return f"amd-smi metric --gpu {gpu.index} --ecc"
-    return f"send the daemon simulate.fault for {gpu.id} with the fault none"
+    return f"hegmctl simulate fault {gpu.id} none"
 
 
 def _reset(gpu: Gpu) -> str:

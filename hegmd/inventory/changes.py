@@ -32,6 +32,7 @@ class _Known:
     state: str
     health: str
     last_xid: int | None = None
+    xid_count: int | None = None
     ecc_uncorrected: int | None = None
     retired_pages: int | None = None
     mig: bool | None = None
@@ -131,7 +132,9 @@ class Changes:
     def _tell_gpu_health(self, gpu: Gpu, known: _Known) -> None:
         """One event for all that became better or worse at once: an XID seldom comes alone."""
         health, found = gpu.health, list[tuple[str, str]]()
-        if health.last_xid is not None and health.last_xid != known.last_xid:
+        if health.last_xid is not None and (
+            health.last_xid != known.last_xid or _grew(known.xid_count, health.xid_count)
+        ):
             found.append(("warning", f"XID {health.last_xid}"))
         if _grew(known.ecc_uncorrected, health.ecc_uncorrected):
             found.append(
@@ -146,6 +149,7 @@ class Changes:
             severity = max((severity for severity, _ in found), key=_RANK.index)
             text = f"{gpu.id}: {'; '.join(text for _, text in found)}"
             facts: dict[str, object] = {"state": health.state, "last_xid": health.last_xid}
+            facts["xid_count"] = health.xid_count
             facts |= {"ecc_uncorrected": health.ecc_uncorrected, "retired_pages": health.retired_pages}
             self._record_gpu("gpu.health", severity, text, gpu, facts)
 
@@ -199,7 +203,7 @@ class Changes:
 def _remember(known: _Known, gpu: Gpu) -> None:
     """Take over what is known now; what is not known for the moment stays as it was."""
     known.state = gpu.state
-    for field in ("last_xid", "ecc_uncorrected", "retired_pages"):
+    for field in ("last_xid", "xid_count", "ecc_uncorrected", "retired_pages"):
         if (value := getattr(gpu.health, field)) is not None:
             setattr(known, field, value)
     for field, _ in _MODES:

@@ -69,7 +69,8 @@ class Inventory:
     """Looks after the node's inventory. Belongs to the event loop; use as an asynchronous context manager.
 
     `agents` and `held` tell the connected agents and the bytes that hegmd holds, by pid, whenever they are asked.
-    `off` are vendors that the configuration leaves out. `on_look` is told of every look and how long it took.
+    `means` are asked for at each look, and `on_look` is told of it and how long it took. `off` are vendors that the
+    configuration leaves out.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that it is made of, each named, put together in one place only
@@ -79,7 +80,7 @@ class Inventory:
         query_deadline_s: float,
         events: EventLog,
         table: ProcessTable,
-        means: NodeMeans,
+        means: Callable[[], NodeMeans],
         agents: Callable[[], Mapping[int, AgentInfo]] = dict,
         held: Callable[[], Mapping[int, int]] = dict,
         off: Sequence[str] = (),
@@ -231,5 +232,5 @@ class Inventory:
             unproven=self._register.pids_of(hardware) if doubted else frozenset(),
             agents=dict(self._agents()),
             held_bytes=dict(self._held()),
-            ground=ground_of(self._register.gpus, self._means),
+            ground=ground_of(self._register.gpus, self._means()),
         )

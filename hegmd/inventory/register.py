@@ -2,7 +2,8 @@
 
 Owns the ids and the last good word on every card. A card is its UUID. Its id is given at first sight, in the order of
 the vendor's own index, and never to another card while the daemon runs: a command that says `gpu3` must not reach
-another GPU because one fell off the bus in between. So nothing is ever taken out of the register either.
+another GPU because one fell off the bus in between. So nothing is ever taken out of the register either, but for a card
+that never told who it is: it gives its place to the one that turns out to be there.
 
 Unknown is shown as unknown. A card that is lost, or whose library failed, keeps its identity and loses its figures;
 the processes that were on it are kept without their figures, since a driver that stopped answering has not stopped
@@ -79,8 +80,7 @@ class GpuRegister:
             present.add(gpu.uuid)
             card = self._cards.get(gpu.uuid)
             if card is None:
-                name = f"gpu{len(self._cards)}"
-                self._cards[gpu.uuid] = _Card(id=name, vendor=vendor, shown=gpu.replace(id=name))
+                self._enter(vendor, gpu)
             else:
                 shown = gpu.replace(id=card.id)
                 card.shown = card.shown if card.shown == shown else shown
@@ -93,6 +93,18 @@ class GpuRegister:
             if card.shown.state != "ok":
                 doubtful.add(uuid)
         self._uses[vendor] = (*snapshot.uses, *self._carried(vendor, snapshot, doubtful))
+
+    def _enter(self, vendor: str, gpu: Gpu) -> None:
+        """Name a card that is seen for the first time; one that did not say who it is, while it failed, has a name."""
+        for uuid, card in self._cards.items():
+            if card.vendor == vendor and card.shown.index == gpu.index and _is_nameless(card.shown):
+                known = _Card(id=card.id, vendor=vendor, shown=gpu.replace(id=card.id))
+                # In the same place, because the order of the cards is that of their ids.
+                self._cards = {gpu.uuid if one == uuid else one: each for one, each in self._cards.items()}
+                self._cards[gpu.uuid] = known
+                return
+        name = f"gpu{len(self._cards)}"
+        self._cards[gpu.uuid] = _Card(id=name, vendor=vendor, shown=gpu.replace(id=name))
 
     def _carried(self, vendor: str, snapshot: VendorSnapshot, doubtful: set[str]) -> list[ProcessUse]:
         """The uses of before of GPUs that cannot be asked now, as far as the snapshot does not tell them itself."""
@@ -121,6 +133,11 @@ def _without_figures(gpu: Gpu, state: str, health: Health) -> Gpu:
         numa_node=gpu.numa_node,
         health=health,
     )
+
+
+def _is_nameless(gpu: Gpu) -> bool:
+    """Whether the card has never told anything by which it could be known again."""
+    return gpu.state != "ok" and gpu.pci_address is None and gpu.name is None
 
 
 def _without_figure(use: ProcessUse) -> ProcessUse:

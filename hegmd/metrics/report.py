@@ -58,7 +58,13 @@ class Tallies:
 
 # A value of a GPU that changes, by name, kind, meaning, and how it is found.
 _GPU_VALUES: tuple[tuple[str, str, str, Callable[[Gpu], float | None]], ...] = (
-    ("memory_used_bytes", "gauge", "Video memory in use or reserved, by all.", lambda gpu: gpu.memory_used_bytes),
+    (
+        "memory_used_bytes",
+        "gauge",
+        "Video memory in use by processes and the driver, without the driver's fixed reserve.",
+        lambda gpu: gpu.memory_used_bytes,
+    ),
+    ("memory_free_bytes", "gauge", "Video memory that can still be taken.", lambda gpu: gpu.memory_free_bytes),
     (
         "utilisation_ratio",
         "gauge",

@@ -21,6 +21,8 @@ from hegmd.ways import Candidate, Ground, ways_of
 
 __all__ = ["Roll", "RollCall", "Roster", "Sightings", "stand_in"]
 
+# An agent gives itself its name, so that one process can be of any number of kinds over time.
+MOST_KINDS = 1024
 NOTE_NOT_LOOKED_AT = "/proc was not read in time; ask again"
 
 
@@ -180,6 +182,8 @@ class Roster:
         )
         ways = self._ways.get(candidate)
         if ways is None:
+            if len(self._ways) >= MOST_KINDS:
+                self._ways.clear()
             ways = self._ways[candidate] = ways_of(candidate, call.ground)
         return ways
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ..errors import BAD_REQUEST, PeerError
 from . import msgpack_source
+from .record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,9 +25,23 @@ _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 _HINT = "a payload is one msgpack map with string keys and UTF-8 strings; see docs/protocol.md"
 
 
-def encode(message: Mapping[str, object]) -> bytes:
-    """The message as msgpack. Raises TypeError or ValueError for values that msgpack has no form for."""
-    packer = msgpack.Packer(use_bin_type=True)
+def encode(message: Mapping[str, object], *, escaped: bool = False) -> bytes:
+    """The message as msgpack, with records as maps. Raises TypeError or ValueError for what msgpack has no form for.
+
+    Records are taken as they are met: to make plain copies of all of them first takes four times as long, and a reply
+    with 2,000 processes has 14,000 records in it. Paths and names on a node need not be UTF-8; Python holds such bytes
+    as surrogates. `escaped` writes each as \\udcNN, for what is read by people; what is acted on must not be altered.
+    """
+    try:
+        return _packed(message)
+    except UnicodeEncodeError:
+        if not escaped:
+            raise
+    return _packed(message, unicode_errors="backslashreplace")
+
+
+def _packed(message: Mapping[str, object], **options: str) -> bytes:
+    packer = msgpack.Packer(use_bin_type=True, default=_map_of, **options)
     packed: bytes = packer.pack(message)
     return packed
 
@@ -52,6 +67,12 @@ def decode(payload: bytes) -> dict[str, object]:
         raise _malformed(f"a {type(message).__name__} where a map belongs")
     _check_shape(message)
     return message  # pyright: ignore[reportUnknownVariableType] - its shape was checked just now
+
+
+def _map_of(value: object) -> dict[str, object]:
+    if isinstance(value, Record):
+        return value.__dict__
+    raise TypeError(f"msgpack has no form for a {type(value).__name__}")
 
 
 def _check_shape(message: Any) -> None:

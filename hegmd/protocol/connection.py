@@ -22,6 +22,7 @@ from .messages import (
     PROTOCOL_VERSION,
     REQUESTS,
     SUPPORTED_VERSIONS,
+    Cancel,
     ErrorInfo,
     Hello,
     Request,
@@ -145,7 +146,7 @@ class ServerConnection:
             )
         if message is Hello and self.hello is not None:
             raise _bad("hello was said already", "say hello once, at the start of a connection")
-        if len(self._in_flight) > self._limit:
+        if message is not Cancel and len(self._in_flight) > self._limit:  # cancelling is the way back below it
             raise HegmError(
                 BUSY,
                 f"{self._limit} requests of this connection are unanswered, which is the limit",
@@ -175,7 +176,7 @@ class ServerConnection:
         expected = self._message_of(request_id)
         if type(reply) is not expected.reply:
             raise Bug(f"{expected.__name__} was answered with {type(reply).__name__}")
-        encoded = _envelope({"id": request_id, "ok": reply.to_plain()}, fds)
+        encoded = _envelope({"id": request_id, "ok": reply}, fds)
         del self._in_flight[request_id]  # only now: a reply that cannot be encoded leaves the request open for an error
         return encoded
 
@@ -184,14 +185,14 @@ class ServerConnection:
         if request_id is not None:
             self._in_flight.pop(request_id, None)
         info = ErrorInfo(code=error.code.name, message=error.message, hint=error.hint, facts=error.facts)
-        return _envelope({"id": request_id, "err": info.to_plain()}, 0)
+        return _envelope({"id": request_id, "err": info}, 0)
 
     def event(self, request_id: int, event: Record, fds: int = 0) -> bytes:
         """The frame of something that happens while a request is under way; `fds` descriptors go with it."""
         expected = self._message_of(request_id)
         if expected.event is None or type(event) is not expected.event:
             raise Bug(f"{expected.__name__} was sent a {type(event).__name__} in between")
-        return _envelope({"id": request_id, "event": event.to_plain()}, fds)
+        return _envelope({"id": request_id, "event": event}, fds)
 
     def _message_of(self, request_id: int) -> type[Request]:
         if request_id not in self._in_flight:
@@ -246,9 +247,9 @@ class ClientConnection:
             raise Bug("hello comes first, and once")
         self._last_id += 1
         version = PROTOCOL_VERSION if self.welcome is None else self.welcome.version
-        envelope: dict[str, object] = {"v": version, "id": self._last_id, "op": request.op, "args": request.to_plain()}
+        envelope: dict[str, object] = {"v": version, "id": self._last_id, "op": request.op, "args": request}
         self._in_flight[self._last_id] = type(request)
-        return self._last_id, _envelope(envelope, fds)
+        return self._last_id, _envelope(envelope, fds, escaped=False)
 
     def feed(self, data: bytes) -> None:
         """Take bytes from the socket."""
@@ -311,11 +312,11 @@ def _fds_of(envelope: Mapping[str, object], request_id: int) -> int:
     return fds
 
 
-def _envelope(envelope: dict[str, object], fds: int) -> bytes:
+def _envelope(envelope: dict[str, object], fds: int, *, escaped: bool = True) -> bytes:
     if fds:
         envelope["fds"] = fds
     try:
-        payload = codec.encode(envelope)
+        payload = codec.encode(envelope, escaped=escaped)
     except (TypeError, ValueError, OverflowError) as error:
         raise Bug(f"a message that msgpack cannot hold was to be sent: {error}") from error
     if len(payload) > REPLY_FRAME_BYTES:

@@ -31,6 +31,7 @@ class Health(Record):
     ecc_uncorrected: int | None = field("uncorrected memory errors since the driver was loaded", default=None)
     retired_pages: int | None = field("memory pages or rows taken out of use for good", default=None)
     last_xid: int | None = field("the newest XID error that the driver reported since hegmd watches", default=None)
+    xid_count: int | None = field("how many it reported since then; None before the first one", default=None)
 
 
 class Gpu(Record):
@@ -47,7 +48,13 @@ class Gpu(Record):
     )
     state: str = field("ok; lost: it fell off the bus; unknown: the vendor's library does not answer", default="ok")
     memory_total_bytes: int | None = field("video memory", default=None)
-    memory_used_bytes: int | None = field("video memory in use or reserved, by all", default=None)
+    memory_used_bytes: int | None = field(
+        "in use by processes and the driver, without the driver's fixed reserve, as nvidia-smi shows it", default=None
+    )
+    memory_free_bytes: int | None = field(
+        "video memory that can still be taken; less than total minus used by what the driver keeps for itself",
+        default=None,
+    )
     utilisation_percent: float | None = field("share of the last sample in which a kernel ran", default=None)
     temperature_celsius: float | None = field("core temperature", default=None)
     power_watts: float | None = field("power drawn now", default=None)

@@ -73,4 +73,5 @@ class Policy:
         """The process as the peer may see it: command lines hold secrets, so other users' are kept back."""
         if process.command is None or self.may_act_on(peer, process.uid):
             return process
-        return process.replace(command=None, note="command line hidden: another user's process")
+        hidden = "command line hidden: another user's process"
+        return process.replace(command=None, note=hidden if process.note is None else f"{process.note}; {hidden}")

@@ -67,9 +67,6 @@ class Handlers:
         }
 
     async def hello(self, call: Call, hello: m.Hello) -> m.Welcome:
-        if hello.role == "agent":
-            agent = AgentInfo(name=hello.name, version=hello.program_version)
-            call.session.at_end("agent", self._s.workers.register(call.peer.pid, agent))
         return m.Welcome(
             version=call.session.protocol.version,
             daemon_version=__version__,
@@ -101,7 +98,9 @@ class Handlers:
     async def processes(self, call: Call, request: m.Processes) -> m.ProcessesReply:
         snapshot = await self._s.inventory.fresh(FRESH_S)
         _check_known(request, snapshot)
-        wanted = [process for process in snapshot.processes if _is_wanted(process, request)]
+        # Sets, because a peer may name 65,536 of them, and each would be compared with each process of the node.
+        pids, gpus = frozenset(request.pids), frozenset(request.gpus)
+        wanted = [process for process in snapshot.processes if _is_wanted(process, pids, gpus)]
         return m.ProcessesReply(
             taken_utc=snapshot.taken_utc,
             processes=tuple(self._s.policy.visible(call.peer, process) for process in wanted),
@@ -177,7 +176,7 @@ def _check_known(request: m.Processes, snapshot: NodeSnapshot) -> None:
         )
 
 
-def _is_wanted(process: GpuProcess, request: m.Processes) -> bool:
-    if request.pids and process.pid not in request.pids:
+def _is_wanted(process: GpuProcess, pids: frozenset[int], gpus: frozenset[str]) -> bool:
+    if pids and process.pid not in pids:
         return False
-    return not request.gpus or any(use.gpu in request.gpus for use in process.gpus)
+    return not gpus or any(use.gpu in gpus for use in process.gpus)

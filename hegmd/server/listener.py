@@ -32,15 +32,21 @@ from hegmd.server.stream import PeerStream
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
+# One place in so many is kept for those who administer the node, so that it never is full for them.
+_KEPT_SHARE = 16
 # Out of descriptors or memory: the connection stays in the backlog, and trying again at once would spin.
 _PRESSED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _PRESSED_PAUSE_S = 0.1
 
 
-def bind(path: Path, mode: int, group_id: int | None) -> socket.socket:
-    """A listening socket at that path. Raises HegmError when another daemon listens there or the path is unusable."""
+def bind(path: Path, mode: int, group_id: int | None, *, directory_mode: int = 0o755) -> socket.socket:
+    """A listening socket at that path, in a directory that is made if need be.
+
+    Raises HegmError when another daemon listens there or the path is unusable.
+    """
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
+        path.parent.mkdir(mode=directory_mode, parents=True, exist_ok=True)
         _clear(path)
         listening.bind(str(path))
         try:
@@ -64,6 +70,14 @@ def bind(path: Path, mode: int, group_id: int | None) -> socket.socket:
     return listening
 
 
+def take_away(path: Path, bound: os.stat_result) -> None:
+    """Remove the socket that was bound, and not one that another daemon has put in its place since it was closed."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        if (found.st_dev, found.st_ino, found.st_mtime_ns) == (bound.st_dev, bound.st_ino, bound.st_mtime_ns):
+            path.unlink()
+
+
 def _clear(path: Path) -> None:
     """Remove a socket that nobody listens on; raise HegmError for anything else in the way."""
     try:
@@ -72,12 +86,14 @@ def _clear(path: Path) -> None:
         return
     if not stat.S_ISSOCK(found.st_mode):
         raise HegmError(REFUSED, f"{path} exists and is no socket", "move it away, or choose another --socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(str(path))
-        except OSError:
+        except (ConnectionRefusedError, FileNotFoundError):
             path.unlink(missing_ok=True)
             return
+        except OSError:
+            pass  # somebody listens: with a full backlog (it hangs, or is busy), or for others than this user
     raise HegmError(
         REFUSED,
         f"another hegmd listens at {path}",
@@ -106,8 +122,13 @@ class Admission:
                 f"this daemon is private to uid {self.policy.daemon_uid}; you are uid {peer.uid}",
                 "start your own with `hegmd --user`, or use the system's: systemctl start hegmd",
             )
-        if self.current >= self.clients:
-            raise HegmError(BUSY, f"{self.clients} clients are connected, which is the limit", "try again later")
+        kept = 0 if self.policy.may_act_on_all(peer) else self.clients // _KEPT_SHARE
+        if self.current >= self.clients - kept:
+            raise HegmError(
+                BUSY,
+                f"{self.current} clients are connected, which is the limit",
+                "try again later, or have limits.clients raised in hegmd.toml",
+            )
         if self._by_uid[peer.uid] >= self.clients_per_uid:
             raise HegmError(
                 BUSY,
@@ -139,6 +160,11 @@ class Listener:
         self._counters = counters
         self._sessions: set[Session] = set()
         self._accepting = anyio.CancelScope()
+
+    @property
+    def path(self) -> str:
+        """Where clients find it."""
+        return str(self._listening.getsockname())
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Accept until `stop`, which lets every session say goodbye. Cancelled, it ends them without a word."""

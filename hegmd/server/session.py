@@ -16,7 +16,7 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 
-from hegmd.errors import CANCELLED, TIMEOUT, UNAVAILABLE, HegmError, PeerError
+from hegmd.errors import CANCELLED, DISCONNECTED, TIMEOUT, UNAVAILABLE, Bug, HegmError, PeerError
 from hegmd.log import limited
 from hegmd.metrics import Counters
 from hegmd.protocol.connection import Asked, ProtocolBroken, ServerConnection, Unfit
@@ -27,10 +27,17 @@ from hegmd.server.stream import Descriptors, PeerStream
 
 logger = logging.getLogger(__name__)
 
-_GONE = (OSError, anyio.ClosedResourceError)  # the peer vanished, or `stop` closed the stream
+_CLOSED = (OSError, anyio.ClosedResourceError)  # the peer vanished, or `stop` closed the stream
 
 # After so many frames of one read the other connections get their turn.
 _FRAMES_A_TURN = 16
+
+
+class PeerGone(HegmError):
+    """There is nobody left to answer. An everyday end of a request and no failure of whoever was answering."""
+
+    def __init__(self) -> None:
+        super().__init__(DISCONNECTED, "the peer closed the connection, or did not read", "connect and ask again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,7 @@ class Call:
         return self.session.peer
 
     async def emit(self, event: Record, fds: Sequence[int] = ()) -> None:
-        """Send something in between. The descriptors that go with it stay the caller's."""
+        """Send something in between. The descriptors that go with it stay the caller's. Raises PeerGone."""
         await self.session.send(self.session.protocol.event(self.id, event, len(fds)), fds)
 
 
@@ -88,15 +95,9 @@ class Session:
     async def serve(self) -> None:
         """Serve until the peer leaves, breaks the protocol, or `stop` is called. Raises nothing but cancellation."""
         try:
-            async with anyio.create_task_group() as tasks:
-                try:
-                    await self._read(tasks)
-                except HegmError as error:
-                    self._note(error)
-                    await self._part(error)
-                except _GONE:
-                    pass
-                tasks.cancel_scope.cancel()
+            await self._converse()
+        except Exception as bug:  # the edge of a connection: what is wrong with this one is not to end the others
+            logger.error("the connection of uid %d ends by a bug in hegmd", self.peer.uid, exc_info=bug)
         finally:
             self._stream.close()
             for undo in self._at_end.values():
@@ -107,18 +108,34 @@ class Session:
         self._at_end[key] = undo
 
     async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Write one frame. A peer that does not take it within the limit loses the connection, nothing else."""
+        """Write one frame. A peer that does not take it within the limit loses the connection, nothing else.
+
+        Raises PeerGone.
+        """
         try:
             await self._stream.send(data, self.limits.send_deadline_s, fds)
             self._counters.sent_bytes += len(data)
         except HegmError as error:
             self._note(error)
-            raise anyio.ClosedResourceError from error
+            raise PeerGone from error
+        except _CLOSED as error:
+            raise PeerGone from error
 
     async def stop(self) -> None:
         """The daemon ends: tell the peer, then close. Requests under way are cancelled."""
         await self._part(HegmError(UNAVAILABLE, "hegmd is stopping", "connect again when it is back"))
         self._stream.close()
+
+    async def _converse(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            try:
+                await self._read(tasks)
+            except (PeerGone, *_CLOSED):
+                pass
+            except HegmError as error:
+                self._note(error)
+                await self._part(error)
+            tasks.cancel_scope.cancel()
 
     async def _read(self, tasks: anyio.abc.TaskGroup) -> None:
         """Take requests until the stream ends."""
@@ -135,6 +152,7 @@ class Session:
                 frame_deadline = anyio.current_time() + self.limits.frame_deadline_s
             if not self.protocol.mid_frame:
                 frame_deadline = None
+                self._stream.close_unclaimed()  # they come with the first byte of their frame: these have none
 
     async def _receive(self, deadline: float | None) -> bytes:
         if deadline is None:
@@ -173,7 +191,7 @@ class Session:
     async def _run_alone(self, call: Call) -> None:
         try:
             await self._run(call)
-        except _GONE:
+        except PeerGone:
             self._stream.close()  # which ends the reading, and with it the session
 
     async def _run(self, call: Call) -> None:
@@ -182,7 +200,11 @@ class Session:
         with call.scope, call.fds:
             try:
                 frame = self.protocol.reply(call.id, await self._answer(call))
+            except PeerGone:
+                raise
             except HegmError as error:
+                if isinstance(error, Bug):  # of the reply; those of handlers were logged where they were caught
+                    logger.error("%s has an answer that cannot be sent", call.request.op, exc_info=error)
                 if isinstance(call.request, Hello):  # refused: there is no connection to go on with
                     raise ProtocolBroken(error, call.id) from error
                 frame = self.protocol.error(call.id, error)

@@ -103,6 +103,11 @@ class PeerStream:
             )
         return Descriptors([self._unclaimed.popleft() for _ in range(count)])
 
+    def close_unclaimed(self) -> None:
+        """Close the descriptors that nobody claimed. For when no frame is on its way that could name them."""
+        while self._unclaimed:
+            os.close(self._unclaimed.popleft())
+
     async def send(self, data: bytes, deadline_s: float, fds: Sequence[int] = ()) -> None:
         """Send it all, one caller at a time. Raises TIMEOUT, and closes, when the peer does not take it in that time.
 
@@ -137,8 +142,7 @@ class PeerStream:
         if self._closed:
             return
         self._closed = True
-        while self._unclaimed:
-            os.close(self._unclaimed.popleft())
+        self.close_unclaimed()
         with contextlib.suppress(OSError):  # ends a wait in `receive`, which a plain close would leave waiting for ever
             self._socket.shutdown(socket.SHUT_RDWR)
         anyio.notify_closing(self._socket)

@@ -8,6 +8,7 @@ nothing more is written, and that is said once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,9 @@ import anyio.abc
 
 from hegmd.detached import run_detached
 from hegmd.errors import HegmError
+
+# The service's sandbox makes most of the file system read-only.
+_SANDBOX_HINT = "; open its directory to the service with ReadWritePaths= (systemctl edit hegmd)"
 
 logger = logging.getLogger(__name__)
 
@@ -101,21 +105,26 @@ class Textfile:
         self._written = path
         with anyio.move_on_after(self._write_deadline_s) as limit:
             # A write that is almost done is waited for, so that the end finds the file and takes it away.
-            await run_detached(work, name="hegmd-textfile", linger_s=LINGER_S)
+            try:
+                await run_detached(work, name="hegmd-textfile", linger_s=LINGER_S)
+            except HegmError:  # no thread was to be had, so there is none whose end could be waited for
+                self._under_way.discard(token)
+                raise
         if limit.cancelled_caught:
             raise OSError(f"not written after {self._write_deadline_s:g} s")
 
     async def _take_away(self) -> None:
         path, self._written = self._written, None
         if path is not None and not self._under_way:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, HegmError):
                 await run_detached(lambda _: path.unlink(missing_ok=True), name="hegmd-textfile")
 
     def _failed(self, path: Path, error: Exception) -> None:
         self.failures += 1
         if not self._failing:
             reason = error.strerror or error if isinstance(error, OSError) else error
-            logger.error("metrics cannot be written to %s: %s", path, reason)
+            barred = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES)
+            logger.error("metrics cannot be written to %s: %s%s", path, reason, _SANDBOX_HINT if barred else "")
         self._failing = True
 
 

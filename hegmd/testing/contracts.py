@@ -32,8 +32,8 @@ CYCLES = 4
 _PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[01][0-9a-f]\.[0-7]")
 # Words that libraries use for "unknown", which is None here.
 _NOT_KNOWN = frozenset({"", "n/a", "na", "none", "null", "unknown", "not available", "[n/a]", "[unknown error]"})
-_MEASURED = ("memory_used_bytes", "utilisation_percent", "temperature_celsius", "power_watts")
-_COUNTERS = ("ecc_corrected", "ecc_uncorrected", "retired_pages", "last_xid")
+_MEASURED = ("memory_used_bytes", "memory_free_bytes", "utilisation_percent", "temperature_celsius", "power_watts")
+_COUNTERS = ("ecc_corrected", "ecc_uncorrected", "retired_pages", "last_xid", "xid_count")
 
 
 class ContractBroken(AssertionError):
@@ -200,7 +200,9 @@ def _check_state(gpu: Gpu) -> None:
 def _check_measures(gpu: Gpu) -> None:
     total, used = gpu.memory_total_bytes, gpu.memory_used_bytes
     _check_range(total, *MEMORY_BYTES, f"{gpu.uuid}: memory_total_bytes")
-    _check_range(used, 0, total if total is not None else MEMORY_BYTES[1], f"{gpu.uuid}: memory_used_bytes")
+    most = MEMORY_BYTES[1] if total is None else total
+    _check_range(used, 0, most, f"{gpu.uuid}: memory_used_bytes")
+    _check_range(gpu.memory_free_bytes, 0, most - (used or 0), f"{gpu.uuid}: memory_free_bytes")
     _check_range(gpu.utilisation_percent, 0.0, 100.0, f"{gpu.uuid}: utilisation_percent")
     _check_range(gpu.temperature_celsius, *CELSIUS, f"{gpu.uuid}: temperature_celsius")
     _check_range(gpu.power_watts, 0.0, MOST_WATTS, f"{gpu.uuid}: power_watts")

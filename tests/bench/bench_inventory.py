@@ -108,7 +108,7 @@ async def _measure(pids: list[int], changing: int) -> tuple[list[float], list[fl
         query_deadline_s=30,
         events=EventLog(),
         table=table,
-        means=NodeMeans(uid=0, criu_path="/usr/sbin/criu"),
+        means=lambda: NodeMeans(uid=0, criu_path="/usr/sbin/criu"),
     ) as inventory:
         for _ in range(1 + ROUNDS):
             cpu, wall = _cpu_s(), time.perf_counter()

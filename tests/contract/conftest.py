@@ -1,9 +1,10 @@
-"""What the contract tests of several modules share: a node with two AMD GPUs behind the stub AMD SMI."""
+"""What the contract tests of several modules share: nodes with GPUs behind the stub NVML and the stub AMD SMI."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,21 @@ from hegmd.testing.contracts import check_snapshot
 from tests.stubs.amdsmi.scenario import ENVIRONMENT, Scenario
 from tests.stubs.amdsmi.sysfs import FakeSys
 from tests.stubs.build import build_stub
+from tests.stubs.nvml.node import MakeNode, NvidiaNode
+
+
+@pytest.fixture
+def make_nvidia_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeNode]:
+    """Makes a node with NVIDIA GPUs in a folder; its scenario is the one in force from then on."""
+    with ExitStack() as stack:
+
+        def make(folder: Path, *, gpus: int = 2, hide: Sequence[str] = ()) -> NvidiaNode:
+            node = stack.enter_context(closing(NvidiaNode.make(folder, gpus=gpus, hide=hide)))
+            for name, value in node.scenario.environment().items():
+                monkeypatch.setenv(name, value)
+            return node
+
+        yield make
 
 
 @pytest.fixture(scope="session")

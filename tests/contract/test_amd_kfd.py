@@ -88,6 +88,7 @@ def test_everything_that_the_kernel_tells_is_there(look: Look) -> None:
         chip="1002:74a1 gfx942",
         memory_total_bytes=MI300X_BYTES,
         memory_used_bytes=298 * MIB,
+        memory_free_bytes=MI300X_BYTES - 298 * MIB,
         utilisation_percent=0.0,
         temperature_celsius=41.0,
         power_watts=133.0,
@@ -196,6 +197,7 @@ def test_a_gpu_off_the_bus_is_lost_and_the_other_one_is_not(sys: FakeSys, look: 
     first, second = look().gpus
     assert (first.state, first.uuid, first.health.state) == ("lost", uuid(0), "failed")
     assert (first.memory_total_bytes, first.memory_used_bytes, first.temperature_celsius) == (None, None, None)
+    assert first.memory_free_bytes is None
     assert second.state == "ok"
 
 

@@ -51,6 +51,7 @@ def test_everything_that_the_library_tells_is_there(look: Look) -> None:
         chip="1002:74a1 gfx942",
         memory_total_bytes=MI300X_BYTES,
         memory_used_bytes=298 * MIB,
+        memory_free_bytes=MI300X_BYTES - 298 * MIB,
         utilisation_percent=0.0,
         temperature_celsius=41.0,
         power_watts=133.0,

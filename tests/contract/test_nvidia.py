@@ -14,13 +14,14 @@ import pytest
 from hegmd.devices.nvidia import NvidiaProvider
 from hegmd.protocol.snapshots import Gpu, Health, PeerLink
 from hegmd.testing.contracts import check_provider, check_snapshot
-from tests.stubs.nvml.node import NvidiaNode
+from tests.stubs.nvml.node import MakeNode, NvidiaNode
 from tests.stubs.nvml.scenario import MIB, uuid
 
 GIB = 1 << 30
 CHANGING = (
     "memory_total_bytes",
     "memory_used_bytes",
+    "memory_free_bytes",
     "utilisation_percent",
     "temperature_celsius",
     "power_watts",
@@ -32,11 +33,8 @@ CHANGING = (
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NvidiaNode:
-    node = NvidiaNode.make(tmp_path)
-    for name, value in node.scenario.environment().items():
-        monkeypatch.setenv(name, value)
-    return node
+def node(tmp_path: Path, make_nvidia_node: MakeNode) -> NvidiaNode:
+    return make_nvidia_node(tmp_path)
 
 
 @pytest.fixture
@@ -61,7 +59,8 @@ def test_the_contract_is_kept(node: NvidiaNode, count: int) -> None:
     node.scenario.link_all()
     node.scenario.write()
     check_provider(node.provider, expect_gpus=count)
-    assert not node.is_mapped()
+    assert not node.is_driver_open()
+    assert len(node.kept_descriptors()) == 1, "all the while it was loaded once"
 
 
 def test_every_field_of_a_gpu(node: NvidiaNode, provider: NvidiaProvider) -> None:
@@ -93,6 +92,7 @@ def test_every_field_of_a_gpu(node: NvidiaNode, provider: NvidiaProvider) -> Non
         chip="nvidia-2335-hopper-sm90",
         memory_total_bytes=143771 * MIB,
         memory_used_bytes=1000 * MIB,
+        memory_free_bytes=(143771 - 606 - 1000) * MIB,
         utilisation_percent=42.0,
         temperature_celsius=51.0,
         power_watts=612.345,
@@ -127,6 +127,7 @@ def test_what_changes_is_asked_anew_each_time(node: NvidiaNode, provider: Nvidia
     assert {name: getattr(gpu, name) for name in CHANGING} == {
         "memory_total_bytes": 100 * MIB,
         "memory_used_bytes": 5 * MIB,
+        "memory_free_bytes": 95 * MIB,
         "utilisation_percent": 99.0,
         "temperature_celsius": 80.0,
         "power_watts": 1.0,
@@ -187,9 +188,8 @@ def links(provider: NvidiaProvider, index: int = 0) -> set[tuple[str, str, int |
     return {(link.to_uuid, link.kind, link.lanes, link.bytes_per_s) for link in snapshot.gpus[index].links}
 
 
-def test_links_straight_to_other_gpus_are_counted_by_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = NvidiaNode.make(tmp_path, gpus=4)
-    monkeypatch.setenv(*next(iter(node.scenario.environment().items())))
+def test_links_straight_to_other_gpus_are_counted_by_gpu(tmp_path: Path, make_nvidia_node: MakeNode) -> None:
+    node = make_nvidia_node(tmp_path, gpus=4)
     node.scenario.link_all("gpu", lanes=12, version=5)
     node.scenario.write()
     provider = node.provider()

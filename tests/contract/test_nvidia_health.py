@@ -9,15 +9,12 @@ import pytest
 
 from hegmd.devices.nvidia import NvidiaProvider
 from hegmd.protocol.snapshots import Health
-from tests.stubs.nvml.node import NvidiaNode
+from tests.stubs.nvml.node import MakeNode, NvidiaNode
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NvidiaNode:
-    node = NvidiaNode.make(tmp_path)
-    for name, value in node.scenario.environment().items():
-        monkeypatch.setenv(name, value)
-    return node
+def node(tmp_path: Path, make_nvidia_node: MakeNode) -> NvidiaNode:
+    return make_nvidia_node(tmp_path)
 
 
 @pytest.fixture
@@ -98,13 +95,13 @@ def test_a_jobs_own_fault_is_noted_and_held_against_no_gpu(node: NvidiaNode, pro
         assert (found.state, found.last_xid) == ("ok", 31)
         (note,) = found.notes
         assert note.startswith("XID 31, 2 times, last seen 2025-03-09 12:00:00 UTC: a job touched memory")
-    assert health(provider, 1).last_xid is None
+    assert (health(provider, 1).last_xid, health(provider, 1).xid_count) == (None, None)
 
 
 def test_the_worst_comes_first_and_the_newest_is_the_last_xid(node: NvidiaNode, provider: NvidiaProvider) -> None:
     node.scenario.order("xid 1 0 43", "xid 2 0 63", "xid 3 0 119", "xid 4 0 45", "xid 5 0 4242")
     found = health(provider)
-    assert (found.state, found.last_xid) == ("failed", 4242)
+    assert (found.state, found.last_xid, found.xid_count) == ("failed", 4242, 5)
     assert [note.split()[1].rstrip(",") for note in found.notes] == ["119", "63", "4242", "43", "45"]
 
 
@@ -142,6 +139,7 @@ def test_a_storm_of_events_is_one_note(node: NvidiaNode, provider: NvidiaProvide
     node.scenario.order(*(f"xid {sequence} 0 92" for sequence in range(1, 101)))
     found = health(provider)
     assert found.notes[0].startswith("XID 92, 100 times")
+    assert found.xid_count == 100
 
 
 def test_events_that_the_driver_does_not_offer_cost_nothing_else(node: NvidiaNode, provider: NvidiaProvider) -> None:

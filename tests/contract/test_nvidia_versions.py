@@ -18,7 +18,7 @@ from hegmd.devices.base import DeviceError
 from hegmd.devices.nvidia import NvidiaProvider
 from hegmd.testing.contracts import check_provider, check_snapshot
 from tests.stubs.build import build_stub
-from tests.stubs.nvml.node import NvidiaNode
+from tests.stubs.nvml.node import MakeNode, NvidiaNode
 from tests.stubs.nvml.scenario import MIB, h200, uuid
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -35,18 +35,16 @@ SINCE_470 = [
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NvidiaNode:
-    return given_node(tmp_path, monkeypatch, hide=())
+def node(tmp_path: Path, make_nvidia_node: MakeNode) -> NvidiaNode:
+    return given_node(tmp_path, make_nvidia_node, hide=())
 
 
-def given_node(folder: Path, monkeypatch: pytest.MonkeyPatch, *, hide: list[str] | tuple[str, ...]) -> NvidiaNode:
-    node = NvidiaNode.make(folder, hide=hide)
+def given_node(folder: Path, make_nvidia_node: MakeNode, *, hide: list[str] | tuple[str, ...]) -> NvidiaNode:
+    node = make_nvidia_node(folder, hide=hide)
     node.scenario.log = folder / "calls"
     node.scenario.processes = ["0 compute 10 1024", "0 graphics 12 N/A", "1 compute 11 2048"]
     node.scenario.link_all()
     node.scenario.write()
-    for name, value in node.scenario.environment().items():
-        monkeypatch.setenv(name, value)
     return node
 
 
@@ -67,14 +65,15 @@ def calls(node: NvidiaNode) -> set[str]:
 
 
 @pytest.mark.contract
-def test_a_library_as_of_driver_470_tells_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    newer = check_provider(given_node(tmp_path, monkeypatch, hide=()).provider)
+def test_a_library_as_of_driver_470_tells_the_same(tmp_path: Path, make_nvidia_node: MakeNode) -> None:
+    newer = check_provider(given_node(tmp_path, make_nvidia_node, hide=()).provider)
     (tmp_path / "old").mkdir()
-    node = given_node(tmp_path / "old", monkeypatch, hide=SINCE_470)
+    node = given_node(tmp_path / "old", make_nvidia_node, hide=SINCE_470)
     older = check_provider(node.provider, expect_gpus=2)
     assert older.uses == newer.uses
     used = [gpu.memory_used_bytes for gpu in older.gpus]
     assert used == [606 * MIB, 606 * MIB], "before driver 510 the reserve counted as used, also in nvidia-smi"
+    assert [gpu.memory_free_bytes for gpu in older.gpus] == [143165 * MIB, 143165 * MIB]
     assert [gpu.replace(memory_used_bytes=0) for gpu in older.gpus] == list(newer.gpus)
     assert calls(node) >= set(PROCESS_LISTS_V2) | {
         "nvmlDeviceGetMemoryInfo",
@@ -88,10 +87,8 @@ def test_the_newest_process_lists_are_asked_where_there_are_two(node: NvidiaNode
     assert not set(PROCESS_LISTS_V2) & calls(node)
 
 
-def test_a_library_without_process_lists_says_that_it_does_not_tell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node = given_node(tmp_path, monkeypatch, hide=PROCESS_LISTS_V3 + PROCESS_LISTS_V2)
+def test_a_library_without_process_lists_says_that_it_does_not_tell(tmp_path: Path, make_nvidia_node: MakeNode) -> None:
+    node = given_node(tmp_path, make_nvidia_node, hide=PROCESS_LISTS_V3 + PROCESS_LISTS_V2)
     provider = node.provider()
     provider.open()
     snapshot = provider.snapshot()
@@ -101,15 +98,15 @@ def test_a_library_without_process_lists_says_that_it_does_not_tell(
     assert all("does not tell which processes" in gpu.health.notes[0] for gpu in snapshot.gpus)
 
 
-def test_a_library_from_before_our_time_is_refused_with_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = given_node(tmp_path, monkeypatch, hide=["nvmlInitWithFlags"])
+def test_a_library_from_before_our_time_is_refused_with_words(tmp_path: Path, make_nvidia_node: MakeNode) -> None:
+    node = given_node(tmp_path, make_nvidia_node, hide=["nvmlInitWithFlags"])
     with pytest.raises(DeviceError, match="Function Not Found"):
         node.provider().open()
-    assert not node.is_mapped()
+    assert not node.is_driver_open()
 
 
-def test_temperature_where_only_the_newer_question_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = given_node(tmp_path, monkeypatch, hide=["nvmlDeviceGetTemperature"])
+def test_temperature_where_only_the_newer_question_is_left(tmp_path: Path, make_nvidia_node: MakeNode) -> None:
+    node = given_node(tmp_path, make_nvidia_node, hide=["nvmlDeviceGetTemperature"])
     provider = node.provider()
     provider.open()
     assert provider.snapshot().gpus[0].temperature_celsius == 27.0
@@ -149,6 +146,18 @@ def test_a_driver_that_was_loaded_anew_is_found_by_opening_again(node: NvidiaNod
     ]
 
 
+def test_opening_again_neither_loads_the_library_again_nor_leaves_anything_open(
+    node: NvidiaNode, provider: NvidiaProvider
+) -> None:
+    """Each unloading of the real library leaves a descriptor behind for good (seen with driver 580.159.04)."""
+    for _ in range(5):
+        provider.close()
+        assert not node.is_driver_open()
+        provider.open()
+        assert node.is_driver_open()
+    assert len(node.kept_descriptors()) == 1
+
+
 def test_a_library_that_was_replaced_on_disk_is_the_one_that_is_loaded_next(
     node: NvidiaNode, provider: NvidiaProvider
 ) -> None:
@@ -158,10 +167,32 @@ def test_a_library_that_was_replaced_on_disk_is_the_one_that_is_loaded_next(
     provider.snapshot()
     assert not set(PROCESS_LISTS_V2) & calls(node), "what is loaded stays loaded"
     provider.close()
-    assert not node.is_mapped()
     provider.open()
     provider.snapshot()
     assert set(PROCESS_LISTS_V2) <= calls(node)
+
+
+@pytest.mark.parametrize("old_stays", [True, False])
+def test_a_library_whose_name_leads_to_another_file_is_loaded_anew(node: NvidiaNode, old_stays: bool) -> None:
+    """As a driver's package does it: libnvidia-ml.so.1 is a link to libnvidia-ml.so.580.159.04, and then to .590.10."""
+    name = node.folder / "linked" / "libnvidia-ml.so.1"
+    name.parent.mkdir()
+    name.symlink_to(node.library)
+    (node.folder / "newer").mkdir()
+    newer = build_stub("nvml", node.folder / "newer", hide=PROCESS_LISTS_V3)
+    provider = node.provider(name)
+    provider.open()
+    provider.snapshot()
+    assert not set(PROCESS_LISTS_V2) & calls(node)
+    name.unlink()
+    name.symlink_to(newer)
+    if not old_stays:
+        node.library.unlink()
+    provider.close()
+    provider.open()
+    provider.snapshot()
+    assert set(PROCESS_LISTS_V2) <= calls(node)
+    provider.close()
 
 
 def test_gpus_that_are_plugged_in_or_out_are_found(node: NvidiaNode, provider: NvidiaProvider) -> None:

@@ -48,8 +48,8 @@ def test_the_contract_is_kept(spec: str) -> None:
 def test_what_is_described_is_what_is_seen() -> None:
     snapshot = opened(str(EXAMPLES / "every-key.toml")).snapshot()
     first, second = snapshot.gpus
-    assert (first.name, first.chip, first.uuid) == ("Imagined H200", "imagined-9.0", first.uuid)
-    assert (first.memory_total_bytes, first.memory_used_bytes) == (141 * GIB, 3 * GIB)
+    assert (first.name, first.chip, first.memory_total_bytes) == ("Imagined H200", "imagined-9.0", 141 * GIB)
+    assert (first.memory_used_bytes, first.memory_free_bytes) == (3 * GIB, 138 * GIB)
     assert (first.temperature_celsius, first.power_watts, first.power_limit_watts) == (41, 120, 700)
     assert (first.mig, first.mps, first.persistence, first.numa_node) == (False, False, True, 0)
     assert (first.health.state, first.health.ecc_corrected) == ("ok", 2)
@@ -209,7 +209,7 @@ def test_unknown_memory_is_unknown_and_not_zero() -> None:
     provider.hold("c", 71, "gpu0", GIB)
     provider.set_fault("gpu0", "unknown-memory")
     snapshot = provider.snapshot()
-    assert snapshot.gpus[0].memory_used_bytes is None
+    assert (snapshot.gpus[0].memory_used_bytes, snapshot.gpus[0].memory_free_bytes) == (None, None)
     assert shares(snapshot) == {(71, "gpu0"): None}
     with pytest.raises(Refused):  # that it is not told does not make it free
         provider.hold("d", 72, "gpu0", 8 * GIB)
@@ -221,8 +221,27 @@ def test_memory_errors_and_xids_are_told_in_words_and_numbers() -> None:
     provider.set_fault("gpu1", "xid")
     first, second = provider.snapshot().gpus
     assert (first.health.ecc_uncorrected, first.health.last_xid) == (1, 48)
-    assert second.health.last_xid == 31
-    assert second.health.notes == ("the driver reported XID 31",)
+    assert second.health.last_xid == 74
+    assert second.health.notes == ("the driver reported XID 74",)
+
+
+def test_health_is_doubted_as_with_a_real_gpu(tmp_path: Path) -> None:
+    provider = described(
+        tmp_path,
+        """
+        [[gpu]]
+        memory = "1GiB"
+        retired_pages = 3
+        [[gpu]]
+        memory = "1GiB"
+        ecc_uncorrected = 2
+        [[gpu]]
+        memory = "1GiB"
+        last_xid = 48
+        """,
+    )
+    assert [gpu.health.state for gpu in provider.snapshot().gpus] == ["ok", "warn", "failed"]
+    assert provider.snapshot().gpus[0].health.retired_pages == 3
 
 
 def test_faults_of_the_vendor_fail_every_snapshot_until_mended() -> None:

@@ -22,10 +22,13 @@ READY_WITHIN_S = 30.0
 class RunningDaemon:
     """Starts `hegmd` on a socket of its own; it says itself when it is ready, by the service manager's protocol."""
 
-    def __init__(self, folder: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, environ: dict[str, str] | None = None, simulate: bool = True
+    ) -> None:
         self.folder = folder
         self.socket_path = folder / "hegmd.sock"
         self._arguments = arguments
+        self._simulate = simulate and "--simulate" not in arguments
         self._environ = environ or {}
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the daemon
 
@@ -38,8 +41,8 @@ class RunningDaemon:
         self.log.close()
 
     def command(self) -> list[str]:
-        """What is run; `--simulate 2x8GiB` unless other GPUs were asked for."""
-        gpus = () if "--simulate" in self._arguments else ("--simulate", "2x8GiB")
+        """What is run; with two simulated GPUs of 8 GiB unless others were asked for."""
+        gpus = ("--simulate", "2x8GiB") if self._simulate else ()
         paths = ("--socket", str(self.socket_path), "--state-dir", str(self.folder / "state"))
         return [sys.executable, "-m", "hegmd", *paths, *gpus, *self._arguments]
 

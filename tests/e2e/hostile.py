@@ -14,7 +14,7 @@ from hegmd.protocol.frames import frame
 from hegmd.protocol.messages import REQUESTS
 
 HELLO = frame(msgpack.packb({"v": 1, "id": 1, "op": "hello", "args": {"versions": [1], "name": "hostile"}}))
-_STRANGE = (
+_STRANGE: tuple[object, ...] = (
     None,
     True,
     -1,

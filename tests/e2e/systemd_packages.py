@@ -1,6 +1,6 @@
-"""Fixtures for the tests under systemd: the package built from this tree, and a newer one, each once in a session.
+"""Fixtures for the tests under systemd: the package built from this tree, a newer one, and machines to try them on.
 
-Loaded as a plugin by the modules that need it (`pytest_plugins`), so that the packages are built once for all of them.
+Loaded as a plugin by the modules that need it (`pytest_plugins`), so that each package is built once in a session.
 Both are built in copies of the tree: `build/` and `dist/` of the tree itself stay as they were.
 """
 
@@ -10,11 +10,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.systemd_node import why_not
+from tests.e2e.systemd_node import SystemdNode, why_not
+from tests.e2e.systemd_service import CONFIGURATION, SOCKET, as_installed
 
 TREE = Path(__file__).resolve().parents[2]
 NEWER_VERSION = "99.0.0"
@@ -54,6 +56,33 @@ def newer_deb(source: Path, deb: Path, tmp_path_factory: pytest.TempPathFactory)
     version = copy / "hegmd" / "__init__.py"
     version.write_text(re.sub(r"(?m)^__version__ = .*$", f'__version__ = "{NEWER_VERSION}"', version.read_text()))
     return _package(copy)
+
+
+@pytest.fixture
+def fresh_node(systemd_works: None) -> Iterator[SystemdNode]:
+    """A machine that has never seen hegmd; this tree can be read there, for its tools."""
+    with SystemdNode(TREE) as node:
+        yield node
+
+
+@pytest.fixture(scope="session")
+def installed(deb: Path) -> Iterator[SystemdNode]:
+    """A machine with the package, a member of the group hegm and a user outside it."""
+    with SystemdNode() as node:
+        shutil.copy(deb, node.root / "root")
+        node.run("dpkg", "--install", f"/root/{deb.name}")
+        node.run("useradd", "--create-home", "--groups", "hegm", "member")
+        node.run("useradd", "--create-home", "outsider")
+        yield node
+
+
+@pytest.fixture
+def node(installed: SystemdNode) -> Iterator[SystemdNode]:
+    """That machine as it was after the installation: socket open, daemon not started, configuration as shipped."""
+    shipped = (installed.root / CONFIGURATION).read_bytes()
+    installed.run("systemctl", "start", SOCKET)
+    yield installed
+    as_installed(installed, shipped)
 
 
 def _package(tree: Path) -> Path:

@@ -122,6 +122,24 @@ def test_the_first_visit_goes_as_the_readme_says(socket_dir: Path) -> None:
                 assert printed == expected, line
 
 
+def test_the_first_visit_can_be_pasted_as_a_whole(socket_dir: Path) -> None:
+    """The jobs were asked for before the daemon listened, and not started."""
+    block = next(block for block in blocks("console") if "hegmctl gpus" in block)
+    typed = [line.replace(PLACE, str(socket_dir)) for line, _ in commands(block)]
+    script = "\n".join([*typed[: typed.index("hegmctl gpus")], "kill $(jobs -p)", "wait"])
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=ROOT,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "gpu5: lost" in done.stdout
+    assert "hegmctl: " not in done.stderr
+
+
 def test_the_python_example_runs(socket_dir: Path) -> None:
     (example,) = blocks("python")
     with RunningDaemon(socket_dir) as daemon:

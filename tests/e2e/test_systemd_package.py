@@ -7,7 +7,6 @@ import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,12 +28,6 @@ _BOOK_KEEPING = (
     "/etc/gshadow-",
     "/root",
 )
-
-
-@pytest.fixture
-def node(systemd_works: None) -> Iterator[SystemdNode]:
-    with SystemdNode(TREE) as booted:
-        yield booted
 
 
 def install(node: SystemdNode, package: Path) -> None:
@@ -73,89 +66,95 @@ def answers(node: SystemdNode) -> None:
 # -- the package -------------------------------------------------------------------------------------------------------
 
 
-def test_package_goes_in_serves_and_leaves_nothing(node: SystemdNode, deb: Path) -> None:
-    before = files(node)
-    install(node, deb)
-    assert node.show("hegmd.socket", "ActiveState") == "active"
-    assert node.show("hegmd.socket", "UnitFileState") == "enabled"
-    answers(node)
-    (node.root / "var/lib/hegm/kept").write_text("what a daemon would leave")
+def test_package_goes_in_serves_and_leaves_nothing(fresh_node: SystemdNode, deb: Path) -> None:
+    before = files(fresh_node)
+    install(fresh_node, deb)
+    assert fresh_node.show("hegmd.socket", "ActiveState") == "active"
+    assert fresh_node.show("hegmd.socket", "UnitFileState") == "enabled"
+    answers(fresh_node)
+    (fresh_node.root / "var/lib/hegm/kept").write_text("what a daemon would leave")
 
-    node.run("dpkg", "--remove", "hegmd")
-    assert node.show("hegmd.service", "ActiveState") == "inactive"
-    assert node.show("hegmd.socket", "LoadState") == "not-found"
-    assert not (node.root / "usr/lib/hegm").exists()
-    assert not (node.root / "run/hegm").exists()
+    fresh_node.run("dpkg", "--remove", "hegmd")
+    assert fresh_node.show("hegmd.service", "ActiveState") == "inactive"
+    assert fresh_node.show("hegmd.socket", "LoadState") == "not-found"
+    assert not (fresh_node.root / "usr/lib/hegm").exists()
+    assert not (fresh_node.root / "run/hegm").exists()
     # A removed package may come back: then it finds what it had.
-    assert (node.root / "etc/hegm/hegmd.toml").exists()
-    assert (node.root / "var/lib/hegm/kept").exists()
+    assert (fresh_node.root / "etc/hegm/hegmd.toml").exists()
+    assert (fresh_node.root / "var/lib/hegm/kept").exists()
 
-    node.run("dpkg", "--purge", "hegmd")
-    assert files(node) == before
-    assert node.run("getent", "group", "hegm", check=False).returncode == 2
-    failed = node.run("systemctl", "list-units", "--failed", "--plain", "--no-legend").stdout
+    fresh_node.run("dpkg", "--purge", "hegmd")
+    assert files(fresh_node) == before
+    assert fresh_node.run("getent", "group", "hegm", check=False).returncode == 2
+    failed = fresh_node.run("systemctl", "list-units", "--failed", "--plain", "--no-legend").stdout
     assert failed == ""
 
 
-def test_upgrade_restarts_the_daemon_and_keeps_the_configuration(node: SystemdNode, deb: Path, newer_deb: Path) -> None:
-    install(node, deb)
-    node.run("systemctl", "start", "hegmd.service")
-    old_pid = node.show("hegmd.service", "MainPID")
-    configuration = node.root / "etc/hegm/hegmd.toml"
+def test_upgrade_restarts_the_daemon_and_keeps_the_configuration(
+    fresh_node: SystemdNode, deb: Path, newer_deb: Path
+) -> None:
+    install(fresh_node, deb)
+    fresh_node.run("systemctl", "start", "hegmd.service")
+    old_pid = fresh_node.show("hegmd.service", "MainPID")
+    configuration = fresh_node.root / "etc/hegm/hegmd.toml"
     configuration.write_text(configuration.read_text() + "\n# ours\n")
 
-    install(node, newer_deb)
+    install(fresh_node, newer_deb)
     newer = newer_deb.name.split("_")[1]
-    assert node.run("hegmctl", "--version").stdout.split()[-1] == newer
-    assert node.show("hegmd.service", "ActiveState") == "active"
-    new_pid = node.show("hegmd.service", "MainPID")
+    assert fresh_node.run("hegmctl", "--version").stdout.split()[-1] == newer
+    assert fresh_node.show("hegmd.service", "ActiveState") == "active"
+    new_pid = fresh_node.show("hegmd.service", "MainPID")
     assert new_pid != old_pid
-    assert node.run("hegmctl", "version", "--json").stdout.count(newer) == 2  # the client's and the daemon's
+    assert fresh_node.run("hegmctl", "version", "--json").stdout.count(newer) == 2  # the client's and the daemon's
     assert configuration.read_text().endswith("# ours\n")
 
 
-def test_upgrade_starts_no_daemon_that_did_not_run(node: SystemdNode, deb: Path, newer_deb: Path) -> None:
-    install(node, deb)
-    assert node.show("hegmd.service", "ActiveState") == "inactive"
-    install(node, newer_deb)
-    assert node.show("hegmd.service", "ActiveState") == "inactive"
-    assert node.show("hegmd.socket", "ActiveState") == "active"
+def test_upgrade_starts_no_daemon_that_did_not_run(fresh_node: SystemdNode, deb: Path, newer_deb: Path) -> None:
+    install(fresh_node, deb)
+    assert fresh_node.show("hegmd.service", "ActiveState") == "inactive"
+    install(fresh_node, newer_deb)
+    assert fresh_node.show("hegmd.service", "ActiveState") == "inactive"
+    assert fresh_node.show("hegmd.socket", "ActiveState") == "active"
 
 
-def test_a_socket_that_was_disabled_stays_so_over_an_upgrade(node: SystemdNode, deb: Path, newer_deb: Path) -> None:
-    install(node, deb)
-    node.run("systemctl", "disable", "--now", "hegmd.socket")
-    install(node, newer_deb)
-    assert node.show("hegmd.socket", "UnitFileState") == "disabled"
-    assert node.show("hegmd.socket", "ActiveState") == "inactive"
+def test_a_socket_that_was_disabled_stays_so_over_an_upgrade(
+    fresh_node: SystemdNode, deb: Path, newer_deb: Path
+) -> None:
+    install(fresh_node, deb)
+    fresh_node.run("systemctl", "disable", "--now", "hegmd.socket")
+    install(fresh_node, newer_deb)
+    assert fresh_node.show("hegmd.socket", "UnitFileState") == "disabled"
+    assert fresh_node.show("hegmd.socket", "ActiveState") == "inactive"
 
 
-def test_nobodys_python_is_used_and_none_is_touched(node: SystemdNode, deb: Path) -> None:
-    install(node, deb)
-    poison = node.root / "root/poison"
+def test_nobodys_python_is_used_and_none_is_touched(fresh_node: SystemdNode, deb: Path) -> None:
+    install(fresh_node, deb)
+    poison = fresh_node.root / "root/poison"
     poison.mkdir()
     for module in ("sitecustomize", "usercustomize", "hegmctl", "hegmd", "socket", "anyio"):
         (poison / f"{module}.py").write_text(f"raise SystemExit('{module} of somebody else')\n")
-    user_site = node.root / "root/.local/lib" / _site_packages(node).parent.name / "site-packages"
+    user_site = fresh_node.root / "root/.local/lib" / _site_packages(fresh_node).parent.name / "site-packages"
     shutil.copytree(poison, user_site)
-    version = node.run("hegmctl", "--version").stdout
+    version = fresh_node.run("hegmctl", "--version").stdout
     hostile = "cd /root/poison && PYTHONPATH=/root/poison PYTHONSTARTUP=/root/poison/socket.py PYTHONHOME=/root"
-    assert node.run("sh", "-c", f"{hostile} hegmctl --version").stdout == version
-    assert node.run("sh", "-c", f"{hostile} hegmd --version").stdout.split()[-1] == version.split()[-1]
+    assert fresh_node.run("sh", "-c", f"{hostile} hegmctl --version").stdout == version
+    assert fresh_node.run("sh", "-c", f"{hostile} hegmd --version").stdout.split()[-1] == version.split()[-1]
     shutil.rmtree(user_site)
     # The other way round: what is ours is invisible to the interpreter of the distribution.
-    assert "ModuleNotFoundError" in node.run("python3", "-c", "import hegmd", check=False).stderr
+    assert "ModuleNotFoundError" in fresh_node.run("python3", "-c", "import hegmd", check=False).stderr
 
 
-def test_everything_is_compiled_and_nothing_is_written_later(node: SystemdNode, deb: Path) -> None:
-    install(node, deb)
-    place = node.root / "usr/lib/hegm"
+def test_everything_is_compiled_and_nothing_is_written_later(fresh_node: SystemdNode, deb: Path) -> None:
+    install(fresh_node, deb)
+    place = fresh_node.root / "usr/lib/hegm"
     before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
     sources = {path for path in before if path.suffix == ".py"}
     compiled = {path for path in before if path.suffix == ".pyc"}
     assert {_source_of(path) for path in compiled} == sources
-    answers(node)
-    node.run("/usr/lib/hegm/bin/python3", "-I", "-m", "compileall", "-q", "/usr/lib/hegm")  # would renew stale ones
+    answers(fresh_node)
+    fresh_node.run(
+        "/usr/lib/hegm/bin/python3", "-I", "-m", "compileall", "-q", "/usr/lib/hegm"
+    )  # would renew stale ones
     assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
 
 
@@ -174,6 +173,19 @@ def test_manual_pages_and_completions_are_in_the_package(deb: Path) -> None:
         assert f"./usr/share/man/{path}" in listed
     for path in ("bash-completion/completions/hegmctl", "zsh/vendor-completions/_hegmctl"):
         assert f"./usr/share/{path}" in listed
+
+
+def test_every_library_in_the_package_is_of_the_version_that_is_pinned(deb: Path, tmp_path: Path) -> None:
+    subprocess.run(["dpkg-deb", "--extract", deb, tmp_path], check=True)
+    lines = (TREE / "packaging/constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    (libraries,) = (tmp_path / "usr/lib/hegm/lib").glob("python3*/site-packages")
+    found = dict(path.stem.rsplit("-", 1) for path in libraries.glob("*.dist-info"))
+    del found["hegmd"]
+    assert {"anyio", "msgpack", "nvidia_ml_py"} <= set(found)
+    assert {name.replace("_", "-").lower(): version for name, version in found.items()}.items() <= {
+        name.replace("_", "-").lower(): version for name, version in pinned.items()
+    }.items()
 
 
 def test_the_same_tree_gives_the_same_package_and_it_names_no_place_of_the_build(
@@ -204,43 +216,45 @@ def scripts(node: SystemdNode, source: Path) -> None:
     shutil.copytree(source, node.root / "root/source", symlinks=True, ignore=shutil.ignore_patterns("dist", "tests"))
 
 
-def test_install_serves_and_uninstall_leaves_nothing(node: SystemdNode, source: Path, deb: Path) -> None:
-    scripts(node, source)
-    before = files(node)
+def test_install_serves_and_uninstall_leaves_nothing(fresh_node: SystemdNode, source: Path, deb: Path) -> None:
+    scripts(fresh_node, source)
+    before = files(fresh_node)
     for _ in range(2):  # over itself as well
-        node.run("/root/source/packaging/install.sh")
-        answers(node)
-    assert "/usr/local/bin/hegmd" in node.show("hegmd.service", "ExecStart")
-    assert node.show("hegmd.service", "FragmentPath") == "/usr/local/lib/systemd/system/hegmd.service"
-    assert node.show("hegmd.socket", "UnitFileState") == "enabled"
+        fresh_node.run("/root/source/packaging/install.sh")
+        answers(fresh_node)
+    assert "/usr/local/bin/hegmd" in fresh_node.show("hegmd.service", "ExecStart")
+    assert fresh_node.show("hegmd.service", "FragmentPath") == "/usr/local/lib/systemd/system/hegmd.service"
+    assert fresh_node.show("hegmd.socket", "UnitFileState") == "enabled"
 
     for _ in range(2):  # and when there is nothing any more
-        said = node.run("/root/source/packaging/uninstall.sh")
+        said = fresh_node.run("/root/source/packaging/uninstall.sh")
         assert said.stdout + said.stderr == ""
-    assert files(node) == before
-    assert node.run("getent", "group", "hegm", check=False).returncode == 2
-    assert node.show("hegmd.service", "LoadState") == "not-found"
+    assert files(fresh_node) == before
+    assert fresh_node.run("getent", "group", "hegm", check=False).returncode == 2
+    assert fresh_node.show("hegmd.service", "LoadState") == "not-found"
 
 
-def test_an_edited_configuration_is_never_overwritten_nor_removed(node: SystemdNode, source: Path, deb: Path) -> None:
-    scripts(node, source)
-    node.run("/root/source/packaging/install.sh")
-    configuration = node.root / "etc/hegm/hegmd.toml"
+def test_an_edited_configuration_is_never_overwritten_nor_removed(
+    fresh_node: SystemdNode, source: Path, deb: Path
+) -> None:
+    scripts(fresh_node, source)
+    fresh_node.run("/root/source/packaging/install.sh")
+    configuration = fresh_node.root / "etc/hegm/hegmd.toml"
     edited = configuration.read_text() + "\n# ours\n"
     configuration.write_text(edited)
-    node.run("/root/source/packaging/install.sh")
+    fresh_node.run("/root/source/packaging/install.sh")
     assert configuration.read_text() == edited
-    assert "was edited and stays" in node.run("/root/source/packaging/uninstall.sh").stdout
+    assert "was edited and stays" in fresh_node.run("/root/source/packaging/uninstall.sh").stdout
     assert configuration.read_text() == edited
 
 
-def test_a_failing_installation_leaves_the_old_one_at_work(node: SystemdNode, source: Path, deb: Path) -> None:
-    scripts(node, source)
-    node.run("/root/source/packaging/install.sh")
-    (node.root / "root/source/pyproject.toml").write_text("broken")
-    assert node.run("/root/source/packaging/install.sh", check=False).returncode != 0
-    node.run("systemctl", "restart", "hegmd.service")
-    answers(node)
+def test_a_failing_installation_leaves_the_old_one_at_work(fresh_node: SystemdNode, source: Path, deb: Path) -> None:
+    scripts(fresh_node, source)
+    fresh_node.run("/root/source/packaging/install.sh")
+    (fresh_node.root / "root/source/pyproject.toml").write_text("broken")
+    assert fresh_node.run("/root/source/packaging/install.sh", check=False).returncode != 0
+    fresh_node.run("systemctl", "restart", "hegmd.service")
+    answers(fresh_node)
 
 
 def test_staged_under_another_prefix_it_touches_nothing_else(source: Path, deb: Path, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ FIELDS = (
     Field("driver_version", lambda gpu: gpu.driver_version, str),
     Field("memory.total", lambda gpu: _mib(gpu.memory_total_bytes), int),
     Field("memory.used", lambda gpu: _mib(gpu.memory_used_bytes), int, apart=1),
+    Field("memory.free", lambda gpu: _mib(gpu.memory_free_bytes), int, apart=1),
     Field("utilization.gpu", lambda gpu: gpu.utilisation_percent, float, apart=10),
     Field("temperature.gpu", lambda gpu: gpu.temperature_celsius, float, apart=3),
     Field("power.draw", lambda gpu: gpu.power_watts, float, apart=15, apart_share=0.15),

@@ -3,9 +3,10 @@
     PYTHONPATH=.:client python3 -m tests.gpu.inventory_run [STEP...]
 
 Steps: the provider contract on the real library; every field beside nvidia-smi, with real torch jobs on each GPU; how
-long video memory takes to show; what a snapshot costs, whole and question by question; whether closing lets go of the
-driver; and the same comparison through a real hegmd and hegmctl. A step that fails does not stop the ones after it.
-The exit status is 0 when all of them passed. Needs torch and nvidia-smi, no network and no installed hegmd.
+long video memory takes to show; what a snapshot costs, whole and question by question; what NVML costs in memory;
+whether closing lets go of the driver; and the same comparison through a real hegmd and hegmctl, with what these cost.
+A step that fails does not stop the ones after it. The exit status is 0 when all of them passed. Needs torch and
+nvidia-smi, no network and no installed hegmd.
 """
 
 # ruff: noqa: T201 - printing is what this program is for
@@ -32,6 +33,7 @@ from hegmd.devices.nvidia import NvidiaProvider
 from hegmd.devices.nvidia_host import NvidiaHost
 from hegmd.devices.nvml import Nvml
 from hegmd.devices.nvml_gpu import NvmlGpu
+from hegmd.devices.shared_library import SharedLibrary
 from hegmd.protocol.snapshots import Gpu, GpuProcess
 from hegmd.testing.contracts import check_provider
 from tests.gpu import nvidia_smi
@@ -66,6 +68,8 @@ def held_gpus(snapshot: VendorSnapshot) -> list[VramJob]:
 
 def verdict(rows: list[Row]) -> bool:
     print(table(rows))
+    equal = sum(row.equal is True for row in rows)
+    print(f"{equal} of {len(rows)} equal, {sum(row.equal is None for row in rows)} to look at")
     return all(row.equal is not False for row in rows)
 
 
@@ -82,7 +86,7 @@ def step_node() -> bool:
         print("driver", snapshot.driver_version, "|", versions, "| nvidia-smi's CUDA", nvidia_smi.cuda_version())
         for gpu in snapshot.gpus:
             print(gpu)
-    nvml = Nvml("libnvidia-ml.so.1")
+    nvml = Nvml(SharedLibrary("libnvidia-ml.so.1"))
     for index in range(nvml.device_count()):
         asked = NvmlGpu(nvml, nvml.handle(index))
         links = [asked.nvlink(number) for number in range(36)]
@@ -190,7 +194,7 @@ def _timed(call: Callable[[], VendorSnapshot]) -> tuple[float, float, VendorSnap
 
 
 def _print_questions() -> None:
-    nvml = Nvml("libnvidia-ml.so.1")
+    nvml = Nvml(SharedLibrary("libnvidia-ml.so.1"))
     handle = nvml.handle(0)
     asked = NvmlGpu(nvml, handle)
     nvml.watch([handle])
@@ -233,20 +237,45 @@ def _print_questions() -> None:
     nvml.close()
 
 
-def _rss_kib() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+def _rss_kib(pid: int | str = "self") -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+
+
+BARE = """
+import ctypes, pynvml
+def rss_mib():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) / 1024
+before = rss_mib()
+pynvml.nvmlInit()
+pynvml.nvmlSystemGetCudaDriverVersion_v2()
+for index in range(pynvml.nvmlDeviceGetCount()):
+    pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index))
+opened = rss_mib()
+ctypes.CDLL(None).malloc_trim(0)
+print(f"{before:.1f} MiB before NVML, {opened:.1f} MiB with it, {rss_mib():.1f} MiB after malloc_trim")
+"""
+
+
+def step_memory() -> bool:
+    """Resident memory of a Python that does nothing but open NVML."""
+    done = subprocess.run([sys.executable, "-c", BARE], text=True, capture_output=True, check=True, timeout=30)
+    print(done.stdout, end="")
+    return True
 
 
 def step_letting_go() -> bool:
-    """After close nothing of the driver is left in this process, ten times over."""
-    for _ in range(10):
-        with opened() as provider:
+    """Opening and closing ten times leaves no device open, and no more descriptors than once did."""
+    counts: list[int] = []
+    with opened() as provider:
+        for _ in range(10):
+            provider.open()
             provider.snapshot()
-    mapped = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "nvidia" in line]
+            provider.close()
+            counts.append(len(os.listdir("/proc/self/fd")))
     links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_link(name)]
     devices = [link for link in links if link.startswith("/dev/nvidia")]
-    print(f"mapped: {sorted(set(mapped))}; descriptors: {devices}; resident memory: {_rss_kib()} KiB")
-    return not mapped and not devices
+    print(f"descriptors after each close: {counts}; devices open: {devices}; resident memory: {_rss_kib()} KiB")
+    return not devices and counts[0] == counts[-1]
 
 
 def _is_link(name: str) -> bool:
@@ -260,7 +289,7 @@ def step_daemon() -> bool:
         return True
     with tempfile.TemporaryDirectory(prefix="hegm-") as folder, ExitStack() as stack:
         environ = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'client'}"}
-        stack.enter_context(daemon(Path(folder), environ))
+        pid = stack.enter_context(daemon(Path(folder), environ))
         with opened() as provider:
             jobs = [stack.enter_context(job) for job in held_gpus(provider.snapshot())]
         for job in jobs:
@@ -268,6 +297,9 @@ def step_daemon() -> bool:
         ask = [sys.executable, "-m", "hegmctl", "--socket", f"{folder}/hegmd.sock"]
         for verb in ("gpus", "ps"):
             print(subprocess.run([*ask, verb], env=environ, text=True, capture_output=True, check=True).stdout)
+            print(f"hegmctl {verb}, whole process: {_whole_process([*ask, verb], environ)}")
+        print(f"python3 -c pass, for comparison: {_whole_process([sys.executable, '-c', 'pass'], environ)}")
+        print(f"hegmd: {_rss_kib(pid) / 1024:.1f} MiB resident")
         gpus = [Gpu.from_plain(plain, "gpu") for plain in _json([*ask, "gpus", "--json"], environ)["gpus"]]
         answer = _json([*ask, "ps", "--json"], environ)
         processes = [GpuProcess.from_plain(plain, "process") for plain in answer["processes"]]
@@ -282,8 +314,8 @@ def step_daemon() -> bool:
 
 
 @contextmanager
-def daemon(folder: Path, environ: dict[str, str]) -> Iterator[None]:
-    """A private hegmd that has said that it is ready."""
+def daemon(folder: Path, environ: dict[str, str]) -> Iterator[int]:
+    """The pid of a private hegmd that has said that it is ready."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
         notify.bind(str(folder / "notify"))
         command = [sys.executable, "-m", "hegmd", "--socket", f"{folder}/hegmd.sock", "--state-dir", f"{folder}/state"]
@@ -296,7 +328,7 @@ def daemon(folder: Path, environ: dict[str, str]) -> Iterator[None]:
                 if not ready:
                     raise RuntimeError(f"hegmd did not come up within {READY_WITHIN_S:.0f} s")
                 said = notify.recv(4096)
-            yield
+            yield process.pid
         finally:
             process.terminate()
             try:
@@ -306,13 +338,22 @@ def daemon(folder: Path, environ: dict[str, str]) -> Iterator[None]:
                 process.wait()
 
 
+def _whole_process(command: list[str], environ: dict[str, str]) -> str:
+    took: list[float] = []
+    for _ in range(20):
+        began = time.perf_counter()
+        subprocess.run(command, env=environ, capture_output=True, check=True)
+        took.append((time.perf_counter() - began) * 1e3)
+    return f"p50 {statistics.median(took):.0f} ms, longest {max(took):.0f} ms"
+
+
 def _json(command: list[str], environ: dict[str, str]) -> dict[str, list[object]]:
     done = subprocess.run(command, env=environ, text=True, capture_output=True, check=True, timeout=30)
     answer: dict[str, list[object]] = json.loads(done.stdout)
     return answer
 
 
-STEPS = (step_node, step_contract, step_fields, step_delays, step_cost, step_letting_go, step_daemon)
+STEPS = (step_node, step_contract, step_fields, step_delays, step_cost, step_memory, step_letting_go, step_daemon)
 
 
 def main() -> int:

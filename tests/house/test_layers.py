@@ -47,7 +47,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.settings": ("hegmd.errors",),
     "hegmd.service": GROUND,
     "hegmd.state_dir": ("hegmd.errors",),
-    "hegmd.detached": (),
+    "hegmd.detached": ("hegmd.errors",),
     # The node
     "hegmd.external": (*GROUND, "hegmd.log", "hegmd.detached"),
     "hegmd.devices": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.toml_lines"),
@@ -80,6 +80,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.testing": (*GROUND, "hegmd.devices"),
     # The client, which has to start in no time and may be newer or older than the daemon
     "hegmctl": GROUND,
+    # Manual pages and completions, written when a package is built: from the tables of both programs
+    "hegmctl.pages": (*GROUND, "hegmctl", "hegmd.arguments", "hegmd.settings"),
 }
 
 # Packages from outside and modules of the standard library that only some rooms may touch: the hardware, other

@@ -98,7 +98,7 @@ def _python_3_9() -> str:
     for place in filter(None, reversed(places)):
         if subprocess.run([place, "-c", ""], stderr=subprocess.DEVNULL, check=False).returncode == 0:
             return place
-    pytest.skip("no Python 3.9 here; its syntax and library are still held by the type checker")
+    pytest.skip("no Python 3.9 here; syntax and library are still held to it by vermin, above")
 
 
 def test_what_the_agent_shares_loads_on_a_real_python_3_9() -> None:

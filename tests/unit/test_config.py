@@ -111,7 +111,7 @@ def test_a_byte_order_mark_and_line_ends_of_windows_are_no_obstacle(file: Path) 
 def test_a_file_that_was_named_must_be_there(file: Path) -> None:
     for named in ({"path": str(file), "environ": {}}, {"environ": {"HEGM_CONFIG": str(file)}}):
         with pytest.raises(HegmError, match=re.escape(f"{file}: there is no such file")):
-            load(**named)  # type: ignore[arg-type]  # two ways to name it
+            load(**named)
 
 
 def test_only_a_regular_file_that_may_be_read_is_read(file: Path, tmp_path: Path) -> None:

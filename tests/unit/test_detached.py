@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import anyio
 import pytest
 
 from hegmd.detached import run_detached
+from hegmd.errors import HegmError
 
 
 async def test_the_result_comes_back() -> None:
@@ -23,6 +25,28 @@ async def test_what_the_work_raises_is_raised_where_it_is_awaited() -> None:
 
     with pytest.raises(LookupError, match="nothing there"):
         await run_detached(work, name="failing")
+
+
+async def test_no_room_for_a_thread_is_told_with_a_way_out() -> None:
+    """It was a bare RuntimeError, at which the writer of the metrics took the daemon along."""
+    before = threading.stack_size(1 << 46)  # more than there are addresses, so that no thread can start
+    try:
+        with pytest.raises(HegmError, match="thread") as caught:
+            await run_detached(lambda _: 42, name="never")
+    finally:
+        threading.stack_size(before)
+    assert "TasksMax=" in caught.value.hint
+
+
+async def test_no_room_for_a_descriptor_is_told_with_a_way_out() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(HegmError, match="thread") as caught:
+            await run_detached(lambda _: 42, name="never")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "LimitNOFILE=" in caught.value.hint
 
 
 async def test_the_loop_goes_on_while_the_work_blocks() -> None:
@@ -66,6 +90,7 @@ def test_the_process_exits_although_a_thread_hangs() -> None:
     program = """
 import anyio, threading
 from hegmd.detached import run_detached
+from hegmd.errors import HegmError
 
 async def main():
     with anyio.move_on_after(0.01):

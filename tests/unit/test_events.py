@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
@@ -82,14 +84,6 @@ def test_kinds_choose_by_name_or_by_family() -> None:
 def test_a_gap_is_told_whatever_kinds_were_asked_for() -> None:
     events = log_with(10, capacity=4).remembered(since=1, kinds=("inventory",))
     assert [event.kind for event in events] == [MISSED]
-
-
-def test_resizing_keeps_the_newest() -> None:
-    log = log_with(10)
-    log.resize(3)
-    assert seqs(log.remembered()) == [8, 9, 10]
-    log.record("gpu.back", "info", "and one more")
-    assert seqs(log.remembered()) == [9, 10, 11]
 
 
 async def test_a_reader_gets_the_past_and_then_what_comes() -> None:
@@ -180,3 +174,23 @@ async def test_events_of_other_kinds_do_not_end_a_wait() -> None:
         assert got == []
         log.record("gpu.lost", "info", "this one")
     assert got == [2]
+
+
+def test_looking_through_all_that_can_be_remembered_takes_a_moment() -> None:
+    """Each event was looked for from an end of the ring: eleven seconds of the event loop for a million of them."""
+    log = log_with(600_000, capacity=500_000)
+    before_s = time.process_time()
+    assert log.remembered(kinds=("config",)) == ()
+    assert time.process_time() - before_s < 0.8
+    assert [event.seq for event in (log.from_seq(100_001), log.from_seq(600_000)) if event] == [100_001, 600_000]
+    assert (log.from_seq(100_000), log.from_seq(600_001)) == (None, None)
+
+
+def test_a_reader_that_names_very_many_kinds_costs_no_more_than_one() -> None:
+    """60,000 kinds, which fit into one frame, took the event loop six seconds for each request."""
+    log = log_with(1000)
+    kinds = tuple(f"kind{number}" for number in range(60_000))
+    before_s = time.process_time()
+    assert log.remembered(kinds=kinds) == ()
+    assert len(log.remembered(kinds=(*kinds, "gpu"))) == 500
+    assert time.process_time() - before_s < 1

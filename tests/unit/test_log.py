@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import resource
 import socket
 import warnings
 from collections.abc import Iterator
@@ -169,6 +170,22 @@ def test_auto_is_the_journal_where_stderr_goes_there_and_text_elsewhere(
         assert made.format == "text"
         logger.info("x")
     assert len(pipe.lines()) == 1
+
+
+def test_a_journal_for_which_no_descriptor_is_left_is_refused_and_the_log_stays_as_it_was(
+    journal: socket.socket, socket_path: Path, pipe: Pipe
+) -> None:
+    """A SIGHUP at that moment ended the daemon."""
+    with set_up("info", "text", descriptor=pipe.writer, journal_path=str(socket_path)) as made:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(HegmError, match="Too many open files") as caught:
+                made.configure("info", "journal")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert "LimitNOFILE=" in caught.value.hint
+        assert made.format == "text"
 
 
 def test_a_journal_that_is_not_there_is_refused_and_the_log_stays_as_it_was(pipe: Pipe) -> None:

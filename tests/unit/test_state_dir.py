@@ -26,10 +26,27 @@ def test_a_second_daemon_is_refused_by_the_pid_of_the_first(tmp_path: Path) -> N
 
 
 def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
-    holder = f"import os, pathlib; from hegmd.state_dir import StateDir; StateDir(pathlib.Path({str(tmp_path / 's')!r}))"
+    holder = (
+        f"import os, pathlib; from hegmd.state_dir import StateDir; StateDir(pathlib.Path({str(tmp_path / 's')!r}))"
+    )
     subprocess.run([sys.executable, "-c", f"{holder}; os.kill(os.getpid(), 9)"], check=False, timeout=15)
     with StateDir(tmp_path / "s"):
         pass
+
+
+def test_a_full_disk_keeps_no_daemon_from_starting(tmp_path: Path) -> None:
+    """The pid is noted for people; that it could not be written ended the start with a traceback."""
+    holder = (
+        "import pathlib, resource, sys; from hegmd.state_dir import StateDir; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); held = StateDir(pathlib.Path(sys.argv[1])); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", holder, str(tmp_path / "s")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(HegmError, match="another hegmd \\(pid unknown\\) holds"):
+            StateDir(tmp_path / "s")
 
 
 def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 from collections.abc import Callable
 from typing import Any
 
-def packb(o: object, *, use_bin_type: bool = ...) -> bytes: ...
+def packb(
+    o: object, *, use_bin_type: bool = ..., default: Callable[[object], object] = ..., unicode_errors: str = ...
+) -> bytes: ...
 def unpackb(
     packed: bytes,
     *,

@@ -5,7 +5,8 @@ The provider that it makes is the daemon's own, over the true binding; only the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +60,22 @@ class NvidiaNode:
         (device / "numa_node").write_text(f"{numa_node}\n")
         (self.proc_root / "driver" / "nvidia" / "gpus" / address).mkdir(parents=True)
 
-    def is_mapped(self) -> bool:
-        """Whether any library from this node's folder is in this process's memory."""
-        return str(self.folder) in Path("/proc/self/maps").read_text()
+    def is_driver_open(self) -> bool:
+        """Whether this process has the node's driver open, as an initialised library has."""
+        opened = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+        return str(self.scenario.driver) in [os.readlink(path) for path in opened if os.path.lexists(path)]
+
+    def kept_descriptors(self) -> list[int]:
+        """What the library left open in this process for good: one for each time that it was loaded and initialised."""
+        lines = self.scenario.kept.read_text().splitlines() if self.scenario.kept.exists() else []
+        return [int(fd) for pid, fd in map(str.split, lines) if int(pid) == os.getpid()]
+
+    def close(self) -> None:
+        """Close what the library never would, so that a test leaves nothing behind."""
+        for descriptor in self.kept_descriptors():
+            os.close(descriptor)
+        self.scenario.kept.unlink(missing_ok=True)
+
+
+# As the fixture `make_nvidia_node` gives it: called like NvidiaNode.make.
+MakeNode = Callable[..., NvidiaNode]

@@ -9,10 +9,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
 
 #include "scenario.h"
 
 static long initialised_epoch = -1;
+static int users, driver = -1, kept = -1;
 static struct device gpus[MAX_GPUS], instances[MAX_GPUS][MAX_INSTANCES];
 
 static struct {
@@ -60,10 +63,14 @@ static nvmlReturn_t text(nvmlDevice_t device, const char *key, char *value, unsi
 
 /* ---- the library and the driver ---------------------------------------------------------------------------------- */
 
+/* As the real one of driver 580: the driver is open while the library is initialised; and the first time makes an
+ * eventfd that stays open for good, also when the library is unloaded. */
 nvmlReturn_t nvmlInitWithFlags(unsigned int flags) {
     (void)flags;
     nvmlReturn_t ordered = scenario_enter(__func__, NULL);
     if (ordered) return ordered;
+    if (!users++) driver = scenario_open_driver();
+    if (kept < 0) scenario_note_kept(kept = eventfd(0, EFD_CLOEXEC));
     initialised_epoch = scenario()->epoch;
     for (int i = 0; i < MAX_GPUS; i++) {
         gpus[i] = (struct device){i, -1};
@@ -73,10 +80,15 @@ nvmlReturn_t nvmlInitWithFlags(unsigned int flags) {
     return NVML_SUCCESS;
 }
 
+/* Lets go of the driver also when that is gone or the call is ordered to fail: it could do nothing else with it. */
 nvmlReturn_t nvmlShutdown(void) {
-    ENTER(NULL);
-    initialised_epoch = -1;
-    return NVML_SUCCESS;
+    nvmlReturn_t entered = enter(__func__, NULL);
+    if (users && !--users) {
+        if (driver >= 0) close(driver);
+        driver = -1;
+        initialised_epoch = -1;
+    }
+    return entered;
 }
 
 const char *nvmlErrorString(nvmlReturn_t code) {

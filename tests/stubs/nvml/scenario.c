@@ -106,6 +106,10 @@ static void read_line(char *line) {
         snprintf(current.nvml_version, sizeof current.nvml_version, "%s", rest);
     else if (!strcmp(what, "log"))
         snprintf(current.log, sizeof current.log, "%s", rest);
+    else if (!strcmp(what, "driver"))
+        snprintf(current.driver, sizeof current.driver, "%s", rest);
+    else if (!strcmp(what, "kept"))
+        snprintf(current.kept, sizeof current.kept, "%s", rest);
     else if (!strcmp(what, "cuda_version"))
         current.cuda_version = atoi(rest);
     else if (!strcmp(what, "epoch"))
@@ -176,16 +180,29 @@ static void wait_at(const char *fifo) {
     close(fd);
 }
 
-static void note(const char *function) {
-    if (!*current.log) return;
-    int fd = open(current.log, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
-    if (fd < 0 || dprintf(fd, "%s\n", function) < 0) refuse("cannot write the log", current.log);
+static void append(const char *path, const char *line) {
+    if (!*path) return;
+    int fd = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+    if (fd < 0 || dprintf(fd, "%s\n", line) < 0) refuse("cannot write", path);
     close(fd);
+}
+
+int scenario_open_driver(void) {
+    if (!*current.driver) return -1;
+    int fd = open(current.driver, O_RDWR | O_CLOEXEC);
+    if (fd < 0) refuse("cannot open the driver's file", current.driver);
+    return fd;
+}
+
+void scenario_note_kept(int fd) {
+    char line[64];
+    snprintf(line, sizeof line, "%d %d", (int)getpid(), fd);
+    append(current.kept, line);
 }
 
 int scenario_enter(const char *function, const struct device *device) {
     read_again_if_changed();
-    note(function);
+    append(current.log, function);
     const struct order *order = ordered("hold", function, device);
     if (order) {
         wait_at(order->fifo);

@@ -59,7 +59,7 @@ struct xid {
 };
 
 struct scenario {
-    char driver_version[64], nvml_version[64], log[256];
+    char driver_version[64], nvml_version[64], log[256], driver[256], kept[256];
     int cuda_version, gpu_count, process_count, order_count, xid_count;
     long epoch;
     unsigned int process_stride;
@@ -73,6 +73,12 @@ struct scenario {
 /* Brings the scenario up to date, counts and logs the call, and does what is ordered for it: waits, or gives back an
  * NVML error. 0 means that the call goes on. `device` is NULL for calls that are about no GPU. */
 int scenario_enter(const char *function, const struct device *device);
+
+/* A descriptor of the file that stands for /dev/nvidiactl; -1 without one. */
+int scenario_open_driver(void);
+
+/* Writes down a descriptor that stays open for good, so that a test can count and close it. */
+void scenario_note_kept(int fd);
 
 /* The scenario as it was read last. */
 struct scenario *scenario(void);

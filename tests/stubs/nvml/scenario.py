@@ -83,6 +83,16 @@ class Scenario:
     def of_h200s(cls, path: Path, count: int) -> Scenario:
         return cls(path, gpus=[h200(index) for index in range(count)])
 
+    @property
+    def driver(self) -> Path:
+        """What the stub has open while it is initialised, as the real one has /dev/nvidiactl."""
+        return self.path.with_name("nvidiactl")
+
+    @property
+    def kept(self) -> Path:
+        """Where the stub writes its pid, and the descriptor that it keeps for good, each time that it was loaded."""
+        return self.path.with_name("kept")
+
     def environment(self) -> dict[str, str]:
         return {ENVIRONMENT: str(self.path)}
 
@@ -93,6 +103,8 @@ class Scenario:
             f"nvml_version {self.nvml_version}",
             f"cuda_version {self.cuda_version}",
             f"epoch {self.epoch}",
+            f"driver {self.driver}",
+            f"kept {self.kept}",
         ]
         if self.log is not None:
             lines.append(f"log {self.log}")
@@ -100,6 +112,7 @@ class Scenario:
             lines += [f"gpu {index} {key} {'N/A' if value is None else value}" for key, value in facts.items()]
         lines += [f"process {process}" for process in self.processes]
         lines += self.orders
+        self.driver.touch()
         fresh = self.path.with_name(self.path.name + ".new")
         fresh.write_text("\n".join(lines) + "\n", encoding="utf-8")
         os.replace(fresh, self.path)

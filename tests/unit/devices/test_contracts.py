@@ -45,7 +45,8 @@ def test_a_good_snapshot_passes() -> None:
     check_snapshot(good_snapshot(), "simulated")
     check_snapshot(with_use(), "simulated")
     check_snapshot(with_use(vram_bytes=None), "simulated")
-    check_snapshot(with_gpu(state="lost", memory_used_bytes=None, name=None), "simulated")
+    check_snapshot(with_gpu(state="lost", memory_used_bytes=None, memory_free_bytes=None, name=None), "simulated")
+    check_snapshot(with_gpu(memory_free_bytes=(7 << 30) - 606), "simulated")  # what the driver keeps is neither
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,8 @@ def test_a_good_snapshot_passes() -> None:
     [
         (with_gpu(memory_used_bytes=9 << 30), "memory_used_bytes"),
         (with_gpu(memory_used_bytes=-1), "memory_used_bytes"),
+        (with_gpu(memory_free_bytes=-1), "memory_free_bytes"),
+        (with_gpu(memory_free_bytes=(7 << 30) + 1), "memory_free_bytes"),
         (with_gpu(memory_total_bytes=8192), "memory_total_bytes"),
         (with_gpu(memory_total_bytes=0, memory_used_bytes=0), "memory_total_bytes"),
         (with_gpu(memory_total_bytes=8.0e9), "memory_total_bytes"),
@@ -75,6 +78,7 @@ def test_a_good_snapshot_passes() -> None:
         (with_gpu(vendor="nvidia"), "of the vendor nvidia"),
         (with_gpu(state="gone"), "state 'gone'"),
         (with_gpu(state="lost"), "memory_used_bytes"),
+        (with_gpu(state="lost", memory_used_bytes=None), "memory_free_bytes"),
         (with_gpu(health=Health(state="fine")), "health 'fine'"),
         (with_gpu(health=Health(state="warn")), "says why"),
         (with_gpu(health=Health(state="ok", ecc_corrected=-1)), "ecc_corrected"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,18 @@ def test_a_directory_that_cannot_be_written_to(node: FileNode) -> None:
     assert "/proc/self/fdinfo cannot be written to" in found.summary
     under_systemd = disk.state(node.facts(state_dir=read_only, under_systemd=True)).fix
     assert under_systemd == "sudo systemctl edit hegmd, with the lines [Service] and ReadWritePaths=/proc/self/fdinfo"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("under_systemd", [False, True])
+def test_a_full_disk_is_not_mended_by_permissions(node: FileNode, number: int, under_systemd: bool) -> None:
+    """The advice was once `ls -ld`, and under systemd to open a sandbox that was open."""
+    facts = node.facts(under_systemd=under_systemd)
+    found = disk.unwritable(facts, node.state_dir, OSError(number, os.strerror(number)))
+    assert (found.status, found.fix) == (
+        "fail",
+        f"make room: du -xh --max-depth=1 {node.state_dir} shows what is there",
+    )
 
 
 def test_a_directory_that_is_closed_to_an_ordinary_user_is_no_fault(node: FileNode) -> None:

@@ -53,7 +53,7 @@ def test_a_warning_shows_where_to_look(node: FileNode) -> None:
 
 
 @pytest.mark.parametrize(
-    ("maker", "fix"), [("amd", "amd-smi metric --gpu 0"), ("simulated", "simulate.fault for gpu0")]
+    ("maker", "fix"), [("amd", "amd-smi metric --gpu 0"), ("simulated", "hegmctl simulate fault gpu0 none")]
 )
 def test_every_vendor_has_its_own_commands(node: FileNode, maker: str, fix: str) -> None:
     found = gpus.health(node.facts(gpus=(ill(0, "warn", "ECC", vendor=maker),)))

@@ -42,6 +42,7 @@ GPU0 = Gpu(
     chip="2335:9.0",
     memory_total_bytes=140 * GIB,
     memory_used_bytes=12 * GIB,
+    memory_free_bytes=127 * GIB,
     utilisation_percent=45.0,
     temperature_celsius=41.0,
     power_watts=312.4,

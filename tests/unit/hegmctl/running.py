@@ -6,8 +6,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
+NOBODY = 65_534
 ROOT = Path(__file__).resolve().parents[3]
 # Compiled once for all the runs of a session, wherever the tree's own caches are switched off.
 _CACHE = Path(tempfile.gettempdir()) / f"hegmctl-tests-{os.getuid()}"
@@ -25,6 +29,35 @@ def environment(socket: Path | str | None = None, **more: str) -> dict[str, str]
 def command(*words: str) -> list[str]:
     """The words that run hegmctl."""
     return [sys.executable, "-m", "hegmctl", *words]
+
+
+def as_nobody(*argv: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a program as the user nobody, in no group of ours. Skips where that cannot work."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+
+    def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            words,
+            env=environ,
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=15,
+            check=False,
+        )
+
+    try:
+        readable = run([sys.executable, "-c", "import hegmctl.cli"]).returncode == 0
+    except PermissionError:
+        readable = False
+    if not readable:
+        pytest.skip(f"nobody may not read {sys.executable} or {ROOT}")
+    return run(argv)
 
 
 def hegmctl(

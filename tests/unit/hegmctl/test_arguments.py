@@ -68,6 +68,11 @@ def test_what_follows_two_dashes_is_handed_on_as_it_is() -> None:
     assert not arguments.flag("json")
 
 
+def test_the_path_of_a_socket_need_not_be_utf8() -> None:
+    """What Python could not read as UTF-8 is refused where it would go into a frame, and a path never does."""
+    assert parse(["gpus", "--socket", "/tmp/\udcff"]).text("socket") == "/tmp/\udcff"
+
+
 def test_help_is_given_without_what_the_command_needs() -> None:
     assert parse(["simulate", "hold", "--help"]).verb is VERBS["simulate hold"]
     assert parse(["simulate", "--help"]).group == "simulate"
@@ -103,6 +108,8 @@ def test_help_is_given_without_what_the_command_needs() -> None:
         ("simulate hold gpu0 much", "SIZE much: a size such as 2GiB is needed", "write bytes, or a number with"),
         ("simulate hold gpu0 1GiB sleep", "simulate hold does not take 'sleep'", "put `--` before the COMMAND"),
         ("simulate hold gpu0 1GiB --", "there is no COMMAND after `--`", "write the COMMAND, or leave `--` out"),
+        ("simulate hold gpu0 1GiB -- ", "the COMMAND after `--` is empty", "name the program to run"),
+        ("ps --gpu \udcff", "--gpu \udcff is not UTF-8", "write it as the daemon shows it"),
         ("simulate fault gpu0 lsot", "FAULT cannot be 'lsot'", "did you mean lost?"),
         ("-- gpus", "a command is needed before `--`", "`hegmctl --help` lists the commands"),
     ],

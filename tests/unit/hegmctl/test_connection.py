@@ -334,6 +334,7 @@ def test_waiting_for_the_end_ends_with_the_daemon(hegmd: Connection, daemon: Fak
         hegmd.wait_for_its_end()
     hanging_up.join()
     assert raised.value.code is DISCONNECTED
+    assert raised.value.message == f"{daemon.path}: the daemon ended the connection"
 
 
 def test_closing_twice_is_fine_and_using_it_afterwards_is_an_error(hegmd: Connection) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
 import sys
 from errno import EACCES, EAGAIN, EIO
 from pathlib import Path
@@ -13,8 +11,9 @@ import pytest
 
 from hegmctl.connection import connect
 from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, unreachable
+from hegmd.config import load
 from hegmd.errors import BUSY, DENIED, NO_DAEMON, UNAVAILABLE, USAGE, HegmError
-from tests.unit.hegmctl.running import ROOT, environment
+from tests.unit.hegmctl.running import as_nobody, command, environment
 
 
 def test_the_option_comes_before_the_environment(socket_dir: Path) -> None:
@@ -39,7 +38,17 @@ def test_the_nodes_socket_comes_before_the_users_own(socket_dir: Path) -> None:
     assert find_endpoint(None, {}, str(system)).path == str(system)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+@pytest.mark.parametrize("environ", [{}, {"XDG_RUNTIME_DIR": ""}, {"XDG_RUNTIME_DIR": "relative"}])
+def test_without_a_runtime_directory_it_looks_where_the_users_daemon_then_listens(
+    socket_dir: Path, environ: dict[str, str]
+) -> None:
+    """`hegmd --user` listened below /run/user, and hegmctl from cron or su did not look there."""
+    missing = find_endpoint(None, environ, str(socket_dir / "none"))
+    listens_at = load(user_mode=True, environ={**environ, "HOME": str(socket_dir)}).daemon.socket
+    assert missing.others == (str(listens_at),)
+    assert missing.others[0].startswith("/run/user/")
+
+
 def test_a_socket_that_the_caller_may_not_use_gives_way_to_the_callers_own(socket_dir: Path) -> None:
     system, own = socket_dir / "system", socket_dir / "hegm" / "hegmd.sock"
     own.parent.mkdir()
@@ -50,17 +59,10 @@ def test_a_socket_that_the_caller_may_not_use_gives_way_to_the_callers_own(socke
         system.chmod(0o600)
         socket_dir.chmod(0o755)
         program = (
-            "import sys; from hegmctl.endpoint import find_endpoint; print(find_endpoint(None, None, sys.argv[1]).path)"
+            "import sys; from hegmctl.endpoint import find_endpoint as find; print(find(None, None, sys.argv[1]).path)"
         )
-        found = subprocess.run(
-            [sys.executable, "-c", program, str(system)],
-            env=environment(XDG_RUNTIME_DIR=str(socket_dir)),
-            user=65534,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        environ = environment(XDG_RUNTIME_DIR=str(socket_dir))
+        found = as_nobody(sys.executable, "-c", program, str(system), environ=environ)
     assert found.stdout.strip() == str(own)
 
 
@@ -132,22 +134,13 @@ def test_other_failures_keep_the_kernels_reason() -> None:
     assert "Input/output error" in error.message
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
 def test_a_socket_of_others_is_denied_and_not_missing(socket_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(socket_path))
         listener.listen()
         socket_path.chmod(0o600)
         socket_path.parent.chmod(0o755)
-        ran = subprocess.run(
-            [sys.executable, "-m", "hegmctl", "gpus"],
-            env=environment(socket_path),
-            user=65534,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        ran = as_nobody(*command("gpus"), environ=environment(socket_path))
     assert ran.returncode == DENIED.exit_status
     assert "you may not use the daemon's socket" in ran.stderr
     assert "usermod -aG hegm nobody" in ran.stderr

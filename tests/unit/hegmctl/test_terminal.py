@@ -97,6 +97,14 @@ def test_watching_redraws_in_place(daemon: FakeDaemon) -> None:
         assert sum("COMMAND" in line for line in lines) == 1
 
 
+def test_watching_sends_a_dumb_terminal_no_control_sequences(daemon: FakeDaemon) -> None:
+    """The shell of an editor and a serial console had the sequences for redrawing among the lines."""
+    with Terminal("ps", "--watch=0.1", socket=daemon.path, environ={"TERM": "dumb"}) as terminal:
+        terminal.until(lambda lines: sum("train.py" in line for line in lines) == 2)
+        assert terminal.end(signal.SIGINT) == -signal.SIGINT
+    assert "\x1b" not in terminal.picture.raw
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_terminal_is_given_back_with_the_last_picture_on_it(daemon: FakeDaemon, number: signal.Signals) -> None:
     with _watching(daemon) as terminal:

@@ -23,9 +23,11 @@ def test_gpus_in_a_table() -> None:
         "gpu0  NVIDIA H200  12.0/140.0 GiB   45%  41 C  312/700 W  normal  ok      0000:17:00.0",
         "gpu1  NVIDIA H200               -     -     -          -  -       lost    -",
         "",
-        "gpu1: lost; it fell off the bus and the driver does not reach it",
         "gpu1: XID 79 was reported",
     ]
+    bare = node.GPU1.replace(health=node.GPU1.health.replace(notes=()))
+    lines = gpus_text(node.GPUS.replace(gpus=(bare,)), PIPE)
+    assert lines[-1] == "gpu1: lost; it fell off the bus and the driver does not reach it"
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -90,7 +92,10 @@ def test_all_of_a_gpu_in_a_block() -> None:
     assert lines[0] == "gpu0  NVIDIA H200"
     assert "  links           gpu1 by nvlink x18, 450 GB/s" in lines
     assert "  NUMA node       0" in lines
+    assert "  memory free     127.0 GiB" in lines
     assert "  last XID        79" in lines
+    often = node.GPU1.replace(health=node.GPU1.health.replace(xid_count=3))
+    assert "  last XID        79, the last of 3" in gpus_in_full(node.GPUS.replace(gpus=(often,)), PIPE)
     assert "" in lines[:-3], "an empty line stands between two GPUs"
 
 

@@ -38,7 +38,7 @@ class Node:
             query_deadline_s=deadline_s,
             events=self.events,
             table=table or ProcessTable(),
-            means=NodeMeans(uid=0),
+            means=lambda: NodeMeans(uid=0),
             agents=lambda: self.agents,
             held=lambda: self.held,
             monotonic=self.clock,

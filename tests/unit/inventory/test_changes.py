@@ -98,7 +98,7 @@ async def test_what_changes_on_a_gpu_is_told_once(
 @pytest.mark.parametrize(
     "change",
     [
-        {"memory_used_bytes": 7},
+        {"memory_used_bytes": 7, "memory_free_bytes": 8},
         {"mig": None, "health": Health(state="ok")},
         {"health": Health(state="ok", ecc_uncorrected=0, retired_pages=0, ecc_corrected=9)},
     ],
@@ -112,6 +112,17 @@ async def test_figures_and_what_becomes_unknown_are_no_events(change: dict[str, 
         provider.show(gpu(0))
         await node.inventory.refresh()
         assert node.kinds("gpu") == []
+
+
+async def test_an_xid_that_comes_again_is_told_again() -> None:
+    provider = Provider(gpu(0))
+    async with node_of(provider) as node:
+        await node.inventory.refresh()
+        for count in (1, 2, 2, 5):
+            provider.show(gpu(0, health=Health(state="ok", last_xid=31, xid_count=count)))
+            await node.inventory.refresh()
+        told = [(event.message, event.facts["xid_count"]) for event in node.happened("gpu")]
+        assert told == [("gpu0: XID 31", 1), ("gpu0: XID 31", 2), ("gpu0: XID 31", 5)]
 
 
 async def test_errors_counted_before_a_gpu_was_lost_are_not_told_again_when_it_is_back() -> None:

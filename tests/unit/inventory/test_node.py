@@ -33,6 +33,18 @@ async def test_gpus_are_numbered_by_provider_and_index() -> None:
         assert node.inventory.latest is found
 
 
+async def test_a_gpu_that_tells_its_uuid_only_later_is_not_shown_twice() -> None:
+    """One that was being reset when the daemon started stayed in the list as lost, beside itself under a new id."""
+    silent = Gpu(id="1", index=1, uuid="GPU-unknown-at-index-1", vendor="nvidia", state="unknown")
+    provider = Provider(gpu(0), silent, gpu(2))
+    async with node_of(provider) as node:
+        before = await node.inventory.refresh()
+        assert shown(before)[1] == ("gpu1", "GPU-unknown-at-index-1", "unknown")
+        provider.show(gpu(0), gpu(1), gpu(2))
+        found = await node.inventory.refresh()
+        assert shown(found) == [("gpu0", "nvidia-0", "ok"), ("gpu1", "nvidia-1", "ok"), ("gpu2", "nvidia-2", "ok")]
+
+
 async def test_a_process_is_joined_with_what_the_node_knows_of_it() -> None:
     async with node_of(Provider(gpu(0), gpu(1), uses=[use(ME, 1)])) as node:
         node.agents[ME] = AgentInfo(name="hegm-agent", version="1")
@@ -53,7 +65,7 @@ async def test_the_first_look_is_one_event_and_no_flood() -> None:
 
 async def test_vendors_that_are_switched_off_are_said_to_be() -> None:
     inventory = Inventory(
-        [], query_deadline_s=1, events=EventLog(), table=ProcessTable(), means=NodeMeans(uid=0), off=["amd"]
+        [], query_deadline_s=1, events=EventLog(), table=ProcessTable(), means=lambda: NodeMeans(uid=0), off=["amd"]
     )
     async with inventory:
         found = await inventory.refresh()
@@ -180,7 +192,7 @@ async def test_the_background_keeps_up_and_is_ready_after_the_first_look() -> No
     provider.answer = answer
     events = EventLog()
     inventory = Inventory(
-        [provider], query_deadline_s=LONG_S, events=events, table=ProcessTable(), means=NodeMeans(uid=0)
+        [provider], query_deadline_s=LONG_S, events=events, table=ProcessTable(), means=lambda: NodeMeans(uid=0)
     )
     async with inventory, anyio.create_task_group() as tasks:
         await tasks.start(inventory.run, 3600.0)

@@ -135,7 +135,7 @@ class Hanging:
 async def main():
     events = EventLog()
     async with Inventory([Hanging()], query_deadline_s=0.05, events=events, table=ProcessTable(),
-                         means=NodeMeans(uid=0)) as inventory:
+                         means=lambda: NodeMeans(uid=0)) as inventory:
         print((await inventory.refresh()).vendors[0].state)
 
 anyio.run(main)

@@ -54,7 +54,7 @@ class Node:
             query_deadline_s=5,
             events=self.events,
             table=ProcessTable(),
-            means=NodeMeans(uid=os.geteuid(), criu_path=None),
+            means=lambda: NodeMeans(uid=os.geteuid(), criu_path=None),
             held=self.held_bytes,
         )
         self.moving = Moving(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import pwd
 from collections.abc import Iterator
@@ -13,10 +14,10 @@ import pytest
 from hegmd.devices.base import ProcessUse
 from hegmd.processes.lookups import NOTE_UNREAD
 from hegmd.processes.procfs import read_command
-from hegmd.processes.roll import NOTE_NOT_LOOKED_AT, Roll, RollCall, Roster, stand_in
+from hegmd.processes.roll import MOST_KINDS, NOTE_NOT_LOOKED_AT, Roll, RollCall, Roster, stand_in
 from hegmd.processes.table import NOTE_ENDED, NOTE_NO_PID, ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse
-from hegmd.ways import GpuTraits, Ground, NodeMeans
+from hegmd.ways import Candidate, GpuTraits, Ground, NodeMeans
 from tests.unit.processes.pretended_proc import Start
 
 ME = os.getpid()
@@ -163,3 +164,12 @@ def test_the_stand_in_keeps_what_was_known_and_names_what_was_not(roster: Roster
         pid=parent, gpus=(GpuUse(gpu="gpu0", vram_bytes=1 << 30),), note=NOTE_NOT_LOOKED_AT
     )
     assert stand_in(replace(CALL, uses=()), before) == Roll(departed=frozenset({ME}))
+
+
+def test_an_agent_that_calls_itself_something_else_each_time_does_not_fill_the_memory(roster: Roster) -> None:
+    """The ways of every name that it ever had were kept, as long as the GPUs of the node stayed the same."""
+    for number in range(2 * MOST_KINDS):
+        agents = {ME: AgentInfo(name=f"agent-{number}", version="1")}
+        call_roll(roster, replace(CALL, agents=agents), look_up=False)
+    kept = [one for one in gc.get_objects() if isinstance(one, Candidate) and (one.agent or "").startswith("agent-")]
+    assert 0 < len(kept) <= MOST_KINDS

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from hegmd.errors import BAD_REQUEST, PeerError
 from hegmd.protocol import codec
+from hegmd.protocol.messages import GpusReply
+from hegmd.protocol.snapshots import Gpu, Health
 
 scalars = (
     st.none()
@@ -65,6 +67,19 @@ def nested(depth: int) -> bytes:
 def test_what_is_no_plain_map_is_refused(payload: bytes, says: str) -> None:
     with pytest.raises(PeerError, match=says):
         codec.decode(payload)
+
+
+def test_a_record_is_encoded_as_its_plain_form() -> None:
+    gpu = Gpu(id="gpu0", index=0, uuid="U", vendor="nvidia", health=Health(state="warn", notes=("hot",)))
+    reply = GpusReply(taken_utc=1.0, gpus=(gpu, gpu.replace(id="gpu1")), vendors=())
+    assert codec.encode({"ok": reply}) == codec.encode({"ok": reply.to_plain()})
+    assert codec.decode(codec.encode({"ok": reply})) == {"ok": reply.to_plain()}
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, 1j])
+def test_what_has_no_form_is_refused(value: object) -> None:
+    with pytest.raises(TypeError, match=type(value).__name__):
+        codec.encode({"a": value})
 
 
 def test_nesting_up_to_the_limit_is_taken() -> None:

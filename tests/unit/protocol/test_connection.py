@@ -255,14 +255,28 @@ def test_our_own_mistakes_are_bugs_and_change_nothing() -> None:
         ClientConnection().request(Ping())
 
 
-def test_text_that_utf8_has_no_form_for_is_a_bug_and_the_request_stays_open() -> None:
+def test_what_msgpack_has_no_form_for_is_a_bug_and_the_request_stays_open() -> None:
     client, daemon = joined()
     request_id, data = client.request(Events())
     daemon.feed(data)
     daemon.next_event()
     with pytest.raises(Bug):
-        daemon.event(request_id, EVENT.replace(message="\udcff"))
+        daemon.event(request_id, EVENT.replace(facts={"what": object()}))
     assert daemon.error(request_id, HegmError(CANCELLED, "m", "h"))
+
+
+def test_bytes_that_are_no_utf8_are_escaped_by_the_daemon_and_refused_in_a_request() -> None:
+    """A name on the node may hold such bytes and must not cost the answer; one that is acted on must not be altered."""
+    client, daemon = joined()
+    request_id, data = client.request(Events())
+    daemon.feed(data)
+    daemon.next_event()
+    client.feed(daemon.event(request_id, EVENT.replace(message="gone: \udcff")))
+    progress = client.next_event()
+    assert isinstance(progress, Progress)
+    assert progress.event == EVENT.replace(message=r"gone: \udcff")
+    with pytest.raises(Bug):
+        client.request(Processes(gpus=("\udcff",)))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The vectors that are shipped for other languages are what the code says today, and our own core agrees with them."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -33,3 +34,10 @@ def test_messages_decode_to_their_envelope(vector: dict[str, str]) -> None:
     payload = reader.next_payload()
     assert payload is not None
     assert codec.decode(payload) == vector["envelope"]
+
+
+def test_the_example_on_the_page_is_counted_right() -> None:
+    """The page gave a length that the map below it does not have, for whoever writes a client by it."""
+    page = (REPO / "docs" / "protocol.md").read_text()
+    length, first = re.findall(r"as bytes: length `(0x[0-9a-f]+)`.*?```\n(.*?)\n", page, re.DOTALL)[0]
+    assert int(length, 16) == len(codec.encode(json.loads(first)))

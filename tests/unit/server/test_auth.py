@@ -66,3 +66,10 @@ def test_command_lines_of_other_users_are_kept_back() -> None:
     assert SYSTEM.visible(BY_PRIMARY_GROUP, process) == process
     own = process.replace(uid=ANYBODY.uid)
     assert SYSTEM.visible(ANYBODY, own) == own
+
+
+def test_why_something_else_is_unknown_is_still_told_where_the_command_line_is_kept_back() -> None:
+    """The note about the command line took the place of whatever the note said before."""
+    process = GpuProcess(pid=9, uid=0, command="train", gpus=(), note="known by its start time only")
+    note = SYSTEM.visible(ANYBODY, process).note
+    assert note == "known by its start time only; command line hidden: another user's process"

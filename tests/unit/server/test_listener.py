@@ -18,7 +18,7 @@ from hegmd.protocol.connection import Answer, Failure
 from hegmd.protocol.messages import Caller, Hello, Limits, Ping, Pong, Welcome
 from hegmd.protocol.record import Record
 from hegmd.server.auth import Peer, Policy
-from hegmd.server.listener import Admission, Listener, bind
+from hegmd.server.listener import Admission, Listener, bind, take_away
 from hegmd.server.session import Call, Session, SessionLimits
 from hegmd.server.stream import PeerStream
 from tests.unit.server.talker import Talker
@@ -105,6 +105,18 @@ async def test_one_client_too_many_is_told_so_and_the_others_stay(
         assert dict(counters.refusals) == {BUSY.name: 1}
 
 
+def test_users_together_cannot_shut_out_whoever_administers_the_node() -> None:
+    """Limits for each user were no help against several, and one person can have thousands of ids for containers."""
+    admission = Admission(Policy(daemon_uid=0), clients=32, clients_per_uid=1)
+    for uid in range(1000, 1030):
+        admission.enter(Peer(pid=1, uid=uid, gid=uid))
+    with pytest.raises(HegmError) as caught:
+        admission.enter(Peer(pid=1, uid=2000, gid=2000))
+    assert caught.value.code is BUSY
+    admission.enter(Peer(pid=1, uid=0, gid=0))
+    assert admission.current == 31
+
+
 class Hermit(Policy):
     """Serves nobody, not even root, who is served by every real daemon."""
 
@@ -165,6 +177,28 @@ def test_a_socket_that_is_answered_is_left_alone(socket_path: Path) -> None:
     assert caught.value.code is REFUSED
 
 
+def test_a_daemon_that_is_too_busy_to_be_connected_to_is_left_alone(socket_path: Path) -> None:
+    """The start waited for ever for room in the backlog of one that hung."""
+    with socket.socket(socket.AF_UNIX) as hung, socket.socket(socket.AF_UNIX) as waiting:
+        hung.bind(str(socket_path))
+        hung.listen(0)
+        waiting.connect(str(socket_path))
+        with pytest.raises(HegmError, match="another hegmd"):
+            bind(socket_path, 0o600, None)
+        assert socket_path.exists()
+
+
+def test_a_daemon_on_its_way_out_does_not_take_its_successors_socket_along(socket_path: Path) -> None:
+    """One that stopped removed whatever was at its path seconds after it had closed its own."""
+    bind(socket_path, 0o600, None).close()
+    bound = socket_path.lstat()
+    with bind(socket_path, 0o600, None), socket.socket(socket.AF_UNIX) as client:
+        take_away(socket_path, bound)
+        client.connect(str(socket_path))
+        take_away(socket_path, socket_path.lstat())
+        assert not socket_path.exists()
+
+
 def test_a_file_in_the_way_is_left_alone(socket_path: Path) -> None:
     socket_path.write_text("precious")
     with pytest.raises(HegmError, match="no socket"):
@@ -173,8 +207,14 @@ def test_a_file_in_the_way_is_left_alone(socket_path: Path) -> None:
 
 
 def test_a_path_that_cannot_be_bound_says_so(socket_dir: Path) -> None:
-    for path in (socket_dir / "missing" / "s", socket_dir / ("x" * 120)):
+    (socket_dir / "file").touch()
+    for path in (socket_dir / "file" / "s", Path("/proc/no/such/s"), socket_dir / ("x" * 120)):
         with pytest.raises(HegmError, match="cannot listen") as caught:
             bind(path, 0o600, None)
         assert "--socket" in caught.value.hint
-    assert list(socket_dir.iterdir()) == []
+    assert [name.name for name in socket_dir.iterdir()] == ["file"]
+
+
+def test_the_directory_is_made_with_its_mode(socket_dir: Path) -> None:
+    with bind(socket_dir / "new" / "s", 0o600, None, directory_mode=0o700):
+        assert stat.S_IMODE((socket_dir / "new").stat().st_mode) == 0o700

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -289,48 +290,52 @@ async def test_a_flood_over_the_limit_is_answered_busy_and_breaks_nothing() -> N
         assert all(isinstance(event, Answer) for event in served)
 
 
-async def test_descriptors_reach_the_request_that_names_them_and_are_closed_on_exec() -> None:
-    async with talking() as (talker, _, daemon, _):
-        await talker.hello()
-        read_end, write_end = os.pipe()
-        _, data = talker.protocol.request(Ping(), fds=1)
-        await talker.send(data, [read_end])
-        assert isinstance(await talker.next(), Answer)
-        (taken,) = daemon.taken_fds
-        os.write(write_end, b"!")
-        assert os.read(taken, 1) == b"!"
-        assert not os.get_inheritable(taken)
-        for fd in (taken, read_end, write_end):
-            os.close(fd)
-
-
-async def test_descriptors_that_nobody_takes_are_closed() -> None:
+async def test_at_the_limit_of_requests_one_of_them_can_be_cancelled() -> None:
+    """The cancel was refused as one request too many, and there was no way back but to hang up."""
     async with talking() as (talker, _, _, _):
         await talker.hello()
-        read_end, write_end = os.pipe()
-        _, data = talker.protocol.request(Processes(pids=(1,)), fds=1)
-        await talker.send(data, [write_end])
-        os.close(write_end)
-        assert isinstance(await talker.next(), Failure)
-        assert os.read(read_end, 1) == b""  # the end of the pipe: no copy of its other end is open any more
-        os.close(read_end)
+        flood = [talker.protocol.request(Gpus()) for _ in range(4)]
+        await talker.send(b"".join(data for _, data in flood))
+        _, cancel = talker.protocol.request(Cancel(request=flood[0][0]))
+        await talker.send(cancel)
+        answers = [await talker.next(), await talker.next()]
+        assert [event.reply for event in answers if isinstance(event, Answer)] == [CancelReply(found=True)]
+        assert [event.id for event in answers if isinstance(event, Failure)] == [flood[0][0]]
 
 
-@pytest.mark.parametrize(("named", "sent"), [(2, 1), (0, 16)])
-async def test_descriptors_and_their_number_have_to_agree(named: int, sent: int) -> None:
-    async with talking() as (talker, _, _, ended):
+async def test_an_error_with_a_path_that_is_no_utf8_reaches_the_peer() -> None:
+    """Such an error could not be encoded, which ended the daemon."""
+    async with talking() as (talker, session, _, _):
         await talker.hello()
-        read_end, write_end = os.pipe()
-        for _ in range(4):
-            _, data = talker.protocol.request(Ping(), fds=named)
-            try:
-                await talker.send(data, [write_end] * sent)
-            except OSError:
-                break
-        os.close(write_end)
-        await ended.wait()
-        assert os.read(read_end, 1) == b""
-        os.close(read_end)
+        path = os.fsdecode(b"/etc/h\xe9gm.toml")
+
+        async def fail(_: Call) -> Record:
+            raise HegmError(NOT_FOUND, f"{path}: there is no such file", "name another", {"path": path})
+
+        session._answer = fail
+        failure = await talker.ask(Ping())
+        assert isinstance(failure, Failure)
+        assert failure.error.message == "/etc/h\\udce9gm.toml: there is no such file"
+        assert isinstance(await talker.ask(Ping()), Failure)
+
+
+async def test_a_bug_of_the_session_ends_that_connection_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """It went up through the listener and ended the daemon."""
+    async with talking() as (talker, session, _, ended):
+        await talker.hello()
+        undone: list[str] = []
+        session.at_end("hold", partial(undone.append, "hold"))
+
+        async def fail(_: Call) -> Record:
+            raise HegmError(NOT_FOUND, "no such thing", "look again", {"what": object()})
+
+        session._answer = fail
+        with caplog.at_level(logging.ERROR):
+            assert await talker.ask(Ping()) is None
+            await ended.wait()
+        assert undone == ["hold"]
+        (record,) = caplog.records
+        assert record.exc_info is not None
 
 
 async def test_when_the_daemon_stops_the_peer_is_told() -> None:
@@ -347,7 +352,9 @@ async def test_when_the_daemon_stops_the_peer_is_told() -> None:
         assert last.error.code is UNAVAILABLE
 
 
-async def test_a_reply_of_the_wrong_kind_is_an_error_to_the_peer_and_not_the_end() -> None:
+async def test_a_reply_of_the_wrong_kind_is_an_error_to_the_peer_and_not_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with talking() as (talker, session, _, _):
 
         async def wrong(_: Call) -> Record:
@@ -355,9 +362,12 @@ async def test_a_reply_of_the_wrong_kind_is_an_error_to_the_peer_and_not_the_end
 
         await talker.hello()
         session._answer = wrong
-        failure = await talker.ask(Ping())
+        with caplog.at_level(logging.ERROR):
+            failure = await talker.ask(Ping())
         assert isinstance(failure, Failure)
         assert failure.error.code.name == "internal"
+        (record,) = caplog.records
+        assert record.exc_info is not None, "whoever reads the hint looks for it in the log"
         assert isinstance(await talker.ask(Ping()), Failure)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -156,3 +157,40 @@ def test_what_cannot_be_put_in_place_leaves_nothing_behind(path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         write_whole(path, "hegmd_x 1\n")
     assert [found.name for found in path.parent.iterdir()] == [path.name]
+
+
+async def test_a_directory_that_the_sandbox_closes_is_told_with_the_way_out(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def barred(path: Path, text: str) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    figures = Figures()
+    textfile = Textfile(path, 0.001, figures.render, write=barred)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(textfile.run)
+        for _ in range(3):
+            await figures.next()
+        tasks.cancel_scope.cancel()
+    assert "ReadWritePaths=" in caplog.records[0].getMessage()
+
+
+async def test_when_no_thread_is_to_be_had_the_file_is_written_again_later(path: Path) -> None:
+    """It ended the daemon, and a write that was never begun would have been waited for ever after."""
+    figures = Figures()
+    textfile = Textfile(path, 0.001, figures.render)
+    before = threading.stack_size(1 << 46)  # more than there are addresses, so that no thread can start
+    try:
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(textfile.run)
+            await figures.next()
+            await figures.next()
+            assert textfile.failures
+            assert os.listdir(path.parent) == []
+            threading.stack_size(before)
+            await figures.next()
+            await figures.next()
+            assert path.name in os.listdir(path.parent)
+            tasks.cancel_scope.cancel()
+    finally:
+        threading.stack_size(before)

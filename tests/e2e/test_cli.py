@@ -1,0 +1,323 @@
+"""hegmctl in front of a real hegmd with simulated GPUs: what a person sees, and what a program gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import anyio
+import pytest
+
+from hegmctl.async_connection import connect_async
+from hegmctl.pages.json_reference import PRINTED
+from hegmd import __version__
+from hegmd.protocol.record import Record
+from tests.e2e.daemon import RunningDaemon
+from tests.unit.hegmctl.running import as_nobody, command, environment, hegmctl
+from tests.unit.hegmctl.terminal import Terminal
+from tests.unit.hegmctl.test_cli import Running
+
+pytestmark = pytest.mark.e2e
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def daemon(socket_dir: Path) -> Iterator[RunningDaemon]:
+    with RunningDaemon(socket_dir) as running:
+        yield running
+
+
+def answer(daemon: RunningDaemon, *words: str) -> dict[str, Any]:
+    """The document that hegmctl prints; it succeeds."""
+    ran = hegmctl(*words, "--json", socket=daemon.socket_path)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    document: dict[str, Any] = json.loads(ran.stdout)
+    return document
+
+
+def eventually(look: Callable[[], dict[str, Any]], true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Ask until the answer is the one waited for; the daemon may show what is a quarter of a second old."""
+    deadline = monotonic() + 10
+    while not true(seen := look()):
+        assert monotonic() < deadline, seen
+    return seen
+
+
+class Holder:
+    """A process that holds simulated memory by way of `hegmctl simulate hold`, until its context ends."""
+
+    def __init__(self, daemon: RunningDaemon, gpu: str, size: str) -> None:
+        self.process = subprocess.Popen(
+            [*command("simulate", "hold", gpu, size, "--"), "sh", "-c", "echo holding; exec cat"],
+            env=environment(daemon.socket_path),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"holding\n"
+
+    def __enter__(self) -> int:
+        return self.process.pid
+
+    def __exit__(self, *_: object) -> None:
+        self.process.communicate()
+
+
+def _fields(value: object, record: type[Record]) -> None:
+    """Every field of the record is there, and no other; so for the records in it."""
+    assert isinstance(value, dict)
+    assert set(value) == {field.name for field in record.fields}, record.__name__
+
+
+@pytest.mark.parametrize(
+    ("line", "record"),
+    [(line, record) for line, record, streams in PRINTED if not streams and not line.startswith("simulate")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_documents_have_the_fields_that_are_documented(daemon: RunningDaemon, line: str, record: type[Record]) -> None:
+    document = answer(daemon, *line.split())
+    assert document.pop("schema") == 1
+    _fields(document, record)
+
+
+def test_gpus_of_a_fresh_simulated_node(daemon: RunningDaemon) -> None:
+    gpus = answer(daemon, "gpus")["gpus"]
+    assert [gpu["id"] for gpu in gpus] == ["gpu0", "gpu1"]
+    assert [gpu["memory_total_bytes"] for gpu in gpus] == [8 * GIB, 8 * GIB]
+    assert all(gpu["utilisation_percent"] is None for gpu in gpus), "nothing runs there, and nobody measures"
+    lines = hegmctl("gpus", socket=daemon.socket_path).stdout.splitlines()
+    assert lines[1].split()[:1] == ["gpu0"]
+    assert "0.0/8.0 GiB" in lines[1]
+    assert lines[-1] == "These GPUs are simulated."
+    assert hegmctl("ps", socket=daemon.socket_path).stdout.startswith("No process is on a GPU here.\n")
+
+
+def test_a_process_that_holds_memory_is_seen_with_its_command_and_goes_with_it(daemon: RunningDaemon) -> None:
+    with Holder(daemon, "gpu1", "3GiB") as pid:
+        seen = eventually(lambda: answer(daemon, "ps"), lambda document: len(document["processes"]) == 1)
+        process = seen["processes"][0]
+        assert process["pid"] == pid
+        assert process["gpus"] == [{"gpu": "gpu1", "vram_bytes": 3 * GIB, "kind": "compute"}]
+        assert process["uid"] == os.geteuid()
+        ran = hegmctl("ps", str(pid), "--gpu", "gpu1", socket=daemon.socket_path)
+        assert ran.stdout.splitlines()[1].split()[2:5] == ["gpu1", "3.0", "GiB"]
+        ways = hegmctl("ps", "--ways", str(pid), socket=daemon.socket_path).stdout
+        assert {"driver", "criu", "restart"} <= {line.split()[0] for line in ways.splitlines() if line.startswith("  ")}
+        elsewhere = hegmctl("ps", str(pid), "--gpu", "gpu0", socket=daemon.socket_path)
+        assert elsewhere.stdout.startswith("No such process is on gpu0.\n")
+        assert hegmctl("__complete", "pids", socket=daemon.socket_path).stdout == f"{pid}\n"
+    eventually(lambda: answer(daemon, "ps"), lambda document: not document["processes"])
+    assert hegmctl("ps", str(pid), socket=daemon.socket_path).returncode == 5
+
+
+def test_memory_that_is_not_there_is_refused_with_the_numbers(daemon: RunningDaemon) -> None:
+    with Holder(daemon, "gpu0", "6GiB"):
+        ran = hegmctl("simulate", "hold", "gpu0", "4GiB", "--", "true", socket=daemon.socket_path)
+        assert ran.returncode == 6
+        assert "2 GiB" in ran.stderr
+    ran = hegmctl("simulate", "hold", "gpu7", "1GiB", socket=daemon.socket_path)
+    assert ran.returncode == 5
+    assert "gpu7" in ran.stderr
+
+
+def test_a_gpu_that_is_lost_and_comes_back_is_followed(daemon: RunningDaemon) -> None:
+    with Running("events", "--follow", "--kind", "gpu", "--json", socket=daemon.socket_path) as following:
+        assert answer(daemon, "simulate", "fault", "gpu1", "lost")["faults"] == {"gpu1": "lost"}
+        eventually(lambda: answer(daemon, "gpus"), lambda document: document["gpus"][1]["state"] == "lost")
+        lost = json.loads(following.line())
+        assert (lost["kind"], lost["gpu"]) == ("gpu.lost", "gpu1")
+        table = hegmctl("gpus", socket=daemon.socket_path).stdout
+        assert "gpu1: it fell off the bus" in table
+        assert table.splitlines()[2].split()[-2] == "lost"
+
+        assert answer(daemon, "simulate", "fault", "gpu1", "none")["faults"] == {}
+        eventually(lambda: answer(daemon, "gpus"), lambda document: document["gpus"][1]["state"] == "ok")
+        assert json.loads(following.line())["kind"] == "gpu.back"
+
+
+def test_a_library_that_hangs_makes_the_answer_old_and_says_so(daemon: RunningDaemon) -> None:
+    hegmctl("simulate", "fault", "vendor", "hang", socket=daemon.socket_path)
+    document = eventually(lambda: answer(daemon, "gpus"), lambda seen: seen["vendors"][0]["state"] == "stale")
+    assert document["gpus"][0]["memory_total_bytes"] == 8 * GIB
+    assert " old): " in hegmctl("gpus", socket=daemon.socket_path).stdout.splitlines()[-1]
+    hegmctl("simulate", "fault", "vendor", "none", socket=daemon.socket_path)
+    eventually(lambda: answer(daemon, "gpus"), lambda seen: seen["vendors"][0]["state"] == "ok")
+
+
+def test_the_doctor_asks_the_daemon(daemon: RunningDaemon) -> None:
+    ran = hegmctl("doctor", "--json", socket=daemon.socket_path)
+    document = json.loads(ran.stdout)
+    checks = document["checks"]
+    assert ran.returncode == (15 if document["fail"] else 0)
+    assert checks[0]["id"] == "daemon"
+    assert checks[0]["status"] == "ok"
+    assert {"kernel.version", "memory.host", "disk.state"} <= {check["id"] for check in checks}
+    assert all(check["fix"] for check in checks if check["status"] in ("warn", "fail"))
+    last = hegmctl("doctor", socket=daemon.socket_path).stdout.splitlines()[-1]
+    assert last.startswith(f"{document['ok']} ok, ")
+
+
+def test_without_a_daemon_the_doctor_looks_for_itself(socket_path: Path) -> None:
+    ran = hegmctl("doctor", "--json", socket=socket_path)
+    document = json.loads(ran.stdout)
+    assert ran.returncode == 15
+    assert document["checks"][0]["status"] == "fail"
+    assert "there is no socket" in document["checks"][0]["summary"]
+    assert {"kernel.version", "memory.host"} <= {check["id"] for check in document["checks"]}
+
+
+def test_a_bad_configuration_is_refused_and_the_one_before_stays(socket_dir: Path) -> None:
+    config = socket_dir / "hegmd.toml"
+    config.write_text("[inventory]\nrefresh_s = 7\n")
+    with RunningDaemon(socket_dir, "--config", str(config)) as daemon:
+        config.write_text("[inventory]\nrefresh_s = 9\nrefrehs_s = 1\n[nothing]\n")
+        ran = hegmctl("config", "--reload", socket=daemon.socket_path)
+        assert ran.returncode == 10
+        assert f"{config}:3" in ran.stderr
+        assert "nothing" in ran.stderr
+        settings = {row["key"]: row for row in answer(daemon, "config")["settings"]}
+        assert (settings["inventory.refresh_s"]["value"], settings["inventory.refresh_s"]["source"]) == (7, "file")
+
+        config.write_text("[inventory]\nrefresh_s = 9\n[metrics]\nport = 9400\n")
+        document = answer(daemon, "config", "--reload")
+        assert document["changed"] == ["inventory.refresh_s"]
+        assert document["after_restart"] == ["metrics.port"]
+
+
+def test_what_goes_on_outlives_a_restart_of_the_daemon(daemon: RunningDaemon) -> None:
+    with (
+        Running("events", "-f", socket=daemon.socket_path) as following,
+        Terminal("ps", "--watch=0.1", socket=daemon.socket_path) as watching,
+    ):
+        assert "inventory.ready" in following.line()
+        watching.until(lambda lines: any("No process is on a GPU here." in line for line in lines))
+        daemon.stop()
+        watching.until(lambda lines: "waiting for the daemon" in lines[0])
+        assert "waiting for the daemon" in following.line(of_errors=True)
+        daemon.start()
+        watching.until(lambda lines: "waiting" not in lines[0])
+        assert following.line(of_errors=True) == "hegmctl: the daemon is back"
+        assert "inventory.ready" in following.line()
+        assert watching.end(signal.SIGINT) == -signal.SIGINT
+        assert not watching.picture.second
+
+
+def test_metrics_and_version_and_ping(daemon: RunningDaemon) -> None:
+    assert "hegmd_build_info{" in hegmctl("metrics", socket=daemon.socket_path).stdout
+    document = answer(daemon, "version")
+    assert document["version"] == document["daemon"]["version"] == __version__
+    assert document["daemon"]["simulated"] is True
+    assert document["daemon"]["you"]["uid"] == os.geteuid()
+    assert len(answer(daemon, "ping", "-c", "3")["round_trips_s"]) == 3
+
+
+def test_who_may_not_use_the_socket_is_told_how_to_be_let_in(daemon: RunningDaemon) -> None:
+    daemon.folder.chmod(0o755)
+    ran = as_nobody(*command("gpus"), environ=environment(daemon.socket_path))
+    assert ran.returncode == 4
+    assert ran.stdout == ""
+    assert "sudo usermod -aG hegm nobody" in ran.stderr
+
+
+@pytest.mark.skipif(os.path.exists("/run/hegm/hegmd.sock"), reason="this node has a daemon of its own")
+def test_a_users_own_daemon_is_found_without_being_named(tmp_path: Path, socket_dir: Path) -> None:
+    environ = environment(XDG_RUNTIME_DIR=str(socket_dir), XDG_STATE_HOME=str(tmp_path), HOME=str(tmp_path))
+    own = socket_dir / "hegm" / "hegmd.sock"
+    with subprocess.Popen(
+        [sys.executable, "-m", "hegmd", "--user", "--simulate", "1x1GiB"],
+        env=environ,
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    ) as process:
+        assert process.stderr is not None
+        try:
+            while b"serves at" not in (line := process.stderr.readline()):
+                assert line, "it ended"
+            ran = subprocess.run(
+                command("version", "--json"),
+                env=environ,
+                capture_output=True,
+                text=True,
+                cwd=Path(__file__).parents[2],
+                check=True,
+            )
+            document = json.loads(ran.stdout)
+            assert document["socket"] == str(own)
+            assert document["daemon"] is not None
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+def test_the_demonstration_goes_as_it_tells_and_leaves_nothing_behind() -> None:
+    left = set(Path("/tmp").glob("hegm-demo-*"))
+    ran = subprocess.run(
+        [sys.executable, "contrib/demo/demo.py"],
+        env=environment(),
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=15,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stderr == ""
+    assert ran.stdout.count("\n  $ hegmctl ") >= 10
+    assert set(Path("/tmp").glob("hegm-demo-*")) == left
+
+
+@pytest.mark.parametrize(("interrupt", "status"), [(False, 0), (True, 128 + signal.SIGINT)])
+def test_a_demonstration_that_is_cut_short_is_no_failure(interrupt: bool, status: int) -> None:
+    """`make demo | head` told that the demonstration had failed, and Ctrl-C had a traceback for an answer."""
+    left = set(Path("/tmp").glob("hegm-demo-*"))
+    with subprocess.Popen(
+        [sys.executable, "contrib/demo/demo.py"],
+        env=environment(),
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    ) as demonstration:
+        assert demonstration.stdout is not None
+        assert demonstration.stderr is not None
+        while "$ hegmctl version" not in demonstration.stdout.readline():
+            pass
+        if interrupt:
+            os.killpg(demonstration.pid, signal.SIGINT)
+            demonstration.stdout.read()
+        demonstration.stdout.close()
+        said = demonstration.stderr.read()
+        assert (demonstration.wait(), said) == (status, "")
+    assert set(Path("/tmp").glob("hegm-demo-*")) == left
+
+
+async def test_the_asynchronous_face_with_the_real_daemon(daemon: RunningDaemon) -> None:
+    async with connect_async(str(daemon.socket_path)) as hegmd:
+        seen: list[str] = []
+
+        async def follow() -> None:
+            async for event in hegmd.events(follow=True, kinds=["gpu.lost"]):
+                seen.append(event.message)
+                scope.cancel()
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                scope = tasks.cancel_scope
+                tasks.start_soon(follow)
+                assert len((await hegmd.gpus()).gpus) == 2
+                await hegmd.simulate_fault("gpu0", "lost")
+                while not seen:  # an event comes of a look at the node, and asking makes the daemon look
+                    await hegmd.gpus()
+        assert len(seen) == 1
+        assert (await hegmd.simulate_fault("gpu0", "none")).faults == {}
+        assert (await hegmd.ping()) is not None

@@ -1,0 +1,115 @@
+"""Manual pages and the reference of the JSON output: complete, well formed, and fresh."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hegmctl.grammar import GLOBAL_OPTIONS, VERBS
+from hegmctl.help import shown_commands
+from hegmctl.pages.json_reference import BEGIN, PRINTED, _reachable, reference, refreshed
+from hegmctl.pages.manual import manual_pages
+from hegmctl.pages.roff import literal, prose
+from hegmd.arguments import ARGUMENTS
+from hegmd.errors import CODES
+from hegmd.settings import ROWS
+from tests.unit.hegmctl.running import ROOT, environment
+
+PAGES = manual_pages("2026-11-21")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_well_formed(name: str, tmp_path: Path) -> None:
+    page = tmp_path / name
+    page.write_text(PAGES[name])
+    checked = False
+    for program in (["mandoc", "-Tlint", "-Wstyle"], ["groff", "-ww", "-man", "-Tutf8", "-z"]):
+        if shutil.which(program[0]):
+            said = subprocess.run([*program, str(page)], capture_output=True, text=True, check=False)
+            assert said.stdout + said.stderr == ""
+            checked = True
+    if not checked:
+        pytest.skip("neither mandoc nor groff is installed")
+
+
+def test_the_pages_name_everything() -> None:
+    client = PAGES["hegmctl.1"]
+    for verb in shown_commands():
+        assert f".SS hegmctl {literal(verb.name)}" in client
+        for option in verb.options:
+            assert all(literal(name) in client for name in option.names)
+    assert all(literal(name) in client for option in GLOBAL_OPTIONS for name in option.names)
+    assert all(f"\n{code.exit_status}\n{code.name}: " in client for code in CODES)
+    assert "__complete" not in client
+    assert all(literal(argument.flag) in PAGES["hegmd.8"] for argument in ARGUMENTS)
+    for key, row in ROWS.items():
+        assert f"\\fB{literal(key.split('.')[1])} = " in PAGES["hegmd.toml.5"]
+        assert prose(row.doc)[0] in PAGES["hegmd.toml.5"]
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("plain", ["plain"]),
+        ("use `--json` now", ["use \\fB\\-\\-json\\fR now"]),
+        (".hidden begins", ["\\&.hidden begins"]),
+        ("'quoted' too", ["\\&'quoted' too"]),
+        (r"a \ backslash", ["a \\(rs backslash"]),
+        ("`it's`", ["\\fBit\\(aqs\\fR"]),
+    ],
+)
+def test_text_is_kept_from_being_taken_for_markup(text: str, lines: list[str]) -> None:
+    assert prose(text) == lines
+
+
+def _run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hegmctl.pages", *words],
+        env=environment(**environ),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+
+
+def test_the_same_sources_give_the_same_pages(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert _run("man", str(tmp_path / name), SOURCE_DATE_EPOCH="1795219200").returncode == 0
+    made = {path.name: path.read_text() for path in (tmp_path / "a").iterdir()}
+    assert set(made) == set(PAGES) == {"hegmctl.1", "hegmd.8", "hegmd.toml.5"}
+    assert made == {path.name: path.read_text() for path in (tmp_path / "b").iterdir()}
+    assert ".TH HEGMCTL 1 2026-11-21 " in made["hegmctl.1"]
+
+
+def test_completions_are_written_under_the_names_that_shells_expect(tmp_path: Path) -> None:
+    assert _run("completions", str(tmp_path / "deep" / "er")).returncode == 0
+    assert {path.name for path in (tmp_path / "deep" / "er").iterdir()} == {"hegmctl.bash", "_hegmctl", "hegmctl.fish"}
+
+
+def test_a_wrong_call_is_told_how(tmp_path: Path) -> None:
+    ran = _run("pages", str(tmp_path))
+    assert ran.returncode == 2
+    assert "man|completions DIRECTORY" in ran.stderr
+
+
+def test_the_reference_of_the_json_output_is_fresh() -> None:
+    text = (ROOT / "docs" / "json.md").read_text()
+    assert text == refreshed(text), "write it anew: python3 -m hegmctl.pages json docs/json.md"
+    with pytest.raises(ValueError, match="is missing"):
+        refreshed("no mark")
+    assert refreshed(f"mine\n{BEGIN}\nold") == f"mine\n{BEGIN}\n\n{reference()}"
+
+
+def test_the_reference_covers_every_command_that_answers() -> None:
+    printed = {command.split(" --")[0] for command, _record, _streams in PRINTED}
+    assert printed == {verb.name for verb in VERBS.values() if not verb.hidden} - {"help"}
+
+
+def test_no_record_has_a_field_of_the_name_that_the_output_adds() -> None:
+    for record in _reachable():
+        assert "schema" not in {field.name for field in record.fields}, record.__name__

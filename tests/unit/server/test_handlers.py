@@ -1,0 +1,88 @@
+"""Handlers over a real inventory, asked in ways that a polite client would not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from typing import cast
+
+import pytest
+
+from hegmd.metrics import Counters
+from hegmd.operations import Operations
+from hegmd.protocol.messages import ConfigReply, Limits, Processes, ProcessesReply, ReloadReply, Request
+from hegmd.protocol.record import Record
+from hegmd.server.auth import Peer, Policy
+from hegmd.server.handlers import Handlers, Services
+from hegmd.server.session import Call, Session, SessionLimits
+from hegmd.server.stream import Descriptors, PeerStream
+from hegmd.workers import Workers
+from tests.unit.doubles import Provider, gpu, use
+from tests.unit.inventory.rig import Node, node_of
+
+LIMITS = SessionLimits(
+    frame_bytes=65_536, requests_in_flight=4, hello_deadline_s=60, frame_deadline_s=60, send_deadline_s=60
+)
+ROOT = Peer(pid=os.getpid(), uid=0, gid=0)
+
+
+async def _nothing(*_: object) -> tuple[()]:
+    return ()
+
+
+async def _no_reload() -> ReloadReply:
+    return ReloadReply(changed=(), after_restart=())
+
+
+async def _no_metrics() -> str:
+    return ""
+
+
+def handlers_of(node: Node) -> Handlers:
+    services = Services(
+        policy=Policy(daemon_uid=0),
+        inventory=node.inventory,
+        events=node.events,
+        workers=Workers(),
+        operations=cast(Operations, None),  # nothing is moved here
+        simulator=None,
+        limits=Limits(frame_bytes=65_536, requests_in_flight=4),
+        doctor=_nothing,
+        show_config=lambda: ConfigReply(path=None, settings=()),
+        reload=_no_reload,
+        metrics=_no_metrics,
+    )
+    return Handlers(services)
+
+
+@pytest.fixture
+async def stream() -> AsyncIterator[PeerStream]:
+    here, there = socket.socketpair()
+    made = PeerStream(there)
+    with here:
+        yield made
+        made.close()
+
+
+def call_of(stream: PeerStream, request: Request) -> Call:
+    async def never(_: Call) -> Record:
+        raise AssertionError
+
+    return Call(Session(stream, ROOT, never, LIMITS, Counters()), 1, request, Descriptors([]))
+
+
+async def test_a_request_that_names_very_many_pids_does_not_hold_up_the_loop(stream: PeerStream) -> None:
+    """Each of the 65,000 pids that fit into a frame was compared with each process of the node."""
+    pids = range(1, 4001)
+    async with node_of(Provider(gpu(0), uses=[use(pid) for pid in pids])) as node:
+        handlers = handlers_of(node)
+        await node.inventory.refresh()
+        for request in (Processes(pids=(1,) * 65_000), Processes(pids=(1,), gpus=("gpu0",) * 65_000)):
+            before_s = time.process_time()
+            reply = await handlers.processes(call_of(stream, request), request)
+            took_s = time.process_time() - before_s
+            assert isinstance(reply, ProcessesReply)
+            assert [process.pid for process in reply.processes] == [1]
+            assert took_s < 0.3

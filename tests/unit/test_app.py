@@ -1,0 +1,91 @@
+"""The daemon as a whole where no socket is needed: what a reload does when its file gives trouble."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.app import App
+from hegmd.config import Config, load
+from hegmd.devices.node_spec import Topology
+from hegmd.devices.topology import parse_topology
+from hegmd.log import LogSetup
+from hegmd.protocol.snapshots import Check
+from hegmd.server.session import PeerGone
+from hegmd.service import Offer
+
+NO_OFFER = Offer(notify_address=None, watchdog_limit_s=None, descriptor_names=())
+
+
+@pytest.fixture
+def topology() -> Topology:
+    return parse_topology("1x1GiB")
+
+
+@pytest.fixture
+def hung() -> Iterator[threading.Event]:
+    """A disk that does not answer until the test is over."""
+    answers = threading.Event()
+    yield answers
+    answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "hegmd-config":
+            thread.join(10)
+
+
+def app_of(topology: Topology, tmp_path: Path, load_again: Callable[[], Config]) -> App:
+    environ = {"HEGM_SOCKET": str(tmp_path / "s"), "HEGM_STATE_DIR": str(tmp_path / "state")}
+    config = load(user_mode=True, environ={**environ, "XDG_CONFIG_HOME": str(tmp_path)})
+    return App(config, load_again, LogSetup(2, {}, ""), NO_OFFER, topology, user_mode=True)
+
+
+async def test_a_reload_from_a_disk_that_hangs_can_be_cancelled(
+    topology: Topology, tmp_path: Path, hung: threading.Event
+) -> None:
+    """It could not, nor could the daemon be stopped while SIGHUP waited for it."""
+
+    def load_again() -> Config:
+        hung.wait(15)
+        raise AssertionError
+
+    app = app_of(topology, tmp_path, load_again)
+    with anyio.move_on_after(0.05) as limit:
+        await app.reload()
+    assert limit.cancelled_caught
+    assert not hung.is_set()
+
+
+async def test_a_caller_that_does_not_listen_to_its_checks_holds_up_no_other(
+    topology: Topology, tmp_path: Path
+) -> None:
+    """The next caller's checks waited until the one before had taken each of its own."""
+    app = app_of(topology, tmp_path, lambda: pytest.fail("nobody reloads here"))
+    busy = anyio.Event()
+
+    async def turn_away(_: Check) -> None:
+        busy.set()
+        await anyio.sleep_forever()
+
+    async def ignore(_: Check) -> None:
+        """Hear it and do nothing."""
+
+    async with app._inventory, anyio.create_task_group() as tasks:
+        tasks.start_soon(app._examine, turn_away)
+        await busy.wait()
+        assert len(await app._examine(ignore)) > 10
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_caller_that_is_gone_ends_its_checks_with_its_own_error(topology: Topology, tmp_path: Path) -> None:
+    app = app_of(topology, tmp_path, lambda: pytest.fail("nobody reloads here"))
+
+    async def gone(_: Check) -> None:
+        raise PeerGone
+
+    async with app._inventory:
+        with pytest.raises(PeerGone):
+            await app._examine(gone)
