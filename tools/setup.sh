@@ -174,10 +174,14 @@ pip_install() {
 install_project() {
     # Launchers written by older versions of pip import `re`, which alone costs hegmctl half of its time budget.
     pip_install --upgrade 'pip>=25.1'
+    # PyTorch's builds for GPUs are large; where its index can be reached, one with builds for the processor saves that:
+    # HEGM_TORCH_INDEX=https://download.pytorch.org/whl/cpu
+    local index=()
+    [ -z "${HEGM_TORCH_INDEX:-}" ] || index=(--extra-index-url "$HEGM_TORCH_INDEX")
     if [ "$level" = run ]; then
-        pip_install --editable .
+        pip_install "${index[@]}" --editable '.[training]'
     else
-        pip_install --editable '.[dev]'
+        pip_install "${index[@]}" --editable '.[dev,training]'
     fi
 }
 
