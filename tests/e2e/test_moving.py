@@ -117,6 +117,23 @@ def test_moves_and_suspensions_change_no_loss(daemon: RunningDaemon, loader_work
         assert job.output() == expected
 
 
+def test_ranks_stop_at_one_boundary_and_move_as_one(daemon: RunningDaemon, tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "ranks.py")]
+    undisturbed([*launcher, str(tmp_path / "expected"), "2500"])
+    with Job(daemon, [*launcher, str(tmp_path / "moved"), "2500"], "--gpu", "gpu0") as job:
+        with job.connect() as hegmd:
+            while len(ranks := [process for process in hegmd.processes().processes if process.gpus]) < 2:
+                assert job.process.poll() is None
+        pid = str(ranks[0].pid)
+        moved = job.operation("migrate", pid, "--to", "gpu1")
+        assert [(process["gpu"], process["state"]) for process in moved["processes"]] == [("gpu1", "running")] * 2
+        assert job.operation("suspend", pid)["phase"] == "suspended"
+        assert job.operation("resume", str(ranks[1].pid))["phase"] == "done"
+        job.output()
+    for rank in range(2):
+        assert (tmp_path / f"moved.{rank}").read_text() == (tmp_path / f"expected.{rank}").read_text()
+
+
 def test_a_suspended_job_has_given_its_memory_back_and_is_seen_to(daemon: RunningDaemon, tmp_path: Path) -> None:
     script = tmp_path / "large.py"
     script.write_text(LARGE)

@@ -12,6 +12,6 @@ weight = 0.0
 for _step in range(1500):
     for _ in range(1500):
         weight += 1e-4 * (random.gauss(3, 1) - weight)
-    print(weight.hex(), flush=True)
+    print(weight.hex())
     if hegm is not None:
         hegm.boundary()

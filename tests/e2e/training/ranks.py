@@ -1,0 +1,35 @@
+"""Two ranks that average their gradients over gloo; each prints its losses to a file of its own."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def train(path: str, steps: int) -> None:
+    distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(4096, 64), torch.randn(4096, 1))
+    loader = DataLoader(dataset, batch_size=8, sampler=DistributedSampler(dataset))
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 1))
+    model = torch.nn.parallel.DistributedDataParallel(layers)
+    optimizer = torch.optim.Adam(model.parameters())
+    done = 0
+    with Path(f"{path}.{distributed.get_rank()}").open("w") as losses:
+        while done < steps:
+            for batch, target in loader:
+                loss = torch.nn.functional.mse_loss(model(batch), target)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.write(f"{float(loss.item()).hex()}\n")
+                done += 1
+                if done == steps:
+                    break
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], int(sys.argv[2]))
