@@ -90,11 +90,12 @@ class Worker:
         *,
         at: int | None = None,
         limit_s: float | None = None,
+        exact: bool = False,
         fds: Sequence[int] = (),
         on_progress: Progress | None = None,
     ) -> AgentReport:
         """Give an order and wait for its end. Raises OrderFailed, AgentAway. Cancelled, the order goes on by itself."""
-        given = await self.give(do, at=at, limit_s=limit_s, fds=fds, on_progress=on_progress)
+        given = await self.give(do, at=at, limit_s=limit_s, exact=exact, fds=fds, on_progress=on_progress)
         return await given.report()
 
     async def give(
@@ -103,15 +104,16 @@ class Worker:
         *,
         at: int | None = None,
         limit_s: float | None = None,
+        exact: bool = False,
         fds: Sequence[int] = (),
         on_progress: Progress | None = None,
     ) -> Given:
         """Give an order without waiting for its end. The descriptors stay the caller's. Raises AgentAway.
 
         An agent waits for one boundary at a time: an order waits for those before it, but for `withdraw`, which ends
-        them.
+        them, and for a `park` that takes the place of another.
         """
-        while do != "withdraw" and (before := self._under_way()) is not None:
+        while do != "withdraw" and (before := self._under_way()) is not None and (do, before.do) != ("park", "park"):
             await before.over.wait()
         link = self._link
         if link is None:
@@ -119,7 +121,7 @@ class Worker:
         given = Given(self.pid, do, on_progress)
         number = link.enter(given)
         try:
-            await link.send(Order(order=number, do=do, at=at, limit_s=limit_s), fds)
+            await link.send(Order(order=number, do=do, at=at, limit_s=limit_s, exact=exact), fds)
         except (OSError, anyio.ClosedResourceError, HegmError) as error:
             link.given.pop(number, None)
             given.end()

@@ -132,11 +132,28 @@ class Orders:
             self._gate.ask(Asked(CALL, call=self._look_in_passing))
 
     def _park(self, order: Order, _fd: int | None) -> None:
-        if self._gate.parked:
+        """The last one counts: another boundary may be named while one is waited for, or while the thread stands."""
+        at = order.at or 0
+        if self._gate.parked and self._pending is None and (not order.exact or self._gate.count == at):
             self._done(order.order)
             return
+        if self._evacuated is not None:
+            raise _refusal("the bytes of this process are out of it", "refill it first")
+        before = self._pending
+        if before is not None and before.do == "park":
+            self._pending = None
+            self._failed(before.order, _refusal("another boundary to park at was named", "nothing needs to be done"))
         self._wait_for(order, order.limit_s)
-        self._gate.ask(Asked(PARK, at=order.at or 0))
+        self._found = None
+        if self._gate.parked and self._gate.count >= at:
+            return
+        self._gate.ask_on(Asked(PARK, at=at))
+        # Ranks: whoever has passed that boundary must not stop at the next, where the others would never come.
+        if order.exact and self._gate.count >= at and not self._gate.parked:
+            self._pending = None
+            self._gate.withdraw()
+            passed = f"boundary {at} was passed before the order to park at it came"
+            self._failed(order.order, _refusal(passed, "name a later one"))
 
     def _withdraw(self, order: Order, _fd: int | None) -> None:
         if self._evacuated is not None:

@@ -108,6 +108,15 @@ class Gate:
                 self._asked = asked
                 self.asked = True
 
+    def ask_on(self, asked: Asked) -> None:
+        """The same, and whoever is parked goes on to it, without a moment in which nothing is asked."""
+        with self._lock:
+            if not self._inert:
+                self.passed = None
+                self._asked = asked
+                self.asked = True
+                self._open()
+
     def withdraw(self) -> bool:
         """Ask nothing any more and let go whoever is parked; whether the training thread was."""
         with self._lock:

@@ -187,7 +187,9 @@ def parked(op: Operation, worker: Worker, pending: Pending, event: events.Parked
 
 
 def overran(op: Operation, worker: Worker, pending: Pending, event: events.Overran) -> Operation:
-    return _meeting_at(op.with_worker(worker.replace(boundary=event.boundary, asked=False)), event.boundary + 1)
+    """Each round leaves twice the room, so that an order catches up with batches that are shorter than its way."""
+    op = op.with_worker(worker.replace(boundary=event.boundary, asked=False))
+    return _meeting_at(op, event.boundary + (1 << op.rounds))
 
 
 def _meeting_at(op: Operation, boundary: int) -> Operation:

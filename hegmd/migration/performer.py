@@ -139,14 +139,17 @@ class Performer:
         worker = self._worker(member)
         if effect.at is not None and worker.parked and worker.boundary > effect.at:
             return events.Overran(**_ends(effect), boundary=worker.boundary)
-        if worker.parked and effect.at is not None and worker.boundary < effect.at:
-            await worker.order("withdraw")  # it stands at an earlier boundary, and has to go on to this one
         # The agent's limit is the first to pass, so that it withdraws by itself and says what it has waited for.
         limit_s = effect.limit_s * AGENT_SHARE
         began = anyio.current_time()
+        exact = effect.at is not None
+        if exact:
+            worker.parked = False  # one that stands at an earlier boundary goes on to this one
         try:
-            await worker.order("park", at=effect.at, limit_s=limit_s)
+            await worker.order("park", at=effect.at, limit_s=limit_s, exact=exact)
         except OrderFailed as error:
+            if effect.at is not None and worker.boundary >= effect.at:
+                return events.Overran(**_ends(effect), boundary=worker.boundary)
             if anyio.current_time() - began < limit_s:
                 raise
             raise HegmError(TIMEOUT, error.message, error.hint, error.facts) from error

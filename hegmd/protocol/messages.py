@@ -351,6 +351,9 @@ class Order(Record):
         "park: at the boundary with this count, or the next one after it; nil for the next", default=None
     )
     limit_s: float | None = field("park and release: how long it may take; nil for as long as it takes", default=None)
+    exact: bool = field(
+        "park: only at the boundary with that count; fails at once, stopping nobody, if it was passed", default=False
+    )
 
 
 class AgentDismissed(Record):

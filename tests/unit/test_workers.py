@@ -158,3 +158,15 @@ async def test_orders_wait_for_the_one_before_them_but_for_withdraw(process: sub
         agent.go_on.set()
         await anyio.wait_all_tasks_blocked()
         assert agent.seen == ["survey", "withdraw", "park"]
+
+
+async def test_a_park_takes_the_place_of_one_that_is_under_way(process: subprocess.Popen[bytes]) -> None:
+    async with attended(process.pid) as (workers, agent, _, _):
+        agent.slow.add("park")
+        worker = workers.find(process.pid)
+        assert worker is not None
+        await worker.give("park", at=7, exact=True)
+        await worker.give("park", at=9, exact=True)
+        await anyio.wait_all_tasks_blocked()
+        assert agent.seen == ["park", "park"]
+        agent.go_on.set()

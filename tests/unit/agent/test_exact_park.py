@@ -1,0 +1,107 @@
+"""Ranks have to stop at the same boundary: an order that comes too late for it stops nobody, and a later one moves on
+whoever stands.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from hegmd.agent.orders import Orders
+from hegmd.agent.quiesce import Gate
+from hegmd.protocol.messages import AgentReport, Order
+
+PATIENCE_S = 10.0
+
+
+class _Rank:
+    """A training thread that passes a boundary whenever it is let, and the orders to it with what came of them."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.reports: list[AgentReport] = []
+        self.orders = Orders(self.gate)
+        self.orders.begin(self.reports.append)
+        self.passed = threading.Semaphore(0)
+        self.news = threading.Semaphore(0)
+        self.gate.on_change = self.news.release
+        self._may_pass = threading.Semaphore(0)
+        self._over = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._may_pass.acquire() and not self._over:
+            self.gate.boundary_by_hand()
+            self.passed.release()
+
+    def let_pass(self, times: int = 1) -> None:
+        for _ in range(times):
+            self._may_pass.release()
+
+    def wait_until_passed(self, times: int = 1) -> None:
+        for _ in range(times):
+            assert self.passed.acquire(timeout=PATIENCE_S)
+
+    def wait_until_parked(self) -> int:
+        """The boundary that it stands at."""
+        assert self.news.acquire(timeout=PATIENCE_S)
+        assert self.gate.parked
+        return self.gate.count
+
+    def park(self, number: int, at: int) -> None:
+        self.orders.obey(Order(order=number, do="park", at=at, exact=True, limit_s=PATIENCE_S), None)
+
+    def said(self) -> list[tuple[int, str, int | None]]:
+        return [(report.order, report.result, report.boundary) for report in self.reports]
+
+    def end(self) -> None:
+        self._over = True
+        self.gate.withdraw()
+        self.let_pass()
+        self._thread.join(PATIENCE_S)
+
+
+@pytest.fixture
+def rank() -> Iterator[_Rank]:
+    made = _Rank()
+    yield made
+    made.end()
+
+
+def test_an_order_that_comes_too_late_for_its_boundary_stops_nobody(rank: _Rank) -> None:
+    rank.let_pass(3)
+    rank.wait_until_passed(3)
+    rank.park(1, at=3)
+    assert rank.said() == [(1, "failed", 3)]
+    rank.let_pass()
+    rank.wait_until_passed()
+
+
+def test_an_order_in_time_stops_at_just_that_boundary(rank: _Rank) -> None:
+    rank.park(1, at=3)
+    rank.let_pass(3)
+    assert rank.wait_until_parked() == 3
+    assert rank.said() == []
+
+
+def test_one_that_stands_goes_on_to_a_later_boundary(rank: _Rank) -> None:
+    rank.park(1, at=1)
+    rank.let_pass()
+    assert rank.wait_until_parked() == 1
+    rank.park(2, at=3)
+    rank.let_pass(2)
+    assert rank.wait_until_parked() == 3
+    assert rank.said() == [(1, "failed", 1)]
+
+
+def test_a_later_boundary_takes_the_place_of_one_that_is_waited_for(rank: _Rank) -> None:
+    rank.let_pass()
+    rank.wait_until_passed()
+    rank.park(1, at=2)
+    rank.park(2, at=4)
+    assert rank.said() == [(1, "failed", 1)]
+    rank.let_pass(3)
+    assert rank.wait_until_parked() == 4
