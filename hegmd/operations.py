@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from hegmd.errors import BUSY, DENIED, NOT_FOUND, REFUSED, Bug, HegmError, code_named
+from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, Bug, HegmError, code_named
 from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.migration import events
 from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Reason, Request, Snapshot
@@ -101,6 +101,8 @@ class Operations:
         return await self._outcome(op.id, plan, asked)
 
     async def _perform(self, request: Request, asked: Asked) -> Answer:
+        if not request.pids:
+            raise HegmError(BAD_REQUEST, f"{request.kind} was asked of no process", "name one or more pids")
         self._check(asked, request.pids)
         snapshot = await self._snapshot(request.pids)
         plan = _plan_or_raise(planned(snapshot, request))
