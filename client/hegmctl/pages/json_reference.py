@@ -11,33 +11,51 @@ import sys
 from hegmctl.answers import DoctorAnswer, PingAnswer, VersionAnswer
 from hegmd.protocol.messages import (
     ConfigReply,
+    Drained,
     ErrorInfo,
     FaultReply,
     GpusReply,
     HoldReply,
     MetricsReply,
+    OperationReply,
+    OperationsReply,
     ProcessesReply,
     ReloadReply,
+    StoryReply,
 )
+from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import Field, Record
 from hegmd.protocol.snapshots import Event
 
 BEGIN = "<!-- Below this line: written by `python3 -m hegmctl.pages json docs/json.md`. -->"
 
-# What each command prints, and whether it is one document or a line each.
-PRINTED: tuple[tuple[str, type[Record], bool], ...] = (
-    ("gpus", GpusReply, False),
-    ("ps", ProcessesReply, False),
-    ("ps --watch", ProcessesReply, True),
-    ("events", Event, True),
-    ("doctor", DoctorAnswer, False),
-    ("version", VersionAnswer, False),
-    ("config", ConfigReply, False),
-    ("config --reload", ReloadReply, False),
-    ("metrics", MetricsReply, False),
-    ("ping", PingAnswer, False),
-    ("simulate hold", HoldReply, False),
-    ("simulate fault", FaultReply, False),
+_ONE = "one document"
+_LINES = "one document a line"
+_AFTER_PROGRESS = "lines of [OperationProgress](#operationprogress), then one document"
+
+# What each command prints, and how. `run` is not among them: it becomes its command, and prints nothing itself.
+PRINTED: tuple[tuple[str, type[Record], str], ...] = (
+    ("gpus", GpusReply, _ONE),
+    ("ps", ProcessesReply, _ONE),
+    ("ps --watch", ProcessesReply, _LINES),
+    ("events", Event, _LINES),
+    ("doctor", DoctorAnswer, _ONE),
+    ("version", VersionAnswer, _ONE),
+    ("config", ConfigReply, _ONE),
+    ("config --reload", ReloadReply, _ONE),
+    ("metrics", MetricsReply, _ONE),
+    ("ping", PingAnswer, _ONE),
+    ("simulate hold", HoldReply, _ONE),
+    ("simulate fault", FaultReply, _ONE),
+    ("migrate", OperationReply, _AFTER_PROGRESS),
+    ("suspend", OperationReply, _AFTER_PROGRESS),
+    ("resume", OperationReply, _AFTER_PROGRESS),
+    ("drain", Drained, _AFTER_PROGRESS),
+    ("swap", Drained, _AFTER_PROGRESS),
+    ("ops", OperationsReply, _ONE),
+    ("op", StoryReply, _ONE),
+    ("op --follow", StoryReply, _AFTER_PROGRESS),
+    ("cancel", OperationReply, _ONE),
 )
 _JSON_TYPES = {"int": "integer", "float": "number", "bool": "true or false", "str": "string", "object": "any"}
 
@@ -53,8 +71,7 @@ def refreshed(text: str) -> str:
 def reference() -> str:
     """The generated half."""
     lines = ["## What each command prints", "", "| command | prints | how |", "| --- | --- | --- |"]
-    for command, record, streams in PRINTED:
-        how = "one document a line" if streams else "one document"
+    for command, record, how in PRINTED:
         lines.append(f"| `hegmctl {command} --json` | {_linked(record)} | {how} |")
     lines += ["", "## Records", ""]
     for record in _reachable():
@@ -89,7 +106,7 @@ def _named(text: str, owner: type[Record]) -> type[Record]:
 def _reachable() -> list[type[Record]]:
     """Every record that can be printed, in the order in which a reader meets them."""
     found: list[type[Record]] = []
-    waiting = [record for _command, record, _streams in PRINTED] + [ErrorInfo]
+    waiting = [record for _command, record, _how in PRINTED] + [OperationProgress, ErrorInfo]
     while waiting:
         record = waiting.pop(0)
         if record in found:

@@ -52,6 +52,10 @@ def client_page(day: str) -> str:
         "`XDG_RUNTIME_DIR`",
         "The directory below which a user's own daemon listens, at `hegm/hegmd.sock`; `/run/user/UID` if not set.",
     )
+    page.item(
+        "`HEGM_SOCKET`, `HEGM_JOB`, `HEGM_GPU`, `HEGM_MSGPACK`, `PYTHONPATH`",
+        "What `hegmctl run` sets for its command, so that the agent is loaded, finds the daemon, and says whose it is.",
+    )
     page.item("`NO_COLOR`, `TERM`, `COLUMNS`", "Whether to use colours, and how wide the terminal is.")
     page.section("EXAMPLES")
     for verb in shown_commands():
@@ -70,9 +74,10 @@ def _output(page: Page) -> None:
         "keeps all its columns, and an error is one line: the reason and, after a semicolon, the next step."
     )
     page.paragraph(
-        "With `--json` an answer is one document, and each element of a stream (`events`, `ps --watch`) is one "
-        "document on a line of its own. All have the member `schema`. An error is a document with the member `error`, "
-        "on standard error. Sizes are in bytes, times in seconds, and what is not known is null."
+        "With `--json` an answer is one document, and each element of a stream (`events`, `ps --watch`, and how an "
+        "operation comes on) is one document on a line of its own. All have the member `schema`. An error is a "
+        "document with the member `error`, on standard error. Sizes are in bytes, times in seconds, and what is not "
+        "known is null."
     )
 
 

@@ -19,6 +19,7 @@ from tests.unit.hegmctl.fake_daemon import FakeDaemon
 from tests.unit.hegmctl.running import environment
 
 VERBS = {"gpus", "ps", "events", "doctor", "version", "config", "metrics", "ping", "simulate", "help"}
+VERBS |= {"run", "migrate", "suspend", "resume", "drain", "swap", "ops", "op", "cancel"}
 GLOBALS = {"--socket", "--json", "-q", "--quiet", "--color", "--no-color", "--timeout", "-h", "--help", "--version"}
 
 # What is on the line, word by word as bash takes it apart, and what is offered for the last word.
@@ -40,6 +41,13 @@ CASES: list[tuple[list[str], set[str]]] = [
     (["simulate", "fault", "gpu0", "l"], {"lost"}),
     (["--socket", "/tmp/s", "simulate", "--timeout", "3", "fault", "gpu0", "x"], {"xid"}),
     (["simulate", "--"], {name for name in GLOBALS if name.startswith("--")}),
+    (["migrate", ""], {"99", "4711"}),
+    (["migrate", "4711", "--to", ""], {"gpu0", "gpu1"}),
+    (["migrate", "4711", "--d"], {"--dry-run"}),
+    (["swap", "4711", "9"], {"99"}),
+    (["drain", "gpu"], {"gpu0", "gpu1"}),
+    (["run", "--gpu", ""], {"gpu0", "gpu1"}),
+    (["op", ""], set()),
     (["help", "pi"], {"ping"}),
     (["gpus", ""], set()),
 ]

@@ -106,8 +106,9 @@ def test_the_reference_of_the_json_output_is_fresh() -> None:
 
 
 def test_the_reference_covers_every_command_that_answers() -> None:
-    printed = {command.split(" --")[0] for command, _record, _streams in PRINTED}
-    assert printed == {verb.name for verb in VERBS.values() if not verb.hidden} - {"help"}
+    printed = {command.split(" --")[0] for command, _record, _how in PRINTED}
+    silent = {"help", "run"}  # the one explains, the other is another program by then
+    assert printed == {verb.name for verb in VERBS.values() if not verb.hidden} - silent
 
 
 def test_no_record_has_a_field_of_the_name_that_the_output_adds() -> None:
