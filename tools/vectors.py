@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hegmd.errors import NOT_FOUND
+from hegmd.errors import NOT_FOUND, TIMEOUT
 from hegmd.protocol import messages as m
+from hegmd.protocol import operations as o
 from hegmd.protocol import snapshots as s
 from hegmd.protocol.codec import encode
 from hegmd.protocol.frames import frame
@@ -52,6 +53,18 @@ PROCESS = s.GpuProcess(
 VENDOR = s.Vendor(vendor="nvidia", state="ok", driver_version="580.159.04", age_s=0.125)
 LOST = s.Event(seq=12, time_utc=1_790_000_001.0, kind="gpu.lost", severity="error", message="gpu1 is gone", gpu="gpu1")
 CHECK = s.Check(id="nvidia.driver", status="ok", summary="driver 580.159.04")
+OPERATION = o.Operation(
+    id="7",
+    kind="migrate",
+    phase="undone",
+    processes=(o.OperationProcess(pid=4711, gpu="gpu0", to="gpu1", size_bytes=2**30, state="running"),),
+    owner_uid=1000,
+    created_utc=1_790_000_002.0,
+    size_bytes=2**30,
+    failure=o.Reason(
+        code=TIMEOUT.name, message="no boundary within 60 s", hint="ask with a longer --timeout", pid=4711
+    ),
+)
 
 
 def message_vectors() -> Iterator[dict[str, Any]]:
@@ -69,6 +82,18 @@ def message_vectors() -> Iterator[dict[str, Any]]:
         m.Metrics(),
         m.SimulateHold(gpu="gpu0", vram_bytes=2**33),
         m.SimulateFault(target="gpu1", fault="lost"),
+        m.Migrate(pids=(4711,), to="gpu1", limit_s=60.0),
+        m.Suspend(pids=(4711, 4712), dry_run=True),
+        m.Resume(pid=4711),
+        m.Drain(gpu="gpu0", to=("gpu1",)),
+        m.Swap(first=4711, second=4720),
+        m.Operations(),
+        m.Story(id=OPERATION.id, follow=True),
+        m.CancelOperation(id=OPERATION.id),
+        m.AgentAttend(
+            token=32 * "0", python_version="3.11.2", framework="torch", gpu="gpu0", size_bytes=2**30, boundary=0
+        ),
+        m.AgentReport(order=1, result="done", boundary=262, parked=True),
     ]
     for number, request in enumerate(requests, start=1):
         yield _message(request.op, "caller", {"v": 1, "id": number, "op": request.op, "args": request.to_plain()})
@@ -78,6 +103,9 @@ def message_vectors() -> Iterator[dict[str, Any]]:
         ("an event in between", "event", LOST),
         ("a check in between", "event", CHECK),
         ("end of events", "ok", m.EventsReply(next_seq=13)),
+        ("an operation comes on", "event", o.OperationProgress(id=OPERATION.id, phase="evacuating", size_bytes=2**30)),
+        ("an operation that was turned back", "ok", m.OperationReply(operation=OPERATION)),
+        ("an order to an agent", "event", m.Order(order=1, do="park", at=262, limit_s=60.0)),
         ("an empty reply", "ok", m.Pong()),
     ]
     for number, (name, key, record) in enumerate(answers, start=1):
