@@ -3,6 +3,8 @@
 The only part, with __main__, that reads the configuration: everything else is given values. Order matters on the way up
 (the state directory is locked before anything listens, and systemd hears READY only when the first inventory is there)
 and on the way down (peers are told before their connections close).
+
+Longer than 400 lines because that order can only be checked where it stands in one place, from the lock to the goodbye.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import anyio
-import anyio.to_thread
 from anyio.streams.memory import MemoryObjectSendStream
 
 from hegmd import __version__

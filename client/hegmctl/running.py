@@ -55,7 +55,6 @@ def prepare(environ: MutableMapping[str, str], socket_path: str, name: str | Non
     environ["PYTHONPATH"] = inject_folder() + (os.pathsep + before if before else "")
     # For the agent in a Python that has no msgpack of its own, or another one than ours.
     environ["HEGM_MSGPACK"] = msgpack_folder()
-    environ["HEGM_MSGPACK"] = _msgpack_folder()  # the job's own Python may have none
     environ["HEGM_SOCKET"] = os.path.abspath(socket_path)
     # Unique where nobody named it: two runs are two jobs, and each moves by itself.
     environ["HEGM_JOB"] = name or f"run-{os.getpid()}-{int(monotonic() * 1000)}"
@@ -76,12 +75,6 @@ def msgpack_folder() -> str:
     import msgpack
 
     return os.path.dirname(os.path.abspath(msgpack.__file__))
-
-
-def _msgpack_folder() -> str:
-    import msgpack
-
-    return os.path.dirname(os.path.abspath(msgpack.__file__ or ""))
 
 
 def _look_at_daemon(session: Session) -> None:
