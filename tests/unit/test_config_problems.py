@@ -55,7 +55,7 @@ format = "xml"
         ["FILE:3: there is no setting inventory.refresh", "did you mean inventory.refresh_s?"],
         [
             "FILE:4: inventory.query_deadline_s: a number is needed, not text",
-            "write a number from 0.05 to 60, without quotes",
+            "write a number from 0.05 to 10, without quotes",
         ],
         ["FILE:6: there is no section [demon]", "did you mean [daemon]?"],
         ["FILE:10: limits.clients: 0 is out of bounds", f"{numbers} 65536"],
