@@ -95,8 +95,13 @@ def files(*suffixes: str) -> list[Path]:
             for name in folders
             if name not in _SKIPPED and not name.endswith(("_cache", ".egg-info", ".hypothesis"))
         )
-        found += [Path(folder, name) for name in sorted(names) if not suffixes or name.endswith(suffixes)]
+        found += [Path(folder, name) for name in sorted(names) if _is_wanted(name, suffixes)]
     return found
+
+
+def _is_wanted(name: str, suffixes: tuple[str, ...]) -> bool:
+    # In a linked worktree of git, .git is a file, which names the folder of another checkout.
+    return name not in _SKIPPED and (not suffixes or name.endswith(suffixes))
 
 
 def _module_name(path: Path) -> str:
