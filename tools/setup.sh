@@ -180,8 +180,10 @@ install_project() {
     [ -z "${HEGM_TORCH_INDEX:-}" ] || index=(--extra-index-url "$HEGM_TORCH_INDEX")
     if [ "$level" = run ]; then
         pip_install "${index[@]}" --editable '.[training]'
-    else
+    elif [ "$level" = dev ]; then
         pip_install "${index[@]}" --editable '.[dev,training]'
+    else
+        pip_install "${index[@]}" --editable '.[dev,training,frameworks]'
     fi
 }
 

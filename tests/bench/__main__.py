@@ -11,7 +11,15 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from tests.bench import bench_clients, bench_hegmctl, bench_idle, bench_inventory, bench_refresh, bench_roundtrip
+from tests.bench import (
+    bench_agent,
+    bench_clients,
+    bench_hegmctl,
+    bench_idle,
+    bench_inventory,
+    bench_refresh,
+    bench_roundtrip,
+)
 from tests.bench.machine import this_machine
 from tests.bench.report import Row, as_json, as_markdown, as_text, is_within
 
@@ -24,6 +32,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "idle": bench_idle.run,
     "inventory": bench_inventory.run,
     "refresh": bench_refresh.run,
+    "agent": bench_agent.run,
 }
 
 

@@ -75,6 +75,12 @@ class RunningDaemon:
             if not ready or watch in ready:
                 raise RuntimeError(f"hegmd did not come up: {self.log_text()}")
 
+    def read_notices(self) -> None:
+        """Take what it told its service manager since, as a service manager does: the queue holds few datagrams."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._notify.recv(4096, socket.MSG_DONTWAIT)
+
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """End it, kindly unless told otherwise; its exit status."""
         if self.process.poll() is None:
