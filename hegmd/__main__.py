@@ -34,6 +34,7 @@ _SETTINGS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run hegmd and return its exit status."""
+    _fill_closed_descriptors()
     arguments = parser().parse_args(argv)
     try:
         return _run(arguments)
@@ -44,6 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _fill_closed_descriptors() -> None:
+    """Put the null device where stdin, stdout or stderr is closed, as after `2>&-`.
+
+    The first file or socket that is opened would get the number, and then the log, or a traceback, would go into it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is this one
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -59,7 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
         anyio.run(_examine, config, topology, arguments.user)
         return 0
     # A loop that hangs gets SIGABRT from systemd's watchdog: then the journal shows where every thread was.
-    faulthandler.enable()
+    faulthandler.enable(log.STDERR)
     offer = take_offer(os.environ, os.getpid())
     with log.set_up(config.log.level, config.log.format) as log_setup:
         until = None if arguments.until is None else _pid(arguments.until)

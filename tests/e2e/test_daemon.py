@@ -48,6 +48,21 @@ def test_it_answers_and_goes_without_leaving_its_socket(daemon: RunningDaemon) -
     assert not daemon.socket_path.exists()
 
 
+class SilentDaemon(RunningDaemon):
+    """A daemon whose standard descriptors its parent has closed."""
+
+    def command(self) -> list[str]:
+        return ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *super().command()]
+
+
+def test_closed_standard_descriptors_are_never_used_for_anything_else(socket_dir: Path) -> None:
+    """It ended at once and without a word."""
+    with SilentDaemon(socket_dir) as daemon, connect(str(daemon.socket_path)) as hegmd:
+        assert hegmd.ping()
+        used_for = [os.readlink(f"/proc/{daemon.process.pid}/fd/{number}") for number in range(3)]
+        assert used_for == [os.devnull] * 3
+
+
 def test_a_client_is_told_when_the_daemon_stops(daemon: RunningDaemon) -> None:
     with connect(str(daemon.socket_path)) as hegmd:
         events = hegmd.events(follow=True)
