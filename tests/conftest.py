@@ -13,6 +13,11 @@ import pytest
 
 from tests.leaks import Stock
 
+# A shell starts its background jobs with SIGINT ignored, and what is ignored stays so in every program that is started:
+# the tests of Ctrl-C would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def pytest_configure() -> None:
     """Programs of this environment first, as in an activated one: hegmd, hegmctl, the tools, node if it is there."""
