@@ -42,9 +42,7 @@ def _start() -> list[Row]:
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("HEGM_", "PYTHON"))}
     agented = dict(plain)
     prepare(agented, "/nonexistent/hegmd.sock", "bench", None)
-    times_ms: list[tuple[float, float]] = []
-    for _ in range(STARTS):
-        times_ms.append((_start_ms(plain), _start_ms(agented)))
+    times_ms = [(_start_ms(plain), _start_ms(agented)) for _ in range(STARTS)]
     more_ms = statistics.median(after - before for before, after in times_ms[1:])
     return [Row("a Python start under `hegmctl run`: more by", more_ms, "ms")]
 

@@ -87,7 +87,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 def test_the_second_run_does_nothing_and_says_nothing(checkout: Checkout) -> None:
     assert checkout.run("dev")[0] == 0
-    assert any(line.endswith(".[dev]") for line in checkout.installed())
+    assert any(line.endswith(".[dev,training]") for line in checkout.installed())
     assert checkout.run("dev") == (0, "")
     assert checkout.installed() == []
 
@@ -131,7 +131,7 @@ def test_what_was_set_up_for_tests_is_kept_fit_for_them(checkout: Checkout) -> N
     (checkout.root / "pyproject.toml").write_text("[project]\n\n")
     checkout.installed()
     checkout.run("run")
-    assert any(line.endswith(".[dev]") for line in checkout.installed())
+    assert any(line.endswith(".[dev,training]") for line in checkout.installed())
     assert checkout.run("dev") == (0, "")
 
 
@@ -140,7 +140,7 @@ def test_two_at_once_install_once(checkout: Checkout) -> None:
     with first, second:
         outputs = [process.communicate()[0] for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0)
-    assert sum(line.endswith("--editable .") for line in checkout.installed()) == 1, outputs
+    assert sum(line.endswith("--editable .[training]") for line in checkout.installed()) == 1, outputs
 
 
 def test_an_install_that_failed_is_tried_again(checkout: Checkout) -> None:
