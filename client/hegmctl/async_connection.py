@@ -158,6 +158,22 @@ class AsyncConnection:
             raise Bug("a connection was used before it was greeted")
         return self._exchange.welcome
 
+    async def migrate(self, pid: int, to: str, *, dry_run: bool = False) -> m.OperationReply:
+        """Move a job to another GPU and wait until it trains on there. Leaving early leaves the operation going."""
+        return await self.call(m.Migrate(pids=(pid,), to=to, dry_run=dry_run), m.OperationReply)
+
+    async def suspend(self, pid: int, *, dry_run: bool = False) -> m.OperationReply:
+        """Take a job off its GPU; its bytes are held until it is resumed."""
+        return await self.call(m.Suspend(pids=(pid,), dry_run=dry_run), m.OperationReply)
+
+    async def resume(self, pid: int, to: str | None = None, *, dry_run: bool = False) -> m.OperationReply:
+        """Let a suspended job go on, where it was or on another GPU."""
+        return await self.call(m.Resume(pid=pid, to=to, dry_run=dry_run), m.OperationReply)
+
+    async def operations(self) -> m.OperationsReply:
+        """The operations that the daemon remembers."""
+        return await self.call(m.Operations(), m.OperationsReply)
+
     async def call(self, request: m.Request, reply: type[R], *, fds: Sequence[int] = ()) -> R:
         """The answer to any request. `fds` are sent with it and stay the caller's. Raises HegmError."""
         answer, descriptors = await self.call_with_descriptors(request, reply, fds=fds)

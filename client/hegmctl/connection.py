@@ -38,6 +38,10 @@ from hegmd.protocol.messages import (
     HoldReply,
     Metrics,
     MetricsReply,
+    Migrate,
+    OperationReply,
+    Operations,
+    OperationsReply,
     Ping,
     Pong,
     Processes,
@@ -45,11 +49,14 @@ from hegmd.protocol.messages import (
     Reload,
     ReloadReply,
     Request,
+    Resume,
     ShowConfig,
     SimulateFault,
     SimulateHold,
+    Suspend,
     Welcome,
 )
+from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import Record
 from hegmd.protocol.snapshots import Check, Event
 
@@ -60,6 +67,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    OnProgress = Callable[[OperationProgress], object] | None
     R = TypeVar("R", bound=Record)
     E = TypeVar("E", bound=Record)
     Said = tuple[Answer | Failure | Progress, Descriptors]
@@ -158,6 +166,35 @@ class Connection:
     def simulate_fault(self, target: str, fault: str) -> FaultReply:
         """Make a simulated GPU, or `vendor` as a whole, fail; `none` mends it."""
         return self.call(SimulateFault(target=target, fault=fault), FaultReply)
+
+    def migrate(self, pid: int, to: str, *, on_progress: OnProgress = None, dry_run: bool = False) -> OperationReply:
+        """Move a job to another GPU and wait until it trains on there. Leaving early leaves the operation going."""
+        return self._operate(Migrate(pids=(pid,), to=to, dry_run=dry_run), on_progress)
+
+    def suspend(self, pid: int, *, on_progress: OnProgress = None, dry_run: bool = False) -> OperationReply:
+        """Take a job off its GPU; its bytes are held until it is resumed."""
+        return self._operate(Suspend(pids=(pid,), dry_run=dry_run), on_progress)
+
+    def resume(
+        self, pid: int, to: str | None = None, *, on_progress: OnProgress = None, dry_run: bool = False
+    ) -> OperationReply:
+        """Let a suspended job go on, where it was or on another GPU."""
+        return self._operate(Resume(pid=pid, to=to, dry_run=dry_run), on_progress)
+
+    def operations(self) -> OperationsReply:
+        """The operations that the daemon remembers."""
+        return self.call(Operations(), OperationsReply)
+
+    def _operate(self, request: Request, on_progress: OnProgress) -> OperationReply:
+        progress = self.stream(request, OperationProgress, OperationReply, patient=True)
+        while True:
+            try:
+                told = next(progress)
+            except StopIteration as end:
+                reply: OperationReply = end.value
+                return reply
+            if on_progress is not None:
+                on_progress(told)
 
     # How it is asked.
 
