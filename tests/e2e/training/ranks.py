@@ -1,5 +1,6 @@
 """Two ranks that average their gradients over gloo; each prints its losses to a file of its own."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -33,3 +34,6 @@ def train(path: str, steps: int) -> None:
 
 if __name__ == "__main__":
     train(sys.argv[1], int(sys.argv[2]))
+    # About one in six processes with gloo aborts while the interpreter ends («terminate called without an active
+    # exception», torch 2.13), also where nobody moves it; what is compared is written by now.
+    os._exit(0)
