@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, Bug, HegmError, code_named
 from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.migration import events
-from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Reason, Request, Snapshot
+from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
 from hegmd.migration.course import DONE, SUSPENDED
 from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits
 from hegmd.migration.plan import planned, planned_resume
 from hegmd.migration.runner import Runner
 from hegmd.pool import Pool
 from hegmd.protocol import operations as told
+from hegmd.protocol.operations import Reason
 from hegmd.protocol.snapshots import Gpu
 from hegmd.workers import Worker, Workers
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hegmd.migration.operation import Limits, Operation, Worker
 from hegmd.protocol.messages import LeftAlone
+from hegmd.protocol.operations import PlannedProcess
 from hegmd.protocol.record import Record, field
 
 if TYPE_CHECKING:
@@ -88,34 +89,12 @@ class Request(Record):
     placement: Mapping[str, str] = field("a GPU for single ones, by pid; before `to`", default={})
 
 
-class Reason(Record):
-    """One thing that stands against it."""
-
-    code: str = field("code of the error, as in hegmd/errors.py")
-    message: str = field("what, with numbers")
-    hint: str = field("the next step")
-    pid: int | None = field("the process that it is about", default=None)
-    gpu: str | None = field("the GPU that it is about", default=None)
-
-
-class PlannedWorker(Record):
-    """What is planned for one process."""
-
-    pid: int = field("process id")
-    name: str = field("what people know it by")
-    gpu: str | None = field("where it is; nil if it is suspended")
-    to: str | None = field("where it is to go; nil to be suspended")
-    size_bytes: int = field("bytes to carry")
-    left_alone_bytes: int = field("bytes that stay in the process", default=0)
-    carrier: str = field("worker, or none for one that only stands by")
-
-
 class Plan(Record):
     """What would be done."""
 
     kind: str = field("migrate, suspend or resume")
     way: str = field("agent")
-    workers: tuple[PlannedWorker, ...] = field("one for each process of the job")
+    workers: tuple[PlannedProcess, ...] = field("one for each process of the job")
     size_bytes: int = field("bytes to carry, in all")
     room_needed_bytes: Mapping[str, int] = field("room to take, by GPU")
     room_free_bytes: Mapping[str, int] = field("room that is free there")
@@ -154,7 +133,7 @@ class Plan(Record):
         return {str(worker.pid): worker.to for worker in self.workers if worker.to is not None}
 
 
-def _worker(planned: PlannedWorker, candidate: Candidate, chips: Mapping[str, str | None]) -> Worker:
+def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, str | None]) -> Worker:
     gpu = planned.gpu
     return Worker(
         name=str(planned.pid),

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hegmd.errors import BUSY, NOT_FOUND, REFUSED, Code
-from hegmd.migration.candidates import Candidate, GpuRoom, Plan, PlannedWorker, Reason, Request, Snapshot
+from hegmd.migration.candidates import Candidate, GpuRoom, Plan, Request, Snapshot
 from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Operation, Worker
 from hegmd.migration.wording import gigabytes, listed, named
+from hegmd.protocol.operations import PlannedProcess, Reason
 
 SIMULATED = "simulated"
 # A suspend that leaves more than this share of the bytes where they are would not be worth the name.
@@ -34,7 +35,7 @@ class _Draft:
 
     snapshot: Snapshot
     request: Request
-    workers: list[PlannedWorker] = field(default_factory=list[PlannedWorker])
+    workers: list[PlannedProcess] = field(default_factory=list[PlannedProcess])
     reasons: list[Reason] = field(default_factory=list[Reason])
 
     def against(self, code: Code, message: str, hint: str, *, pid: int | None = None, gpu: str | None = None) -> None:
@@ -150,7 +151,7 @@ def _place(draft: _Draft, candidate: Candidate) -> None:
     assert agent is not None  # noqa: S101 - `_can_be_stopped` has seen it; for the type checkers
     left = sum(item.size_bytes for item in agent.left_alone)
     draft.workers.append(
-        PlannedWorker(
+        PlannedProcess(
             pid=candidate.pid,
             name=named(candidate),
             gpu=source,
@@ -189,7 +190,7 @@ def _place_suspended(draft: _Draft, worker: Worker, candidate: Candidate) -> Non
     target = draft.gpu(to)
     _judge_target(draft, to, target.vendor if target else SIMULATED, worker.chip, stays=False)
     draft.workers.append(
-        PlannedWorker(
+        PlannedProcess(
             pid=worker.pid, name=named(candidate), gpu=None, to=to, size_bytes=worker.size_bytes, carrier="worker"
         )
     )

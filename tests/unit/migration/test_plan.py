@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Reason, Request, Snapshot
+from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
 from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits, Operation
 from hegmd.migration.plan import planned, planned_resume
 from hegmd.protocol.messages import LeftAlone
+from hegmd.protocol.operations import Reason
 from tests.unit.migration.operations import Drive, operation, worker
 
 GIB = 2**30
