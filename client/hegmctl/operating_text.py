@@ -11,11 +11,17 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from hegmctl.tables import Cell
     from hegmd.protocol.messages import Drained, OperationReply, OperationsReply, StoryReply
-    from hegmd.protocol.operations import Operation, OperationProgress, Plan
+    from hegmd.protocol.operations import Operation, OperationProcess, OperationProgress, Plan
 
 BAR_COLUMNS = 24
 _COLOURS = {"done": "green", "suspended": "yellow", "undone": "red", "lost": "red"}
-_WORDS = {"migrate": "moved", "suspend": "suspended", "resume": "resumed"}
+_STATES = {
+    "running": "runs",
+    "parked": "stands at a boundary",
+    "out": "stands, its bytes are in the pool",
+    "gone": "has ended",
+    "lost": "has ended while its bytes were out of it",
+}
 # The order of phases, so that the bar can tell how far it is while no bytes move.
 _PHASES = (
     "planned settling arming counting quiescing measuring evacuating checkpointing leaving restoring refilling "
@@ -44,7 +50,8 @@ def operation_text(reply: OperationReply, style: Style) -> list[str]:
 def _outcome(operation: Operation, style: Style) -> list[str]:
     pids = ", ".join(str(process.pid) for process in operation.processes)
     phase = style.paint(printable(operation.phase), _COLOURS.get(operation.phase, "cyan"))
-    lines = [f"operation {printable(operation.id)}: {operation.kind} of {pids}: {phase}{_figures(operation)}"]
+    kind = printable(operation.kind)
+    lines = [f"operation {printable(operation.id)}: {kind} of {pids}: {phase}{_figures(operation)}"]
     if operation.failure is not None:
         lines.append(f"  {printable(operation.failure.message)}")
         lines.append(f"  next: {printable(operation.failure.hint)}")
@@ -52,12 +59,29 @@ def _outcome(operation: Operation, style: Style) -> list[str]:
 
 
 def _figures(operation: Operation) -> str:
-    gpus = sorted({process.gpu for process in operation.processes if process.gpu is not None})
-    where = f"on {', '.join(gpus)}" if gpus else ""
-    size = binary_size(operation.size_bytes)
     blackout = "" if operation.blackout_s is None else f"stood for {operation.blackout_s:.3f} s"
-    parts = [part for part in (where, size, blackout) if part]
+    where = _journeys(operation)
+    parts = [part for part in (where, binary_size(operation.size_bytes), blackout) if part not in ("", operation.phase)]
     return f" ({', '.join(parts)})"
+
+
+def _journeys(operation: Operation) -> str:
+    """Where the processes are and where they go, or what became of them; each way once."""
+    found = dict.fromkeys(_journey(operation, process) for process in operation.processes)
+    return printable(", ".join(found))
+
+
+def _journey(operation: Operation, process: OperationProcess) -> str:
+    """From where to where; the pool is where the bytes of a process are that is on no GPU."""
+    if process.state in ("gone", "lost"):
+        return "ended" if process.state == "gone" else "lost"
+    here, began = process.gpu or "pool", process.began_on
+    if operation.phase == "undone":
+        return here
+    if operation.phase in ("done", "suspended"):
+        return here if began in (None, here) else f"{began} -> {here}"
+    to = process.to or "pool"
+    return here if here == to else f"{here} -> {to}"
 
 
 def plan_text(reply: OperationReply, style: Style) -> list[str]:
@@ -134,7 +158,7 @@ def operations_text(reply: OperationsReply, style: Style) -> list[str]:
         Column("KIND"),
         Column("PHASE"),
         Column("PIDS", shrink=8),
-        Column("GPU"),
+        Column("WHERE"),
         Column("SIZE", right=True, drop=1),
         Column("BLACKOUT", right=True, drop=2),
         Column("BEGAN", drop=3),
@@ -144,13 +168,12 @@ def operations_text(reply: OperationsReply, style: Style) -> list[str]:
 
 
 def _row(operation: Operation) -> list[Cell]:
-    ways = sorted({_way(process.gpu or UNKNOWN, process.to or UNKNOWN) for process in operation.processes})
     return [
         operation.id,
         operation.kind,
         (operation.phase, _COLOURS.get(operation.phase, "cyan")),
         ",".join(str(process.pid) for process in operation.processes),
-        ",".join(ways),
+        _journeys(operation),
         binary_size(operation.size_bytes),
         UNKNOWN if operation.blackout_s is None else f"{operation.blackout_s:.3f} s",
         strftime("%Y-%m-%d %H:%M:%S", localtime(operation.created_utc)),
@@ -158,13 +181,21 @@ def _row(operation: Operation) -> list[Cell]:
     ]
 
 
-def _way(here: str, there: str) -> str:
-    return here if here == there else f"{here}>{there}"
+def _process(operation: Operation, process: OperationProcess) -> str:
+    rank = "" if process.rank is None else f" (rank {process.rank})"
+    state = _STATES.get(process.state, process.state)
+    return printable(
+        f"{process.pid}{rank}: {_journey(operation, process)}, {binary_size(process.size_bytes)}; it {state}"
+    )
 
 
 def story_text(reply: StoryReply, style: Style) -> list[str]:
     """One operation and what happened to it."""
-    lines = [*_outcome(reply.operation, style), ""]
+    operation = reply.operation
+    lines = _outcome(operation, style)
+    if len(operation.processes) > 1:
+        lines += [f"  {_process(operation, process)}" for process in operation.processes]
+    lines.append("")
     if reply.untold:
         lines.append(f"({reply.untold} earlier lines are no longer remembered)")
     began_utc = reply.story[0].utc if reply.story else 0.0

@@ -34,6 +34,7 @@ def process_of(member: Member) -> told.OperationProcess:
     return told.OperationProcess(
         pid=member.pid,
         rank=member.rank,
+        began_on=member.was_on,
         gpu=member.at,
         to=member.goal,
         size_bytes=member.size_bytes,

@@ -56,6 +56,7 @@ class OperationProcess(Record):
 
     pid: int = field("process id")
     rank: int | None = field("its rank in a distributed job", default=None)
+    began_on: str | None = field("the GPU that it was on when the operation began", default=None)
     gpu: str | None = field("the GPU that it is on; nil for none", default=None)
     to: str | None = field("the GPU that it is to be on; nil for none", default=None)
     size_bytes: int = field("bytes to carry")

@@ -1,0 +1,189 @@
+"""Operations as text: where a job is and goes in every phase, plans, stories, drains, and the bar."""
+
+from __future__ import annotations
+
+import pytest
+
+from hegmctl.operating_text import (
+    cancelled_text,
+    drained_text,
+    operation_text,
+    operations_text,
+    plan_text,
+    progress_text,
+    story_text,
+)
+from hegmctl.tables import Style, width
+from hegmd.migration.machine import PHASES
+from hegmd.protocol import messages as m
+from hegmd.protocol.operations import (
+    Operation,
+    OperationProcess,
+    OperationProgress,
+    Plan,
+    PlannedProcess,
+    Reason,
+    StoryLine,
+)
+
+PIPE = Style()
+GIB = 1 << 30
+FAILURE = Reason(code="refused", message="no batch boundary within 60 s", hint="a longer --timeout")
+
+
+def operation(phase: str = "done", *processes: OperationProcess, **values: object) -> Operation:
+    plain: dict[str, object] = {"id": "7", "kind": "migrate", "created_utc": 0.0, "size_bytes": 2 * GIB}
+    found = processes or (process(),)
+    return Operation(phase=phase, processes=found, **{**plain, **values})  # type: ignore[arg-type] # a table of fields is not typed one by one
+
+
+def process(
+    here: str | None = "gpu1", to: str | None = "gpu1", state: str = "running", pid: int = 4711
+) -> OperationProcess:
+    return OperationProcess(pid=pid, began_on="gpu0", gpu=here, to=to, size_bytes=2 * GIB, state=state)
+
+
+def where(*operations: Operation) -> list[str]:
+    """The column of that name."""
+    head, *rows = operations_text(m.OperationsReply(operations=operations), PIPE)
+    start, end = head.index("WHERE"), head.index("SIZE")
+    # The size is right under its head or further left, and is the one that has a unit.
+    return [row[start:].rsplit("  2.0 GiB", 1)[0].strip() for row in rows] if end else []
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (operation("done"), "gpu0 -> gpu1"),
+        (operation("done", process("gpu0", "gpu0"), kind="resume"), "gpu0"),
+        (operation("undone", process("gpu0", "gpu0")), "gpu0"),
+        (operation("quiescing", process("gpu0", "gpu1")), "gpu0 -> gpu1"),
+        (operation("refilling", process("gpu1", "gpu1", "out")), "gpu1"),
+        (operation("restoring", process(None, "gpu1", "out")), "pool -> gpu1"),
+        (operation("evacuating", process("gpu0", None, "parked"), kind="suspend"), "gpu0 -> pool"),
+        (operation("suspended", process(None, None, "out"), kind="suspend"), "gpu0 -> pool"),
+        (operation("arming", process(None, "gpu1", "out"), kind="resume"), "pool -> gpu1"),
+        (operation("undone", process("gpu0", "gpu1", "gone")), "ended"),
+        (operation("done", process(), process(pid=4712)), "gpu0 -> gpu1"),
+        (operation("done", process(), process("gpu2", "gpu2", pid=4712)), "gpu0 -> gpu1, gpu0 -> gpu2"),
+    ],
+)
+def test_where_a_job_is_and_goes(shown: Operation, expected: str) -> None:
+    assert where(shown) == [expected]
+
+
+def test_a_lost_job_was_shown_on_its_way_to_a_gpu() -> None:
+    """It read `->gpu0`: from nowhere to the GPU that it would have gone to."""
+    lost = operation("lost", process(None, "gpu0", "lost"), failure=FAILURE)
+    assert where(lost) == ["lost"]
+    assert operation_text(m.OperationReply(operation=lost), PIPE)[0] == "operation 7: migrate of 4711: lost (2.0 GiB)"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_no_phase_reads_as_from_or_to_nowhere(phase: str) -> None:
+    for here in ("gpu0", None):
+        for to in ("gpu1", None):
+            (text,) = where(operation(phase, process(here, to)))
+            assert text
+            assert not {"", "-", "None"} & set(text.split(" -> "))
+
+
+def test_what_an_older_daemon_does_not_say_is_left_out() -> None:
+    bare = OperationProcess(pid=4711, gpu="gpu1", to="gpu1", size_bytes=2 * GIB, state="running")
+    assert where(operation("done", bare)) == ["gpu1"]
+
+
+def test_an_end_is_told_with_its_reason_and_the_next_step() -> None:
+    ended = operation("undone", process("gpu0", "gpu0"), blackout_s=0.1234, failure=FAILURE)
+    assert operation_text(m.OperationReply(operation=ended), PIPE) == [
+        "operation 7: migrate of 4711: undone (gpu0, 2.0 GiB, stood for 0.123 s)",
+        "  no batch boundary within 60 s",
+        "  next: a longer --timeout",
+    ]
+
+
+def test_no_operations_is_said() -> None:
+    assert operations_text(m.OperationsReply(operations=()), PIPE) == ["There has been no operation here."]
+
+
+def test_a_narrow_terminal_shows_what_matters() -> None:
+    ended = operation("undone", process("gpu0", "gpu0"), blackout_s=0.1234, failure=FAILURE)
+    lines = operations_text(m.OperationsReply(operations=(ended,)), Style(columns=60, ellipsis="~"))
+    assert all(width(line) <= 60 for line in lines)
+    assert lines[0].split()[:5] == ["ID", "KIND", "PHASE", "PIDS", "WHERE"]
+
+
+def test_a_story_tells_of_every_process_of_a_job() -> None:
+    ranks = (process("gpu1", "gpu1"), process("gpu1", "gpu1", "out", pid=4712).replace(rank=1))
+    story = (
+        StoryLine(utc=10.0, event="", phase="planned"),
+        StoryLine(utc=10.5, event="begin", cause="request", phase="arming", effects=("take-pool", "take-room")),
+    )
+    reply = m.StoryReply(operation=operation("refilling", *ranks), story=story, untold=3)
+    assert story_text(reply, PIPE) == [
+        "operation 7: migrate of 4711, 4712: refilling (gpu1, 2.0 GiB)",
+        "  4711: gpu1, 2.0 GiB; it runs",
+        "  4712 (rank 1): gpu1, 2.0 GiB; it stands, its bytes are in the pool",
+        "",
+        "(3 earlier lines are no longer remembered)",
+        "    0.000 s  planned       planned",
+        "    0.500 s  arming        begin -> take-pool, take-room",
+    ]
+
+
+PLAN = Plan(
+    kind="migrate",
+    way="agent",
+    workers=(PlannedProcess(pid=4711, name="train.py", gpu="gpu0", to="gpu1", size_bytes=GIB, carrier="worker"),),
+    size_bytes=GIB,
+    room_needed_bytes={"gpu1": GIB},
+    room_free_bytes={"gpu1": 8 * GIB},
+    pool_needed_bytes=GIB,
+    pool_free_bytes=4 * GIB,
+    estimate_s=1.25,
+    lockstep=True,
+    hazards=("2 of the job's 4 ranks are here",),
+    steps=("take room", "stop at a boundary"),
+)
+
+
+def test_a_plan_says_what_is_needed_and_that_nothing_was_done() -> None:
+    assert plan_text(m.OperationReply(plan=PLAN), PIPE) == [
+        " PID  NAME      FROM  TO    CARRIED  STAYS  CARRIER",
+        "4711  train.py  gpu0  gpu1  1.0 GiB    0 B  worker",
+        "",
+        "room on gpu1: 1.0 GiB needed, 8.0 GiB free",
+        "pool: 1.0 GiB needed, 4.0 GiB free",
+        "the job would stand for about 1.25 s, after the wait for its next boundary",
+        "its ranks stop at one boundary, all together",
+        "note: 2 of the job's 4 ranks are here",
+        "steps: take room; stop at a boundary",
+        "nothing was done: this is only the plan",
+    ]
+
+
+def test_a_drain_tells_of_each_job_and_counts_them() -> None:
+    undone = operation("undone", process("gpu0", "gpu0", pid=4712), failure=FAILURE)
+    left = Reason(code="refused", message="process 9 has no agent", hint="start it with `hegmctl run`", pid=9)
+    lines = drained_text(m.Drained(operations=(operation(), undone), left=(left,)), PIPE)
+    assert lines[0].startswith("operation 7: migrate of 4711: done")
+    assert "not moved: process 9 has no agent; start it with `hegmctl run`" in lines
+    assert lines[-1] == "1 moved, 2 not"
+
+
+def test_a_cancelled_operation_is_said_to_be_turned_back() -> None:
+    lines = cancelled_text(m.OperationReply(operation=operation("releasing", process("gpu0", "gpu0"))), PIPE)
+    assert lines == ["operation 7 is turned back: releasing"]
+
+
+def test_the_bar_goes_on_with_phases_and_bytes() -> None:
+    phases = ("arming", "quiescing", "evacuating", "refilling", "verifying", "done")
+    lines = [
+        progress_text(OperationProgress(id="7", phase=phase, moved_bytes=GIB, size_bytes=2 * GIB), PIPE)[0]
+        for phase in phases
+    ]
+    filled = [line.count("#") for line in lines]
+    assert filled == sorted(filled)
+    assert filled[-1] == 24
+    assert lines[2] == "operation 7  [###########.............]  evacuating  1.0 GiB of 2.0 GiB"
+    assert "GiB" not in lines[1], "no bytes go while it waits for a boundary"
