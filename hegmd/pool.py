@@ -1,7 +1,7 @@
 """The host pool: memory for the bytes of jobs in flight, each piece a memfd with one owner, within one budget.
 
-Pages are there before anything relies on them: they are taken by several threads off the loop, in 2 MiB pages where
-the node has enough free ones of those, and a piece that cannot be had whole is given back whole and refused with
+Pages are there before anything relies on them: they are taken by several threads off the loop (`pages`), in 2 MiB pages
+where the node has enough free ones of those, and a piece that cannot be had whole is given back whole and refused with
 numbers. Sizes are sealed, so that nobody who gets the descriptor can cut the memory under a copy or let it grow past
 the budget. What survives a restart of the daemon is in the service manager's descriptor store under a name that tells
 operation, worker and size; `adopt` takes it back from there.
@@ -12,12 +12,9 @@ is the machine's to say.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import logging
-import mmap
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +25,7 @@ import anyio.to_thread
 
 from hegmd.errors import HegmError, Refused
 from hegmd.log import fields
+from hegmd.pages import populate
 from hegmd.pieces import HUGE_PAGE_BYTES, MIB, whole_size
 
 logger = logging.getLogger(__name__)
@@ -38,9 +36,6 @@ SHARE_OF_AVAILABLE = 0.5
 
 _HUGE_PAGES_FREE = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
 _MEMINFO = Path("/proc/meminfo")
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap of Python knows no name for it
-_THREADS = 4
-_SLICE_BYTES = 64 * MIB
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -247,7 +242,7 @@ def _make_one(key: Key, size_bytes: int, whole_bytes: int, huge_flag: int) -> Me
     try:
         os.ftruncate(fd, whole_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        _populate(fd, whole_bytes)
+        populate(fd, whole_bytes)
     except OSError as error:
         os.close(fd)
         raise _no_pages(key, whole_bytes, error) from error
@@ -263,49 +258,6 @@ def _no_pages(key: Key, whole_bytes: int, error: OSError) -> Refused:
         "free memory, or look at the memory limit of hegmd's own control group (MemoryMax=)",
         {"needed_bytes": whole_bytes, "errno": error.errno},
     )
-
-
-def _populate(fd: int, whole_bytes: int) -> None:
-    """Have all pages present, zeroed by several threads. Raises OSError when they cannot be had."""
-    starts = iter(range(0, whole_bytes, _SLICE_BYTES))
-    guard = threading.Lock()
-    failures: list[OSError] = []
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def work() -> None:
-        while not failures:
-            with guard:
-                start = next(starts, None)
-            if start is None:
-                return
-            try:
-                _populate_slice(libc, fd, start, min(_SLICE_BYTES, whole_bytes - start))
-            except OSError as error:
-                failures.append(error)
-
-    threads = [threading.Thread(target=work, name="pool pages") for _ in range(_threads_for(whole_bytes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-
-
-def _threads_for(whole_bytes: int) -> int:
-    slices = (whole_bytes + _SLICE_BYTES - 1) // _SLICE_BYTES
-    return max(1, min(_THREADS, slices, len(os.sched_getaffinity(0))))
-
-
-def _populate_slice(libc: ctypes.CDLL, fd: int, start: int, size_bytes: int) -> None:
-    # First reserved, which fails with an errno where touching would kill; then touched, which zeroes the pages here and
-    # not in the job's blackout.
-    os.posix_fallocate(fd, start, size_bytes)
-    with mmap.mmap(fd, size_bytes, offset=start) as mapped:
-        anchor = ctypes.c_char.from_buffer(mapped)
-        address = ctypes.c_void_p(ctypes.addressof(anchor))
-        libc.madvise(address, ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)  # an older kernel just leaves it
-        del anchor
 
 
 def _store_name(key: Key, usable_bytes: int) -> str:

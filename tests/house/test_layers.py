@@ -25,6 +25,8 @@ EVERYTHING = ("hegmd.*",)
 SEEN = ("hegmd.log", "hegmd.audit", "hegmd.metrics", "hegmd.events")
 # The node as it is: hardware, workers, and how programs are run on it.
 NODE = ("hegmd.devices", "hegmd.external", "hegmd.workers", "hegmd.workloads", "hegmd.ways")
+# Where operations are asked for, one or several in a row.
+ASKED = ("hegmd.operations", "hegmd.sequences")
 # What operations are carried out with.
 MOVING = (*GROUND, "hegmd.log", "hegmd.workers", "hegmd.rooms", "hegmd.pool", "hegmd.methods")
 
@@ -60,7 +62,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.doctor": (*GROUND, "hegmd.log", "hegmd.detached", *NODE, "hegmd.processes"),
     # What moves them: decided without I/O, from values; done by the runner and what it has for hands
     "hegmd.pieces": (),
-    "hegmd.pool": (*GROUND, "hegmd.log", "hegmd.pieces"),
+    "hegmd.pages": (),
+    "hegmd.pool": (*GROUND, "hegmd.log", "hegmd.pages", "hegmd.pieces"),
     "hegmd.rooms": (*GROUND, "hegmd.log", "hegmd.devices"),
     "hegmd.attendance": (*GROUND, "hegmd.rooms", "hegmd.workers"),
     "hegmd.methods": (*GROUND, "hegmd.pool", "hegmd.workers"),
@@ -69,8 +72,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
     "hegmd.lookout": (*GROUND, "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.workers"),
     "hegmd.operations": (*GROUND, "hegmd.inventory", "hegmd.lookout", "hegmd.migration", "hegmd.workers"),
+    "hegmd.sequences": (*GROUND, "hegmd.log", "hegmd.lookout", "hegmd.migration", "hegmd.operations"),
     # Those who ask
-    "hegmd.server": (*GROUND, *SEEN, "hegmd.detached", *NODE, "hegmd.inventory", "hegmd.doctor", "hegmd.operations"),
+    "hegmd.server": (*GROUND, *SEEN, "hegmd.detached", *NODE, "hegmd.inventory", "hegmd.doctor", *ASKED),
     "hegmd.server.auth": ("hegmd.errors", "hegmd.protocol"),
     # Where it all comes together
     "hegmd.moving": EVERYTHING,
@@ -112,6 +116,8 @@ PURE = (
     "hegmd.migration.course",
     "hegmd.migration.effects",
     "hegmd.migration.events",
+    "hegmd.migration.forecast",
+    "hegmd.migration.itinerary",
     "hegmd.migration.journal",
     "hegmd.migration.machine",
     "hegmd.migration.operation",
