@@ -1,0 +1,179 @@
+"""What is copied out and in again has the same bytes, whatever the descriptor is of, and nothing beside it changes."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmd import pages
+from hegmd.agent import copying
+
+ROOT = Path(__file__).parents[3]
+ROOM_BYTES = 48 << 20
+# Around the borders of pages and pieces, and from addresses on no border at all.
+SIZES = (1, 63, 4095, 4096, 4097, copying.PIECE_BYTES - 1, copying.PIECE_BYTES + 1, copying.LARGE_BYTES, 20_000_003)
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class Block:
+    """Memory of this process with random bytes in it, from that offset to the page on."""
+
+    def __init__(self, size_bytes: int, seed: int, offset: int = 0) -> None:
+        self._map = mmap.mmap(-1, size_bytes + offset + copying.PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._view = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(self._view) + offset
+        self.size_bytes = size_bytes
+        self.fill(random.Random(seed).randbytes(size_bytes))
+
+    def fill(self, data: bytes) -> None:
+        ctypes.memmove(self.address, data, len(data))
+
+    def read(self) -> bytes:
+        return ctypes.string_at(self.address, self.size_bytes)
+
+    def close(self) -> None:
+        del self._view
+        self._map.close()
+
+
+def _small_pages() -> int:
+    fd = os.memfd_create("small", os.MFD_CLOEXEC)
+    os.truncate(fd, ROOM_BYTES)
+    return fd
+
+
+def _sealed() -> int:
+    fd = os.memfd_create("sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.truncate(fd, ROOM_BYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    return fd
+
+
+def _huge_pages() -> int:
+    fd = _sealed()
+    pages.populate(fd, ROOM_BYTES)
+    return fd
+
+
+def _hugetlb() -> int:
+    fd = os.memfd_create("hugetlb", os.MFD_CLOEXEC | os.MFD_HUGETLB)
+    os.truncate(fd, ROOM_BYTES)
+    try:
+        mmap.mmap(fd, ROOM_BYTES).close()
+    except OSError:
+        os.close(fd)
+        pytest.skip(f"the node has no {ROOM_BYTES >> 20} MiB of hugetlb pages to spare")
+    return fd
+
+
+@pytest.fixture(params=[_small_pages, _sealed, _huge_pages, _hugetlb], ids=lambda make: make.__name__)
+def room(request: pytest.FixtureRequest) -> Iterator[int]:
+    fd: int = request.param()
+    yield fd
+    os.close(fd)
+
+
+def _ignore(_copied_bytes: int) -> None:
+    pass
+
+
+def test_bytes_come_back_as_they_were_and_nothing_beside_them_changes(room: int) -> None:
+    blocks = [Block(size_bytes, seed=size_bytes, offset=size_bytes % 977) for size_bytes in SIZES]
+    before = [block.read() for block in blocks]
+    place, spans = 0, []
+    for block in blocks:
+        spans.append((block.address, place, block.size_bytes))
+        place = copying.round_up(place + block.size_bytes, 64)
+    copying.copy_out(room, place, spans, _ignore)
+    for (_, at, size_bytes), expected in zip(spans, before, strict=True):
+        assert os.pread(room, size_bytes, at) == expected
+    copying.free_pages(spans)
+    for block in blocks:
+        block.fill(bytes(block.size_bytes))
+    copying.prefer_huge_pages(spans)
+    copying.copy_in(room, spans, _ignore)
+    assert [block.read() for block in blocks] == before
+    for block in blocks:
+        block.close()
+
+
+def test_freed_are_only_the_pages_that_lie_wholly_inside() -> None:
+    block = Block(3 * copying.LARGE_BYTES, seed=1)
+    before = block.read()
+    start, size_bytes = 5000, copying.LARGE_BYTES + 1
+    copying.free_pages([(block.address + start, 0, size_bytes)])
+    after = block.read()
+    first, last = copying.round_up(start), (start + size_bytes) // copying.PAGE_BYTES * copying.PAGE_BYTES
+    assert after[:first] == before[:first]
+    assert after[last:] == before[last:]
+    assert after[first:last] == bytes(last - first), "the pages inside are still there"
+    block.close()
+
+
+def test_little_is_left_to_the_c_library() -> None:
+    block = Block(copying.LARGE_BYTES - 1, seed=2)
+    before = block.read()
+    copying.free_pages([(block.address, 0, block.size_bytes)])
+    assert block.read() == before
+    block.close()
+
+
+def test_a_descriptor_whose_pages_are_not_there_is_an_error_and_no_signal() -> None:
+    """A memcpy into a mapping beyond the end of its file is a SIGBUS, which would be the end of the job."""
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.unit.agent import test_copying as here
+fd = here._huge_pages()
+block = here.Block(16 << 20, seed=3)
+try:
+    here.copying.copy_out(fd, here.ROOM_BYTES + (16 << 20), [(block.address, here.ROOM_BYTES - 4096, 16 << 20)], print)
+except OSError as error:
+    print("refused:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("refused:")
+
+
+def test_without_threads_to_be_had_everything_is_copied_all_the_same() -> None:
+    """Threads that had been started went on copying into memory that was given up when a later one could not start."""
+    script = f"""
+import _thread, os, resource, sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.unit.agent import test_copying as here
+fd, block = here._small_pages(), here.Block(40 << 20, seed=4)
+before = block.read()
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (256 << 20),) * 2)
+_thread.stack_size(1 << 30)
+try:
+    _thread.start_new_thread(print, ())
+    sys.exit("a thread started: the limit does not hold")
+except RuntimeError:
+    pass
+here.copying.copy_out(fd, here.ROOM_BYTES, [(block.address, 0, block.size_bytes)], here._ignore)
+block.fill(bytes(block.size_bytes))
+here.copying.copy_in(fd, [(block.address, 0, block.size_bytes)], here._ignore)
+assert block.read() == before
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_failure_in_one_thread_ends_the_copy_and_is_told() -> None:
+    fd, block = _small_pages(), Block(32 << 20, seed=5)
+    os.truncate(fd, 20 << 20)
+    with pytest.raises(OSError, match="ends too early"):
+        copying.copy_in(fd, [(block.address, 0, block.size_bytes)], _ignore)
+    os.close(fd)
+    block.close()

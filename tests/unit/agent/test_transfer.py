@@ -1,0 +1,174 @@
+"""Storages out and in: each with its bytes, in memory that falls and rises, and all as it was when a step fails."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hegmd import pages
+from hegmd.agent import torch_state, transfer
+from hegmd.errors import HegmError
+
+torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+
+pytestmark = pytest.mark.leaks_allowed("PyTorch sets variables of its own when its compiler is first imported")
+
+MIB = 1 << 20
+# The heap's, some of them in one page; those of a mapping of their own; those with huge pages; none a round number.
+SIZES = (1, 7, 64, 1000, 4096, 5001, 100_003, 4 * MIB - 1, 4 * MIB + 3, 17 * MIB + 5)
+KIB_LINE = re.compile(r"^(\w+): +(\d+) kB$", re.MULTILINE)
+
+
+@pytest.fixture
+def room() -> Iterator[int]:
+    """A piece of memory as the pool makes them."""
+    fd = os.memfd_create("pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.truncate(fd, 256 * MIB)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    pages.populate(fd, 256 * MIB)
+    yield fd
+    os.close(fd)
+
+
+def _random(sizes: tuple[int, ...]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Tensors of so many bytes, their storages, and copies to compare with."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = [torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, generator=generator) for size_bytes in sizes]
+    return tensors, [tensor.untyped_storage() for tensor in tensors], [tensor.clone() for tensor in tensors]
+
+
+def _ignore(_so_far_bytes: int) -> None:
+    pass
+
+
+def _own_kib() -> dict[str, int]:
+    return {key: int(kib) for key, kib in KIB_LINE.findall(Path("/proc/self/smaps_rollup").read_text())}
+
+
+class Stubborn:
+    """A storage that fails to change its size, `after` so many times that it did."""
+
+    def __init__(self, storage: Any, after: int) -> None:
+        self._storage = storage
+        self._left = after
+        self.nbytes: Callable[[], int] = storage.nbytes
+        self.data_ptr: Callable[[], int] = storage.data_ptr
+
+    def resize_(self, size_bytes: int) -> None:
+        if self._left == 0 and size_bytes != 0:
+            self._left = -1
+            raise RuntimeError("you tried to allocate too much")
+        if self._left == 0:
+            raise RuntimeError("trying to resize storage that is not resizable")
+        self._left -= 1
+        self._storage.resize_(size_bytes)
+
+
+def test_storages_of_every_size_come_back_three_times_with_their_bytes(room: int) -> None:
+    tensors, storages, expected = _random(SIZES)
+    between = [bytes(range(256)) * size for size in range(1, 40)]  # in the same heap, and none of ours
+    kept = [bytes(text) for text in between]
+    for _ in range(3):
+        evacuated = transfer.evacuate(os.dup(room), storages, list(SIZES), _ignore)
+        assert [storage.nbytes() for storage in storages] == [0] * len(SIZES)
+        evacuated.bring_back(room, _ignore)
+        evacuated.close()
+        assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, expected, strict=True))
+    assert between == kept
+
+
+def test_memory_falls_by_what_goes_out(room: int) -> None:
+    _tensors, storages, _ = _random((64 * MIB, 64 * MIB))
+    before_kib = _own_kib()["Anonymous"]
+    evacuated = transfer.evacuate(os.dup(room), storages, [64 * MIB] * 2, _ignore)
+    out_kib = _own_kib()["Anonymous"]
+    assert before_kib - out_kib > 127 << 10
+    evacuated.bring_back(room, _ignore)
+    evacuated.close()
+    assert _own_kib()["Anonymous"] - out_kib > 127 << 10
+
+
+def test_what_comes_back_lies_in_huge_pages_where_the_node_has_them(room: int) -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("transparent huge pages are off on this node")
+    _tensors, storages, _ = _random((64 * MIB,))
+    evacuated = transfer.evacuate(os.dup(room), storages, [64 * MIB], _ignore)
+    before_kib = _own_kib()["AnonHugePages"]
+    evacuated.bring_back(room, _ignore)
+    evacuated.close()
+    assert _own_kib()["AnonHugePages"] - before_kib >= 60 << 10
+
+
+def test_a_storage_that_cannot_be_freed_leaves_all_as_it_was(room: int) -> None:
+    """The storages before it had lost their bytes for good, since nobody knew any more that they were out."""
+    sizes = (5000, 6 * MIB, 7 * MIB, 100)
+    tensors, storages, expected = _random(sizes)
+    before = [tensor.untyped_storage()._cdata for tensor in tensors]
+    listed = [*storages[:2], Stubborn(storages[2], after=0), storages[3]]
+    fd = os.dup(room)
+    with pytest.raises(HegmError, match=r"could not be freed: .* not resizable"):
+        transfer.evacuate(fd, listed, list(sizes), _ignore)
+    os.close(fd)  # still the caller's
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, expected, strict=True))
+    assert [tensor.untyped_storage()._cdata for tensor in tensors] == before
+
+
+def test_without_memory_to_come_back_all_stays_out_and_the_next_time_it_comes(room: int) -> None:
+    sizes = (5000, 6 * MIB, 7 * MIB)
+    tensors, storages, expected = _random(sizes)
+    listed = [storages[0], storages[1], Stubborn(storages[2], after=1)]
+    evacuated = transfer.evacuate(os.dup(room), listed, list(sizes), _ignore)
+    with pytest.raises(HegmError, match="could not be brought back into process"):
+        evacuated.bring_back(room, _ignore)
+    assert [storage.nbytes() for storage in storages] == [0, 0, 0]
+    evacuated.bring_back(room, _ignore)
+    evacuated.close()
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, expected, strict=True))
+
+
+def test_a_descriptor_that_cannot_be_written_changes_nothing() -> None:
+    tensors, storages, expected = _random((6 * MIB, 100))
+    fd = os.memfd_create("sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.truncate(fd, 16 * MIB)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
+    with pytest.raises(HegmError, match="could not be copied out"):
+        transfer.evacuate(fd, storages, [6 * MIB, 100], _ignore)
+    os.close(fd)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, expected, strict=True))
+
+
+def test_memory_of_mapped_files_and_numpy_stays_while_others_go(room: int, tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    path = tmp_path / "table"
+    path.write_bytes(bytes(range(256)) * (5 * MIB // 256))
+    array = numpy.arange(5 * MIB, dtype=numpy.uint8)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        others = [
+            torch.from_numpy(array),
+            torch.frombuffer(mapped, dtype=torch.uint8),
+            torch.from_file(str(path), shared=False, size=5 * MIB, dtype=torch.uint8),
+            torch.from_file(str(path), shared=True, size=5 * MIB, dtype=torch.uint8),
+        ]
+        before = [(tensor.data_ptr(), tensor.clone()) for tensor in others]
+        mine = torch.full((6 * MIB,), 7, dtype=torch.uint8)
+        found = torch_state.find()
+        addresses = {storage.data_ptr() for storage in found.storages}
+        assert mine.data_ptr() in addresses
+        assert not addresses & {address for address, _ in before}
+        evacuated = transfer.evacuate(os.dup(room), found.storages, found.sizes, _ignore)
+        assert mine.untyped_storage().nbytes() == 0
+        for tensor, (address, _) in zip(others, before, strict=True):
+            assert tensor.data_ptr() == address
+        evacuated.bring_back(room, _ignore)
+        evacuated.close()
+        assert all(torch.equal(tensor, copy) for tensor, (_, copy) in zip(others, before, strict=True))
+        assert bool((mine == 7).all())
+        del others, tensor
