@@ -177,6 +177,9 @@ class Orders:
         found = self._found or torch_state.find()
         self._found = None
         found.keep_what_fits(os.fstat(fd).st_size, transfer.room_bytes)
+        if not found.storages:  # nothing is out then, so nothing has to come back before the process may go on
+            self._done(order.order, storages=0, size_bytes=0, left_alone=_counted(found))
+            return
         progress = self._progress_of(order.order)
         self._evacuated = evacuated = transfer.evacuate(fd, found.storages, found.sizes, progress)
         left_alone = _counted(found)

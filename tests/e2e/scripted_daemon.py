@@ -105,8 +105,10 @@ class Attended:
         fd = os.memfd_create("pool", os.MFD_CLOEXEC)
         try:
             os.truncate(fd, survey.size_bytes)
-            yield self.done("evacuate", fd)
-            self.done("refill", fd)
+            out = self.done("evacuate", fd)
+            yield out
+            if out.storages:
+                self.done("refill", fd)
         finally:
             os.close(fd)
 

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
 pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
 
 SLEEPER = str(SCRIPTS / "sleeper.py")
+BY_HAND = str(SCRIPTS / "by_hand.py")
 PLAIN = str(SCRIPTS / "plain.py")
 MIB = 1 << 20
 
@@ -86,8 +87,19 @@ def test_a_withdrawn_park_and_orders_out_of_turn_are_refused_in_words(socket_pat
         small = agent.done("evacuate", pool)  # what has no room stays where it is
         assert small.storages == 0
         assert "no room" in " ".join(left.why for left in small.left_alone)
-        agent.done("refill", pool)
         agent.done("release", limit_s=20)
+
+
+def test_a_process_with_nothing_to_put_out_stayed_parked_for_ever(socket_path: Path, pool: int) -> None:
+    """Nothing was out of it, so it was not refilled; and it was not released, because it had been evacuated."""
+    with ScriptedDaemon(socket_path) as daemon, Training([BY_HAND], socket_path) as training:
+        agent = daemon.attended()
+        agent.done("park", limit_s=20)
+        os.truncate(pool, MIB)
+        assert agent.done("evacuate", pool).storages == 0
+        assert "nothing" in agent.order("refill", pool).message
+        agent.done("release", limit_s=20)
+        assert training.result()[1] == undisturbed([BY_HAND])
 
 
 def test_other_bytes_are_not_taken_for_its_own(socket_path: Path, pool: int) -> None:
