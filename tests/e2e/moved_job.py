@@ -1,14 +1,18 @@
 """A script of anybody's under `hegmctl run`: how far it is, what is done to it, and what it said in the end.
 
 The scripts in `moved/` know nothing of hegm. Each prints lines that begin with "step" and have every number in full;
-those lines are how the test sees its progress and what it compares. Owns the processes; what is done is up to the test.
+those lines are how the test sees its progress and what it compares, beside the files that it wrote into its folder.
+Owns the processes; what is done is up to the test.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import random
+import select
 import subprocess
 import sys
 import tempfile
@@ -26,6 +30,8 @@ SCRIPTS = Path(__file__).with_name("moved")
 ROOT = Path(__file__).parents[2]
 ENDS_WITHIN_S = 60.0
 MARK = "step"
+# Between two lines while a command runs, which needs a few boundaries and has time.
+PACE_MS = 10
 
 
 def environment(socket_path: Path | None) -> dict[str, str]:
@@ -40,20 +46,25 @@ def environment(socket_path: Path | None) -> dict[str, str]:
 class Script:
     """A process that prints, read line by line. Ended with the context, if it has not ended by itself."""
 
-    def __init__(self, words: Sequence[str], socket_path: Path | None) -> None:
+    # The pipe that it prints to: so large that nothing ever stops it.
+    pipe_bytes, pipe_flags = 1 << 20, 0
+
+    def __init__(self, words: Sequence[str], socket_path: Path | None, folder: Path | None = None) -> None:
         self.environ = environment(socket_path)
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._stdout, stdout = os.pipe2(os.O_CLOEXEC | self.pipe_flags)
+        fcntl.fcntl(stdout, fcntl.F_SETPIPE_SZ, self.pipe_bytes)
         self.process = subprocess.Popen(
             words,
             env=self.environ,
+            cwd=folder,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=self._errors,
-            text=True,
             start_new_session=True,
         )
-        assert self.process.stdout is not None
-        self._stdout = self.process.stdout
+        os.close(stdout)
+        self._begun_line = b""
         self.lines: list[str] = []
 
     def __enter__(self) -> Self:
@@ -63,21 +74,40 @@ class Script:
         if self.process.poll() is None:
             os.killpg(self.process.pid, 9)
         self.process.wait()
-        self._stdout.close()
+        os.close(self._stdout)
         self._errors.close()
 
     def read_steps(self, count: int) -> None:
         """Read on until it has told of so many steps more."""
-        while count:
-            line = self._stdout.readline()
-            assert line, f"it ended after {len(self.lines)} lines: {self._error_text()}"
-            self.lines.append(line)
-            count -= line.startswith(MARK)
+        wanted = len(self._steps()) + count
+        while len(self._steps()) < wanted:
+            assert self._read(), f"it ended after {len(self.lines)} lines: {self._error_text()}"
+
+    def read_until(self, pidfd: int) -> None:
+        """Read on, so that the script does, but not faster than it has to, until that process has ended."""
+        end = select.poll()
+        end.register(pidfd, select.POLLIN)
+        more = select.poll()
+        more.register(self._stdout, select.POLLIN)
+        while not end.poll(PACE_MS):
+            if more.poll(0):
+                self._read()
 
     def steps(self) -> list[str]:
         """Every line that tells of a step, once it has ended well."""
-        self.lines += self._stdout.readlines()
+        while self._read():
+            pass
         assert self.process.wait(ENDS_WITHIN_S) == 0, self._error_text()
+        return self._steps()
+
+    def _read(self) -> bool:
+        """Read what is there, or wait for more; whether there will be more."""
+        data = os.read(self._stdout, 4096)
+        *whole, self._begun_line = (self._begun_line + data).split(b"\n")
+        self.lines += [line.decode() for line in whole]
+        return bool(data)
+
+    def _steps(self) -> list[str]:
         return [line for line in self.lines if line.startswith(MARK)]
 
     def _error_text(self) -> str:
@@ -88,21 +118,41 @@ class Script:
 class MovedJob(Script):
     """The same under `hegmctl run`, with the commands about it."""
 
-    def __init__(self, words: Sequence[str], daemon: RunningDaemon) -> None:
-        super().__init__([sys.executable, "-m", "hegmctl", "run", "--gpu", "gpu0", "--", *words], daemon.socket_path)
+    # A pipe of one page that keeps writes apart (pipe(2)): it has room for one line, so that a script does not run on
+    # while nobody reads, and is not over before all is done to it, however slow this machine is today.
+    pipe_bytes, pipe_flags = 4096, os.O_DIRECT
+
+    def __init__(
+        self, words: Sequence[str], daemon: RunningDaemon, folder: Path | None = None, *, gpu: str | None = "gpu0"
+    ) -> None:
+        on = () if gpu is None else ("--gpu", gpu)
+        super().__init__([sys.executable, "-m", "hegmctl", "run", *on, "--", *words], daemon.socket_path, folder)
         self._daemon = daemon
         self._gpu = 0
 
     def operation(self, *words: str) -> dict[str, Any]:
         """How the operation of a command ended, which has to be well."""
-        ended: dict[str, Any] = self._hegmctl(*words)["operation"]
+        ended: dict[str, Any] = self.answer(*words)["operation"]
         return ended
 
-    def pids(self, count: int) -> list[int]:
-        """The processes that are on a GPU, as soon as there are so many; their agents tell it in their own time."""
+    def ended(self, *words: str) -> dict[str, Any]:
+        """How the operation of a command ended, well or not."""
+        ended: dict[str, Any] = json.loads(self._hegmctl(*words).stdout.splitlines()[-1])["operation"]
+        return ended
+
+    def refusal(self, *words: str) -> dict[str, Any]:
+        """Why a command was refused, which it has to be: code, message and hint, one reason or several."""
+        ran = self._hegmctl(*words)
+        assert ran.returncode != 0, ran.stdout
+        said: dict[str, Any] = json.loads(ran.stderr.splitlines()[-1])["error"]
+        assert said["hint"], said
+        return said
+
+    def places(self, count: int) -> dict[int, str]:
+        """The GPU of each of its processes, by pid, once so many are on one."""
         with connect(str(self._daemon.socket_path)) as hegmd:
             while True:
-                found = [process.pid for process in hegmd.processes().processes if process.gpus]
+                found = {process.pid: process.gpus[0].gpu for process in hegmd.processes().processes if process.gpus}
                 if len(found) >= count:
                     return found
 
@@ -122,21 +172,38 @@ class MovedJob(Script):
         assert self.operation("resume", str(pid))["phase"] == "done"
 
     def disturb(self, pid: int, draw: random.Random, *, longest_run: int) -> None:
-        """Two moves and a suspension, with as many steps before each as the draw says."""
-        for act in (self.move, self.suspend_and_resume, self.move):
+        """Two moves and two suspensions, with as many steps before each as the draw says."""
+        for act in (self.move, self.suspend_and_resume) * 2:
             self.read_steps(draw.randint(1, longest_run))
             act(pid)
 
-    def _hegmctl(self, *words: str) -> dict[str, Any]:
-        self._daemon.read_notices()
-        ran = subprocess.run(
-            [sys.executable, "-m", "hegmctl", *words, "--json"],
-            env=self.environ,
-            capture_output=True,
-            text=True,
-            timeout=ENDS_WITHIN_S,
-            check=False,
-        )
+    def answer(self, *words: str) -> dict[str, Any]:
+        """What a command answered, which has to succeed."""
+        ran = self._hegmctl(*words)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         answer: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
         return answer
+
+    def _hegmctl(self, *words: str) -> subprocess.CompletedProcess[str]:
+        self._daemon.read_notices()
+        argv = [sys.executable, "-m", "hegmctl", *words, "--json"]
+        with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
+            with subprocess.Popen(argv, env=self.environ, stdout=said, stderr=errors) as command:
+                pidfd = os.pidfd_open(command.pid)
+                try:
+                    self.read_until(pidfd)
+                finally:
+                    os.close(pidfd)
+                    command.kill()
+            said.seek(0)
+            errors.seek(0)
+            return subprocess.CompletedProcess(argv, command.returncode, said.read(), errors.read())
+
+
+def files_in(folder: Path) -> dict[str, str]:
+    """Every file under the folder, with a digest of what is in it."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

@@ -1,6 +1,6 @@
 """Trainings as people write them, with the frameworks they use, moved and suspended by command while they run.
 
-No number that they print differs in a single bit from those of an undisturbed run beside them.
+No number that they print and no byte that they write differs from those of an undisturbed run beside them.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import SCRIPTS, MovedJob, Script
+from tests.e2e.moved_job import SCRIPTS, MovedJob, Script, files_in
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -25,35 +27,130 @@ NEEDS = {
     "schedules": ("torch",),
     "progress": ("torch", "tqdm"),
     "two_models": ("torch",),
+    "mixed_precision": ("torch", "numpy"),
+    "in_a_thread": ("torch",),
+    "numpy_boundaries": ("numpy",),
 }
+# What each leaves behind, beside what it prints.
+FILES = {"mixed_precision": 11, "numpy_boundaries": 1, "hf_trainer": 3, "lightning_fit": 1}
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    """One for all of them, as on a node; each job finds it as the one before has left it."""
+    with tempfile.TemporaryDirectory(prefix="hegm-", dir="/tmp") as folder, RunningDaemon(Path(folder)) as running:
+        yield running
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """Where the undisturbed run writes its files, and where the moved one does."""
+    made = tmp_path / "undisturbed", tmp_path / "moved"
+    for folder in made:
+        folder.mkdir()
+    return made
+
+
+def _require(modules: tuple[str, ...]) -> None:
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed; `pip install -e '.[frameworks]'` does that")
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_a_training_prints_the_same_when_it_is_moved(name: str, socket_dir: Path) -> None:
-    missing = [module for module in NEEDS[name] if importlib.util.find_spec(module) is None]
-    if missing:
-        pytest.skip(f"{', '.join(missing)} not installed; `pip install -e '.[frameworks]'` does that")
+def test_a_training_prints_and_writes_the_same_when_it_is_moved(
+    name: str, daemon: RunningDaemon, folders: tuple[Path, Path]
+) -> None:
+    _require(NEEDS[name])
     words = [sys.executable, str(SCRIPTS / f"{name}.py")]
-    with (
-        RunningDaemon(socket_dir) as daemon,
-        Script(words, None) as undisturbed,
-        MovedJob(words, daemon) as job,
-    ):
+    with Script(words, None, folders[0]) as undisturbed, MovedJob(words, daemon, folders[1]) as job:
         job.read_steps(1)
+        job.places(1)
         job.disturb(job.process.pid, random.Random(name), longest_run=12)
         assert job.steps() == undisturbed.steps()
+    assert files_in(folders[1]) == files_in(folders[0])
+    assert len(files_in(folders[1])) == FILES.get(name, 0)
 
 
-def test_a_training_started_by_a_script_and_a_launcher_is_moved(socket_dir: Path) -> None:
-    pytest.importorskip("torch", reason="PyTorch is not installed")
+def test_a_training_started_by_a_script_and_a_launcher_is_moved(
+    daemon: RunningDaemon, folders: tuple[Path, Path]
+) -> None:
+    _require(("torch",))
     words = ["sh", str(SCRIPTS / "nested.sh"), sys.executable]
-    with (
-        RunningDaemon(socket_dir) as daemon,
-        Script(words, None) as undisturbed,
-        MovedJob(words, daemon) as job,
-    ):
+    with Script(words, None, folders[0]) as undisturbed, MovedJob(words, daemon, folders[1]) as job:
         job.read_steps(3)  # the launcher's one, and two of the training's
-        (pid,) = job.pids(1)
+        (pid,) = job.places(1)
         assert pid != job.process.pid
         job.disturb(pid, random.Random(21), longest_run=12)
         assert job.steps() == undisturbed.steps()
+
+
+def test_models_on_two_gpus_with_a_process_for_each_are_moved_as_one_job(
+    daemon: RunningDaemon, folders: tuple[Path, Path]
+) -> None:
+    """One process has one simulated GPU; what a script with several GPUs is here are several processes of one run."""
+    _require(("torch",))
+    words = [sys.executable, str(SCRIPTS / "ensemble.py")]
+    draw = random.Random(22)
+    with (
+        Script(words, None, folders[0]) as undisturbed,
+        MovedJob(words, daemon, folders[1], gpu=None) as job,
+    ):
+        job.read_steps(1)
+        first, second = job.places(2)
+        before = job.places(2)
+        assert set(before.values()) == {"gpu0", "gpu1"}
+        job.read_steps(draw.randint(1, 12))
+        job.answer("swap", str(first), str(second))
+        assert job.places(2) == {first: before[second], second: before[first]}
+        job.read_steps(draw.randint(1, 12))
+        out = job.operation("suspend", str(first))
+        assert {process["state"] for process in out["processes"]} == {"out"}
+        assert job.places(0) == {}
+        job.operation("resume", str(second))
+        assert job.places(2) == {first: before[second], second: before[first]}
+        job.read_steps(draw.randint(1, 12))
+        job.operation("migrate", str(second), "--to", "gpu1")
+        assert job.places(2) == dict.fromkeys((first, second), "gpu1")
+        assert job.steps() == undisturbed.steps()
+    assert files_in(folders[1]) == files_in(folders[0])
+    assert len(files_in(folders[1])) == 2
+
+
+def test_processes_that_wait_for_each_other_within_a_batch_are_never_harmed(
+    daemon: RunningDaemon, folders: tuple[Path, Path]
+) -> None:
+    """Where one stands already, the other's boundary does not come, and the job goes on where it was."""
+    _require(("torch",))
+    words = [sys.executable, str(SCRIPTS / "distilled.py")]
+    outcomes = set()
+    with Script(words, None, folders[0]) as undisturbed, MovedJob(words, daemon, folders[1]) as job:
+        job.read_steps(2)
+        places = job.places(2)
+        for _ in range(4):
+            to = "gpu1" if "gpu0" in places.values() else "gpu0"
+            ended = job.ended("migrate", str(next(iter(places))), "--to", to, "--timeout", "0.5")
+            if ended["phase"] == "undone":
+                assert "boundary" in ended["failure"]["message"]
+                assert ended["failure"]["hint"]
+            assert job.places(2) == (dict.fromkeys(places, to) if ended["phase"] == "done" else places)
+            outcomes.add(ended["phase"])
+            places = job.places(2)
+        assert job.steps() == undisturbed.steps()
+    assert outcomes <= {"done", "undone"}
+
+
+def test_a_numpy_script_runs_unharmed_and_is_refused_in_words(
+    daemon: RunningDaemon, folders: tuple[Path, Path]
+) -> None:
+    """It holds no GPU and tells no boundary; with `hegm.boundary()` in it, it is stopped and moved like any other."""
+    _require(("numpy",))
+    words = [sys.executable, str(SCRIPTS / "numpy_alone.py")]
+    with Script(words, None, folders[0]) as undisturbed, MovedJob(words, daemon, folders[1]) as job:
+        job.read_steps(5)
+        for command in (("migrate", "--to", "gpu1"), ("suspend",), ("resume",)):
+            refused = job.refusal(command[0], str(job.process.pid), *command[1:])
+            assert str(job.process.pid) in refused["message"]
+        assert job.steps() == undisturbed.steps()
+    assert files_in(folders[1]) == files_in(folders[0])
+    assert len(files_in(folders[1])) == 1

@@ -13,7 +13,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 1000)
 loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4, shuffle=True)
 model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-for epoch in range(14):
+for epoch in range(3):
     losses = []
     for batch, target in loader:
         with accelerator.accumulate(model):

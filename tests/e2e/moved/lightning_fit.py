@@ -54,6 +54,7 @@ def main():
         enable_model_summary=False,
     )
     trainer.fit(model, DataLoader(dataset, batch_size=6, shuffle=True), DataLoader(validation, batch_size=20))
+    trainer.save_checkpoint("last.ckpt")
     print("step end", [parameter.double().sum().item().hex() for parameter in model.parameters()], flush=True)
 
 

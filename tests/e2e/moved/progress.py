@@ -29,7 +29,7 @@ def evaluate():
     return total
 
 
-for epoch in range(16):
+for epoch in range(5):
     bar = tqdm(enumerate(loader), total=len(loader), desc=f"epoch {epoch}")
     for index, (batch, target) in bar:
         loss = torch.nn.functional.cross_entropy(model(batch), target)

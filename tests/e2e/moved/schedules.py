@@ -19,9 +19,9 @@ for name in ("cosine", "plateau", "one cycle"):
     schedule = {
         "cosine": lambda: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 30, 2),
         "plateau": lambda: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=3),
-        "one cycle": lambda: lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=560),
+        "one cycle": lambda: lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=240),
     }[name]()
-    for _epoch in range(7):
+    for _epoch in range(3):
         for batch, target in loader:
             loss = torch.nn.functional.mse_loss(model(batch), target)
             optimizer.zero_grad(set_to_none=False)
