@@ -348,6 +348,7 @@ class App:
             events=self._events,
             workers=self._workers,
             operations=self._moving.operations,
+            sequences=self._moving.sequences,
             simulator=self._simulator(),
             limits=Limits(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight),
             doctor=self._examine,

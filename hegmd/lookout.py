@@ -6,10 +6,11 @@ so that a plan's bytes are of now and no rank is left out. Decides nothing about
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 
 import anyio
 
+from hegmd.errors import NOT_FOUND, HegmError
 from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, PoolRoom, Snapshot
 from hegmd.migration.operation import Operation
@@ -42,7 +43,7 @@ class Lookout:
         self._count = count
         self._running = running
 
-    async def snapshot(self, pids: Sequence[int]) -> Snapshot:
+    async def snapshot(self, pids: Collection[int]) -> Snapshot:
         """The node for a plan on those processes, with what they hold now as far as they say so in time."""
         await self._survey(pids)
         node = await self._inventory.fresh(FRESH_S)
@@ -53,7 +54,15 @@ class Lookout:
             running=self._running(),
         )
 
-    async def _survey(self, pids: Sequence[int]) -> None:
+    async def snapshot_for(self, gpu: str) -> Snapshot:
+        """The node for plans on every process of that GPU. Raises NOT_FOUND for one that is not there."""
+        node = await self._inventory.fresh(FRESH_S)
+        names = [known.id for known in node.gpus]
+        if gpu not in names:
+            raise HegmError(NOT_FOUND, f"there is no GPU {gpu[:40]!r}", f"the GPUs here: {', '.join(names) or 'none'}")
+        return await self.snapshot([p.pid for p in node.processes if any(use.gpu == gpu for use in p.gpus)])
+
+    async def _survey(self, pids: Collection[int]) -> None:
         """Have the processes that are named, and the others of their jobs, say what they hold now, all at once.
 
         Of one that comes to no boundary in time, what it said last is what is known. Who has never come to one is asked

@@ -24,6 +24,7 @@ from hegmd.operations import Operations
 from hegmd.pool import STORE_PREFIX, Pool
 from hegmd.protocol.snapshots import Gpu
 from hegmd.rooms import Rooms
+from hegmd.sequences import Sequences
 from hegmd.service import PassedDescriptors, ServiceManager
 from hegmd.workers import Workers
 
@@ -60,6 +61,7 @@ class Moving:
         )
         lookout = Lookout(inventory, workers, self.pool, count=self.attendance.count, running=self.runner.under_way)
         self.operations = Operations(inventory, workers, lookout, self.runner)
+        self.sequences = Sequences(lookout, self.operations)
         workers.listen(self.attendance.hear)
         workers.listen(self.runner.hear)
 
@@ -89,6 +91,7 @@ class Moving:
         async with anyio.create_task_group() as tasks:
             await tasks.start(self._workers.run)
             await tasks.start(self.runner.run)
+            await tasks.start(self.sequences.run)
             tasks.start_soon(self.attendance.run)
             task_status.started()
 

@@ -309,10 +309,13 @@ _VERBS = (
     Verb(
         "drain",
         "move everything off a GPU",
-        "One job after the other, each to a GPU that takes it, with a summary at the end.",
+        "One job after the other, each to a GPU that takes it, with a summary at the end. Only processes on that GPU "
+        "move; the others of their jobs stand by. The exit status is that of the first job that was not moved.",
         options=(
             Option("--to", kind=TEXT, metavar="GPU", repeats=True, complete=GPUS, doc="only to this GPU; else to any"),
             _DRY_RUN,
+            _WAIT,
+            Option("--no-wait", doc="begin all moves at once and wait for no end; `hegmctl ops` shows them"),
         ),
         arguments=(Argument("GPU", complete=GPUS, doc="the GPU to be emptied"),),
         examples=(("hegmctl drain gpu0 --to gpu1,gpu2", "empty gpu0 before its maintenance"),),
@@ -320,7 +323,13 @@ _VERBS = (
     Verb(
         "swap",
         "let two jobs change places",
-        "Where there is not room for both at once, the first waits in the pool while the second moves.",
+        "Where there is not room for one beside the other, the first waits in the pool while the second moves. Once "
+        "begun it is carried out to its end, also when hegmctl is interrupted.",
+        options=(
+            _DRY_RUN,
+            _WAIT,
+            Option("--no-wait", doc="do not wait for the end; the steps after the first follow by themselves"),
+        ),
         arguments=(
             Argument("PID", kind=PID, complete=PIDS, doc="a process of the one job"),
             Argument("OTHER", kind=PID, complete=PIDS, doc="a process of the other"),

@@ -7,7 +7,14 @@ what was asked ends the command with the operation's own error.
 
 from __future__ import annotations
 
-from hegmctl.operating_text import cancelled_text, drained_text, operation_text, plan_text, progress_text
+from hegmctl.operating_text import (
+    cancelled_text,
+    drained_text,
+    operation_text,
+    plan_text,
+    progress_text,
+    swapped_text,
+)
 from hegmd.errors import CANCELLED, USAGE, HegmError, code_named
 from hegmd.protocol.messages import (
     CancelOperation,
@@ -25,10 +32,12 @@ from hegmd.protocol.operations import OperationProgress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import NoReturn, TypeVar
 
     from hegmctl.connection import Connection
     from hegmctl.session import Session
+    from hegmctl.tables import Style
     from hegmd.protocol.messages import Request
     from hegmd.protocol.operations import Operation
     from hegmd.protocol.record import Record
@@ -83,16 +92,23 @@ def drain(session: Session) -> int:
         gpu=arguments.required("GPU"),
         to=tuple(gpu for text in arguments.texts("to") for gpu in text.split(",") if gpu),
         limit_s=arguments.seconds("timeout"),
+        wait=not arguments.flag("no-wait"),
         dry_run=arguments.flag("dry-run"),
     )
-    return _run_several(session, request)
+    return _run_several(session, request, drained_text)
 
 
 def swap(session: Session) -> int:
     """`hegmctl swap`."""
     arguments = session.arguments
-    first, second = arguments.wholes("PID")[0], arguments.wholes("OTHER")[0]
-    return _run_several(session, Swap(first=first, second=second, limit_s=arguments.seconds("timeout")))
+    request = Swap(
+        first=arguments.wholes("PID")[0],
+        second=arguments.wholes("OTHER")[0],
+        limit_s=arguments.seconds("timeout"),
+        wait=not arguments.flag("no-wait"),
+        dry_run=arguments.flag("dry-run"),
+    )
+    return _run_several(session, request, swapped_text)
 
 
 def cancel(session: Session) -> int:
@@ -127,10 +143,10 @@ def _run_one(session: Session, request: Request) -> int:
     return _status_of(reply.operation)
 
 
-def _run_several(session: Session, request: Request) -> int:
+def _run_several(session: Session, request: Request, view: Callable[[Drained, Style], list[str]]) -> int:
     with session.connect() as connection:
         reply = _watch(session, connection, request, Drained)
-    session.sink.element(reply, drained_text)
+    session.sink.element(reply, view)
     statuses = [_status_of(operation) for operation in reply.operations]
     if reply.left:
         statuses.append(code_named(reply.left[0].code).exit_status)
@@ -150,7 +166,7 @@ def _watch(session: Session, connection: Connection, request: Request, reply: ty
     except KeyboardInterrupt:
         if not seen:
             raise
-        _interrupted(session, connection, seen[-1])
+        _interrupted(session, connection, seen[-1], request)
 
 
 def _show(session: Session, connection: Connection, request: Request, reply: type[R], seen: list[str]) -> R:
@@ -167,15 +183,30 @@ def _show(session: Session, connection: Connection, request: Request, reply: typ
         session.sink.end_progress()
 
 
-def _interrupted(session: Session, connection: Connection, op_id: str) -> NoReturn:
-    """Ctrl-C: ask once what to do with the operation. Raises KeyboardInterrupt if it is left running."""
+def _interrupted(session: Session, connection: Connection, op_id: str, request: Request) -> NoReturn:
+    """Ctrl-C: ask once what to do with the operation. Raises KeyboardInterrupt if it is left going."""
     from hegmctl.output import ask
 
+    rest = _REST.get(type(request), "")
     answer = ask(f"Cancel operation {op_id}? It goes on otherwise [y/N] ")
     if answer is None or answer.strip().lower() not in ("y", "yes"):
-        session.sink.note(f"operation {op_id} goes on: see `hegmctl op {op_id}`; `hegmctl cancel {op_id}` ends it")
+        session.sink.note(
+            f"operation {op_id} goes on: see `hegmctl op {op_id}`; `hegmctl cancel {op_id}` ends it{rest}"
+        )
         raise KeyboardInterrupt
-    connection.call(CancelOperation(id=op_id), OperationReply)
-    story = follow(session, connection, op_id)
-    session.sink.element(OperationReply(operation=story.operation), operation_text)
-    raise HegmError(CANCELLED, f"operation {op_id} was cancelled", "ask for it again when it is wanted")
+    try:
+        connection.call(CancelOperation(id=op_id), OperationReply)
+    except HegmError as refusal:  # it was over, or too far; how it ends is what counts then
+        session.sink.note(f"{refusal.message}; {refusal.hint}")
+    ended = follow(session, connection, op_id).operation
+    session.sink.element(OperationReply(operation=ended), operation_text)
+    if ended.failure is None:
+        raise HegmError(CANCELLED, f"operation {op_id} could not be cancelled any more", "undo it with another one")
+    raise HegmError(CANCELLED, f"operation {op_id} was cancelled{rest}", "ask for it again when it is wanted")
+
+
+# What becomes of the steps after the one that is under way.
+_REST: dict[type, str] = {
+    Drain: "; the jobs after it stay",
+    Swap: "; the swap is carried out by the daemon: see `hegmctl ops`",
+}

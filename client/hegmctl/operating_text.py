@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from hegmd.protocol.operations import Operation, OperationProcess, OperationProgress, Plan
 
 BAR_COLUMNS = 24
+_OVER = ("done", "suspended", "undone", "lost")
+_ONLY_A_PLAN = "nothing was done: this is only the plan"
 _COLOURS = {"done": "green", "suspended": "yellow", "undone": "red", "lost": "red"}
 _STATES = {
     "running": "runs",
@@ -86,7 +88,7 @@ def _journey(operation: Operation, process: OperationProcess) -> str:
 
 def plan_text(reply: OperationReply, style: Style) -> list[str]:
     """What would be done."""
-    return [] if reply.plan is None else _plan(reply.plan, style)
+    return [] if reply.plan is None else [*_plan(reply.plan, style), _ONLY_A_PLAN]
 
 
 def _plan(plan: Plan, style: Style) -> list[str]:
@@ -123,7 +125,7 @@ def _plan(plan: Plan, style: Style) -> list[str]:
         lines.append("its ranks stop at one boundary, all together")
     lines += [line for hazard in plan.hazards for line in _paragraph(f"note: {hazard}", style)]
     lines += _paragraph(f"steps: {'; '.join(plan.steps)}", style)
-    return [*lines, "nothing was done: this is only the plan"]
+    return lines
 
 
 def _paragraph(text: str, style: Style) -> list[str]:
@@ -132,13 +134,50 @@ def _paragraph(text: str, style: Style) -> list[str]:
 
 def drained_text(reply: Drained, style: Style) -> list[str]:
     """What became of each job, and a summary."""
-    lines = [line for plan in reply.plans for line in (*_plan(plan, style), "")]
-    lines += [line for operation in reply.operations for line in _outcome(operation, style)]
-    lines += [f"not moved: {printable(reason.message)}; {printable(reason.hint)}" for reason in reply.left]
-    moved = sum(operation.failure is None for operation in reply.operations)
-    count = len(reply.plans) if reply.plans else moved
-    verb = "could be moved" if reply.plans else "moved"
-    return [*lines, f"{count} {verb}, {len(reply.operations) - moved + len(reply.left)} not"]
+    lines = [*_plans(reply, style), *_outcomes(reply, style)]
+    if not (reply.plans or reply.operations or reply.left):
+        return ["there is nothing on it that could be moved"]
+    count = len(reply.plans)
+    if count:
+        return [*lines, f"{count} could be moved, {len(reply.left)} not", _ONLY_A_PLAN]
+    moved, under_way, failed = _counts(reply)
+    begun = f", {under_way} under way" if under_way else ""
+    return [*lines, f"{moved} moved{begun}, {failed + len(reply.left)} not"]
+
+
+def swapped_text(reply: Drained, style: Style) -> list[str]:
+    """The steps, and whether the two have changed places."""
+    if reply.plans:
+        return [*_plans(reply, style), _ONLY_A_PLAN]
+    moved, under_way, failed = _counts(reply)
+    lines = _outcomes(reply, style)
+    if under_way:
+        return [*lines, "the other steps follow by themselves: see `hegmctl ops`"]
+    return [
+        *lines,
+        "they have changed places" if moved and not failed and not reply.left else "they have not changed places",
+    ]
+
+
+def _plans(reply: Drained, style: Style) -> list[str]:
+    several = len(reply.plans) > 1
+    return [
+        line
+        for number, plan in enumerate(reply.plans, 1)
+        for line in (*([f"{number}. {plan.kind}"] if several else []), *_plan(plan, style), "")
+    ]
+
+
+def _outcomes(reply: Drained, style: Style) -> list[str]:
+    lines = [line for operation in reply.operations for line in _outcome(operation, style)]
+    return lines + [f"not moved: {printable(reason.message)}; {printable(reason.hint)}" for reason in reply.left]
+
+
+def _counts(reply: Drained) -> tuple[int, int, int]:
+    """How many have got to what was asked, are under way, and have failed."""
+    failed = sum(operation.failure is not None for operation in reply.operations)
+    over = sum(operation.failure is None and operation.phase in _OVER for operation in reply.operations)
+    return over, len(reply.operations) - over - failed, failed
 
 
 def cancelled_text(reply: OperationReply, style: Style) -> list[str]:

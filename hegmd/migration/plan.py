@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from hegmd.errors import BUSY, NOT_FOUND, REFUSED, Code
 from hegmd.migration.candidates import Candidate, GpuRoom, Plan, Request, Snapshot
+from hegmd.migration.forecast import expected
 from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Operation, Worker
 from hegmd.migration.wording import gigabytes, listed, named
 from hegmd.pieces import whole_size
@@ -50,7 +51,7 @@ class _Draft:
 
 def planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
     """The plan for a migration or a suspension, or every reason why there is none."""
-    draft = _Draft(snapshot, request)
+    draft = _Draft(expected(snapshot), request)
     members = tuple(_members(draft))
     for candidate in members:
         if _can_be_stopped(draft, candidate):
@@ -64,14 +65,14 @@ def planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
 
 def planned_resume(snapshot: Snapshot, request: Request, op: Operation) -> Plan | tuple[Reason, ...]:
     """The plan for going on with a suspended operation, or every reason why it cannot."""
-    draft = _Draft(snapshot, request)
+    draft = _Draft(expected(snapshot), request)
     if op.phase != "suspended":
         hint = f"watch it with: hegmctl op {op.id}"
         draft.against(REFUSED, f"operation {op.id} is {op.phase}; only a suspended one can be resumed", hint)
         return tuple(draft.reasons)
     members: list[Candidate] = []
     for worker in op.live:
-        candidate = _candidate(snapshot, worker.pid)
+        candidate = candidate_of(snapshot, worker.pid)
         if candidate is None or candidate.agent is None:
             hint = "it connects by itself within seconds; if it does not, see the log of the job"
             draft.against(REFUSED, f"the agent of process {worker.pid} is not connected", hint, pid=worker.pid)
@@ -85,25 +86,41 @@ def planned_resume(snapshot: Snapshot, request: Request, op: Operation) -> Plan 
     return tuple(draft.reasons) or _plan(draft, RESUME, tuple(members))
 
 
+def planned_return(snapshot: Snapshot, suspended: Plan, to: str) -> Plan | tuple[Reason, ...]:
+    """The plan for the return of what that plan is going to suspend, to that GPU, or every reason why it cannot be."""
+    pids = tuple([worker.pid for worker in suspended.workers])
+    draft = _Draft(expected(snapshot), Request(kind=RESUME, pids=pids, to=to))
+    draft.workers += [worker.replace(gpu=None, to=to) for worker in suspended.workers]
+    _judge_room(draft, _room_needed(draft, {}))
+    members = tuple([candidate for candidate in snapshot.candidates if candidate.pid in pids])
+    return tuple(draft.reasons) or _plan(draft, RESUME, members)
+
+
 # ---- who moves -------------------------------------------------------------------------------------------------------
 
 
-def _candidate(snapshot: Snapshot, pid: int) -> Candidate | None:
+def candidate_of(snapshot: Snapshot, pid: int) -> Candidate | None:
+    """The process of that pid."""
     return next((candidate for candidate in snapshot.candidates if candidate.pid == pid), None)
+
+
+def members_of(snapshot: Snapshot, candidate: Candidate) -> tuple[Candidate, ...]:
+    """The processes of its job, itself among them."""
+    return tuple([c for c in snapshot.candidates if c.pid == candidate.pid or _is_same_job(c, candidate)])
 
 
 def _members(draft: _Draft) -> Iterator[Candidate]:
     """The processes that were named, and with each the others of its job: a job moves as one."""
     seen: set[int] = set()
     for pid in draft.request.pids:
-        candidate = _candidate(draft.snapshot, pid)
+        candidate = candidate_of(draft.snapshot, pid)
         if candidate is None:
             draft.against(NOT_FOUND, f"process {pid} is on no GPU", "see who is with: hegmctl ps", pid=pid)
             continue
-        for other in draft.snapshot.candidates:
-            if other.pid not in seen and (other.pid == pid or _is_same_job(other, candidate)):
-                seen.add(other.pid)
-                yield other
+        for member in members_of(draft.snapshot, candidate):
+            if member.pid not in seen:
+                seen.add(member.pid)
+                yield member
 
 
 def _is_same_job(one: Candidate, other: Candidate) -> bool:
@@ -223,7 +240,7 @@ def _judge_whole(draft: _Draft, members: tuple[Candidate, ...]) -> None:
     for worker in moving:
         whole = worker.size_bytes + worker.left_alone_bytes
         if draft.request.kind == SUSPEND and worker.left_alone_bytes * 100 > whole * MOST_LEFT_PERCENT:
-            candidate = _candidate(draft.snapshot, worker.pid)
+            candidate = candidate_of(draft.snapshot, worker.pid)
             why = _left_alone(candidate) if candidate else ""
             message = f"of {gigabytes(whole)} of process {worker.pid}, {gigabytes(worker.left_alone_bytes)} would stay"
             draft.against(REFUSED, message, f"they are left alone because: {why}", pid=worker.pid)

@@ -285,30 +285,35 @@ class Resume(Request, op="resume", reply=OperationReply, event=OperationProgress
 
 
 class Drained(Record):
-    """What became of everything on a GPU."""
+    """What became of what takes several operations."""
 
-    operations: tuple[Operation, ...] = field("one for each job that was moved, or was to be")
-    plans: tuple[Plan, ...] = field("for a dry run, one for each job", default=())
-    left: tuple[Reason, ...] = field("why others were not moved", default=())
+    operations: tuple[Operation, ...] = field("those that were begun, one for each job")
+    plans: tuple[Plan, ...] = field("for a dry run, what would be done, in order", default=())
+    left: tuple[Reason, ...] = field("why others were not moved, one for each job", default=())
 
 
 class Drain(Request, op="drain", reply=Drained, event=OperationProgress, changes_state=True):
     """Move everything off a GPU, one job after the other. Whoever leaves before the end leaves only the job going
-    that is under way; those after it stay.
+    that is under way; those after it stay. Without `wait`, all are begun at once.
     """
 
     gpu: str = field("the GPU to be emptied")
     to: tuple[str, ...] = field("the GPUs to go to; empty for any with room", default=())
     limit_s: float | None = field("how long each wait for a boundary may take", default=None)
+    wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plans are wanted", default=False)
 
 
 class Swap(Request, op="swap", reply=Drained, event=OperationProgress, changes_state=True):
-    """Let two jobs change places. Where there is not room for both at once, one is suspended meanwhile."""
+    """Let two jobs change places, or two processes of one. Where there is not room for both at once, one is suspended
+    meanwhile. Once begun it is carried out to its end, whoever leaves; without `wait`, the reply has its first step.
+    """
 
     first: int = field("a process of the one job")
     second: int = field("a process of the other")
     limit_s: float | None = field("how long each wait for a boundary may take", default=None)
+    wait: bool = field("whether to wait for the end", default=True)
+    dry_run: bool = field("whether only the plans are wanted", default=False)
 
 
 class OperationsReply(Record):

@@ -14,6 +14,7 @@ from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.operations import Operations
 from hegmd.protocol import messages as m
 from hegmd.protocol.snapshots import AgentInfo, Check, GpuProcess
+from hegmd.sequences import Sequences
 from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
 from hegmd.server.operation_handlers import OperationHandlers
@@ -33,6 +34,7 @@ class Services:
     events: EventLog
     workers: Workers
     operations: Operations
+    sequences: Sequences
     simulator: SimulatedProvider | None
     limits: m.Limits
     doctor: Callable[[Callable[[Check], Awaitable[None]]], Awaitable[tuple[Check, ...]]]
@@ -63,7 +65,7 @@ class Handlers:
             m.SimulateFault: self.simulate_fault,
             m.AgentAttend: self.agent_attend,
             m.AgentReport: self.agent_report,
-            **OperationHandlers(self._s.policy, self._s.operations).table(),
+            **OperationHandlers(self._s.policy, self._s.operations, self._s.sequences).table(),
         }
 
     async def hello(self, call: Call, hello: m.Hello) -> m.Welcome:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from hegmd.operations import Answer, Asked, Operations
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import StoryLine
+from hegmd.sequences import Outcome, Sequences
 from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
 from hegmd.server.session import Call
@@ -15,9 +16,10 @@ from hegmd.server.session import Call
 class OperationHandlers:
     """One method per message."""
 
-    def __init__(self, policy: Policy, operations: Operations) -> None:
+    def __init__(self, policy: Policy, operations: Operations, sequences: Sequences) -> None:
         self._policy = policy
         self._operations = operations
+        self._sequences = sequences
 
     def table(self) -> Mapping[type[m.Request], Handler]:
         """Which method answers which message."""
@@ -45,13 +47,12 @@ class OperationHandlers:
         return _reply(await self._operations.resume(request.pid, request.to, asked))
 
     async def drain(self, call: Call, request: m.Drain) -> m.Drained:
-        asked = self._asked(call, dry_run=request.dry_run, limit_s=request.limit_s)
-        operations, plans, left = await self._operations.drain(request.gpu, request.to, asked)
-        return m.Drained(operations=tuple(operations), plans=tuple(plans), left=tuple(left))
+        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        return _drained(await self._sequences.drain(request.gpu, request.to, asked))
 
     async def swap(self, call: Call, request: m.Swap) -> m.Drained:
-        asked = self._asked(call, limit_s=request.limit_s)
-        return m.Drained(operations=tuple(await self._operations.swap(request.first, request.second, asked)))
+        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        return _drained(await self._sequences.swap(request.first, request.second, asked))
 
     async def operations(self, call: Call, _: m.Operations) -> m.OperationsReply:
         runner = self._operations.runner
@@ -78,3 +79,7 @@ class OperationHandlers:
 
 def _reply(answer: Answer) -> m.OperationReply:
     return m.OperationReply(operation=answer.operation, plan=answer.plan)
+
+
+def _drained(outcome: Outcome) -> m.Drained:
+    return m.Drained(operations=tuple(outcome.operations), plans=tuple(outcome.plans), left=tuple(outcome.left))

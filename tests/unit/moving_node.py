@@ -62,6 +62,7 @@ class Node:
             start_ticks=start_ticks,
         )
         self.operations = self.moving.operations
+        self.sequences = self.moving.sequences
 
     def held_bytes(self) -> Mapping[int, int]:
         return self.moving.attendance.held_bytes()
@@ -69,8 +70,10 @@ class Node:
     async def emit(self, progress: OperationProgress) -> None:
         self.phases.append(progress.phase)
 
-    def asked(self, *, may: bool = True, wait: bool = True, dry_run: bool = False) -> Asked:
-        return Asked(by="the test", may=lambda _uid: may, emit=self.emit, wait=wait, dry_run=dry_run)
+    def asked(
+        self, *, may: bool = True, wait: bool = True, dry_run: bool = False, limit_s: float | None = None
+    ) -> Asked:
+        return Asked(by="the test", may=lambda _uid: may, emit=self.emit, wait=wait, dry_run=dry_run, limit_s=limit_s)
 
     async def attend(self, pid: int, data: bytes = b"weights", token: str = "a" * 32, **about: object) -> ModelAgent:
         agent = ModelAgent(self.workers, pid, data, token)

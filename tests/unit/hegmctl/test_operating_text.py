@@ -12,6 +12,7 @@ from hegmctl.operating_text import (
     plan_text,
     progress_text,
     story_text,
+    swapped_text,
 )
 from hegmctl.tables import Style, width
 from hegmd.migration.machine import PHASES
@@ -169,6 +170,29 @@ def test_a_drain_tells_of_each_job_and_counts_them() -> None:
     assert lines[0].startswith("operation 7: migrate of 4711: done")
     assert "not moved: process 9 has no agent; start it with `hegmctl run`" in lines
     assert lines[-1] == "1 moved, 2 not"
+
+
+def test_a_drain_without_a_job_a_planned_one_and_one_under_way() -> None:
+    assert drained_text(m.Drained(operations=()), PIPE) == ["there is nothing on it that could be moved"]
+    planned = drained_text(m.Drained(operations=(), plans=(PLAN, PLAN)), PIPE)
+    assert [line for line in planned if line[:2] in ("1.", "2.")] == ["1. migrate", "2. migrate"]
+    assert planned[-2:] == ["2 could be moved, 0 not", "nothing was done: this is only the plan"]
+    begun = m.Drained(operations=(operation("arming", process("gpu0", "gpu1")), operation()))
+    assert drained_text(begun, PIPE)[-1] == "1 moved, 1 under way, 0 not"
+
+
+def test_a_swap_says_whether_they_have_changed_places() -> None:
+    back = operation("done", process("gpu0", "gpu0", pid=4712))
+    assert swapped_text(m.Drained(operations=(operation(), back)), PIPE)[-1] == "they have changed places"
+    undone = operation("undone", process("gpu0", "gpu0", pid=4712), failure=FAILURE)
+    assert swapped_text(m.Drained(operations=(operation(), undone)), PIPE)[-1] == "they have not changed places"
+    left = m.Drained(operations=(operation(),), left=(FAILURE,))
+    assert swapped_text(left, PIPE)[-1] == "they have not changed places"
+    begun = m.Drained(operations=(operation("arming", process("gpu0", "gpu1")),))
+    assert swapped_text(begun, PIPE)[-1] == "the other steps follow by themselves: see `hegmctl ops`"
+    planned = swapped_text(m.Drained(operations=(), plans=(PLAN, PLAN, PLAN)), PIPE)
+    assert planned[0] == "1. migrate"
+    assert planned.count("nothing was done: this is only the plan") == 1
 
 
 def test_a_cancelled_operation_is_said_to_be_turned_back() -> None:

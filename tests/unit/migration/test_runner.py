@@ -12,7 +12,7 @@ import pytest
 from hegmd.errors import BUSY, CANCELLED, DENIED, NOT_FOUND, REFUSED, HegmError, Refused
 from hegmd.migration import journal
 from hegmd.migration.journal_file import JournalFile
-from tests.unit.moving_node import MIB, running
+from tests.unit.moving_node import running
 
 Child = subprocess.Popen[bytes]
 
@@ -228,35 +228,3 @@ def test_a_journal_that_cannot_be_trusted_stops_the_start(tmp_path: Path) -> Non
     with pytest.raises(journal.JournalBroken):
         JournalFile(tmp_path).open()
     assert (tmp_path / "operations.journal").read_bytes() == b"something else entirely"
-
-
-async def test_a_drain_moves_one_after_the_other_and_says_who_stays(
-    tmp_path: Path, process: Child, other: Child
-) -> None:
-    async with running(tmp_path) as node:
-        first = await node.attend(process.pid)
-        await node.operations.migrate([process.pid], "gpu1", node.asked())
-        await node.attend(other.pid, token="b" * 32)
-        await node.operations.migrate([process.pid], "gpu0", node.asked())
-        first.refuses["park"] = "no boundary came"
-        operations, _, left = await node.operations.drain("gpu0", (), node.asked())
-        assert not left
-        by_pid = {operation.processes[0].pid: operation for operation in operations}
-        assert by_pid[other.pid].phase == "done"
-        assert by_pid[process.pid].phase == "undone"
-        assert node.rooms(other.pid) == {"gpu1": 7}
-        assert node.rooms(process.pid) == {"gpu0": 7}
-
-
-async def test_two_jobs_that_fill_their_gpus_change_places_by_way_of_the_pool(
-    tmp_path: Path, process: Child, other: Child
-) -> None:
-    async with running(tmp_path, "2x4MiB") as node:
-        one = await node.attend(process.pid, b"1" * (3 * MIB))
-        two = await node.attend(other.pid, b"2" * (3 * MIB), token="b" * 32)
-        here, there = (next(iter(node.rooms(pid))) for pid in (process.pid, other.pid))
-        assert here != there
-        operations = await node.operations.swap(process.pid, other.pid, node.asked())
-        assert [operation.phase for operation in operations] == ["done", "done"]
-        assert (list(node.rooms(process.pid)), list(node.rooms(other.pid))) == ([there], [here])
-        assert (one.data, two.data) == (b"1" * (3 * MIB), b"2" * (3 * MIB))

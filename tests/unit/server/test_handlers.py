@@ -14,6 +14,7 @@ from hegmd.metrics import Counters
 from hegmd.operations import Operations
 from hegmd.protocol.messages import ConfigReply, Limits, Processes, ProcessesReply, ReloadReply, Request
 from hegmd.protocol.record import Record
+from hegmd.sequences import Sequences
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.handlers import Handlers, Services
 from hegmd.server.session import Call, Session, SessionLimits
@@ -47,6 +48,7 @@ def handlers_of(node: Node) -> Handlers:
         events=node.events,
         workers=Workers(),
         operations=cast(Operations, None),  # nothing is moved here
+        sequences=cast(Sequences, None),
         simulator=None,
         limits=Limits(frame_bytes=65_536, requests_in_flight=4),
         doctor=_nothing,

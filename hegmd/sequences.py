@@ -1,0 +1,227 @@
+"""What takes several operations in a row: a GPU that is emptied, and two jobs that change places.
+
+Owns their order and what becomes of the rest when a step fails. A swap is carried out by the daemon also when whoever
+asked for it leaves: half of it would be a job that waits in the pool for nobody. A drain that nobody watches any more
+ends with the job that is under way; one that nobody waits for from the start begins all of its moves at once. Which
+steps there are is `itinerary`'s to say, and each step is an operation like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.abc
+
+from hegmd.errors import NOT_FOUND, REFUSED, Bug, HegmError
+from hegmd.log import fields
+from hegmd.lookout import Lookout
+from hegmd.migration.candidates import Plan, Snapshot
+from hegmd.migration.course import DONE, SUSPENDED
+from hegmd.migration.itinerary import departure, occupants, planned_drain, planned_swap
+from hegmd.migration.operation import MIGRATE, SUSPEND
+from hegmd.operations import Answer, Asked, Operations, plan_or_raise, refusal, told_plan
+from hegmd.protocol import operations as told
+from hegmd.protocol.operations import Reason
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of all of it: the operations, for a dry run the plans, and why jobs were not moved."""
+
+    operations: list[told.Operation] = field(default_factory=list[told.Operation])
+    plans: list[told.Plan] = field(default_factory=list[told.Plan])
+    left: list[Reason] = field(default_factory=list[Reason])
+
+
+class _Exchange:
+    """A swap under way: the operations that it has begun, in their order, and what ended it early."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.over = False
+        self.failure: HegmError | None = None
+        self.news = anyio.Event()
+
+    def tell(self) -> None:
+        """Wake who watches."""
+        self.news.set()
+        self.news = anyio.Event()
+
+
+class Sequences:
+    """The desk for these. `run` has to be running before a swap is asked for."""
+
+    def __init__(self, lookout: Lookout, operations: Operations) -> None:
+        self._lookout = lookout
+        self._operations = operations
+        self._tasks: anyio.abc.TaskGroup | None = None
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Carry swaps out, until cancelled."""
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                task_status.started()
+                await anyio.sleep_forever()
+        finally:
+            self._tasks = None
+
+    # -- a GPU that is emptied -----------------------------------------------------------------------------------------
+
+    async def drain(self, gpu: str, to: Sequence[str], asked: Asked) -> Outcome:
+        """Move every job off a GPU. Raises NOT_FOUND for a GPU that is not there."""
+        snapshot = await self._lookout.snapshot_for(gpu)
+        _require_targets(snapshot, gpu, to)
+        outcome = Outcome()
+        if asked.dry_run:
+            self._plan_drain(snapshot, gpu, to, asked, outcome)
+            return outcome
+        for number, pid in enumerate(tuple(occupants(snapshot, gpu))):
+            if number:  # the one before it has taken room, and time
+                snapshot = await self._lookout.snapshot([pid])
+            try:
+                self._operations.check(asked, [pid])
+                plan = plan_or_raise(departure(snapshot, pid, gpu, to))
+                answer = await self._operations.carry_out(plan, snapshot, asked)
+            except HegmError as error:
+                outcome.left.append(_reason(error, pid))
+            else:
+                outcome.operations += _operation(answer)
+        return outcome
+
+    def _plan_drain(self, snapshot: Snapshot, gpu: str, to: Sequence[str], asked: Asked, outcome: Outcome) -> None:
+        denied: set[int] = set()
+        for pid in tuple(occupants(snapshot, gpu)):
+            try:
+                self._operations.check(asked, [pid])
+            except HegmError as error:
+                denied.add(pid)
+                outcome.left.append(_reason(error, pid))
+        allowed = tuple(candidate for candidate in snapshot.candidates if candidate.pid not in denied)
+        plans, stays = planned_drain(snapshot.replace(candidates=allowed), gpu, to)
+        outcome.plans += [told_plan(plan) for plan in plans]
+        outcome.left += [_reason(refusal(reasons), reasons[0].pid) for reasons in stays]
+
+    # -- two jobs that change places -----------------------------------------------------------------------------------
+
+    async def swap(self, first: int, second: int, asked: Asked) -> Outcome:
+        """Let two jobs change places, or two processes of one. Raises HegmError with every reason why not.
+
+        Without `wait` it answers when the first step has begun; the others follow by themselves.
+        """
+        self._operations.check(asked, [first, second])
+        snapshot = await self._lookout.snapshot([first, second])
+        steps = _plans_or_raise(planned_swap(snapshot, first, second))
+        if asked.dry_run:
+            return Outcome(plans=[told_plan(step) for step in steps])
+        if self._tasks is None:
+            raise Bug("a swap was asked for before swaps are carried out")
+        for step in steps:
+            self._operations.check(asked, [worker.pid for worker in step.workers])
+        exchange = _Exchange()
+        alone = Asked(by=asked.by, may=asked.may, emit=_to_nobody, wait=False, limit_s=asked.limit_s)
+        self._tasks.start_soon(self._carry_out, exchange, steps, snapshot, alone, name=f"swap of {first} and {second}")
+        await self._watch(exchange, asked)
+        if exchange.failure is not None and not exchange.begun:
+            raise exchange.failure
+        describe = self._operations.runner.describe
+        outcome = Outcome(operations=[describe(op_id) for op_id in dict.fromkeys(exchange.begun)])
+        if exchange.failure is not None:
+            outcome.left.append(_reason(exchange.failure, second))
+        return outcome
+
+    async def _watch(self, exchange: _Exchange, asked: Asked) -> None:
+        """Tell how it comes on until it is over, or until it has begun if nobody waits."""
+        seen = 0
+        while True:
+            if exchange.begun and not asked.wait:
+                return
+            while seen < len(exchange.begun):
+                await self._operations.follow(exchange.begun[seen], asked.emit)
+                seen += 1
+            if exchange.over:
+                return
+            await exchange.news.wait()
+
+    async def _carry_out(self, exchange: _Exchange, steps: Sequence[Plan], snapshot: Snapshot, asked: Asked) -> None:
+        try:
+            await self._exchange(exchange, steps, snapshot, asked)
+        except HegmError as error:
+            exchange.failure = error
+            logger.warning("a swap is not complete: %s", error.message, extra=fields(hint=error.hint))
+        finally:
+            exchange.over = True
+            exchange.tell()
+
+    async def _exchange(self, exchange: _Exchange, steps: Sequence[Plan], snapshot: Snapshot, asked: Asked) -> None:
+        """One step after the other; where one fails, what waits in the pool goes back to where it was."""
+        waiting: Plan | None = None
+        for number, step in enumerate(steps):
+            try:
+                ended = await self._step(exchange, step, snapshot if number == 0 else None, asked)
+            except HegmError:
+                if waiting is not None and step.kind == MIGRATE:
+                    await self._bring_back(exchange, waiting, asked)
+                raise
+            if ended.failure is not None or ended.phase not in (DONE, SUSPENDED):
+                if waiting is not None and step.kind == MIGRATE:
+                    await self._bring_back(exchange, waiting, asked)
+                return
+            waiting = step if step.kind == SUSPEND else waiting
+
+    async def _step(self, exchange: _Exchange, step: Plan, snapshot: Snapshot | None, asked: Asked) -> told.Operation:
+        """Carry a step out, as things are by then, and wait for its end. Raises HegmError."""
+        operations, pids = self._operations, [worker.pid for worker in step.workers]
+        if snapshot is not None:
+            answer = await operations.carry_out(step, snapshot, asked)
+        elif step.kind == MIGRATE:
+            placement = {str(worker.pid): worker.to for worker in step.workers if worker.to is not None}
+            answer = await operations.place(pids, placement, asked)
+        else:
+            answer = await operations.resume(pids[0], step.workers[0].to, asked)
+        return await self._end(exchange, answer)
+
+    async def _bring_back(self, exchange: _Exchange, suspended: Plan, asked: Asked) -> None:
+        worker = suspended.workers[0]
+        await self._end(exchange, await self._operations.resume(worker.pid, worker.gpu, asked))
+
+    async def _end(self, exchange: _Exchange, answer: Answer) -> told.Operation:
+        if answer.operation is None:
+            raise Bug("a step of a swap was planned and not begun")
+        op_id = answer.operation.id
+        exchange.begun.append(op_id)
+        exchange.tell()
+        await self._operations.follow(op_id, _to_nobody)
+        return self._operations.runner.describe(op_id)
+
+
+def _require_targets(snapshot: Snapshot, gpu: str, to: Sequence[str]) -> None:
+    names = [known.id for known in snapshot.gpus]
+    for name in to:
+        if name not in names:
+            raise HegmError(NOT_FOUND, f"there is no GPU {name[:40]!r}", f"the GPUs here: {', '.join(names)}")
+        if name == gpu:
+            raise HegmError(REFUSED, f"{gpu} cannot be emptied onto itself", "name other GPUs with --to")
+
+
+def _plans_or_raise(found: tuple[Plan, ...] | tuple[Reason, ...]) -> tuple[Plan, ...]:
+    plans = tuple([step for step in found if isinstance(step, Plan)])
+    if plans:
+        return plans
+    raise refusal([reason for reason in found if isinstance(reason, Reason)])
+
+
+def _reason(error: HegmError, pid: int | None) -> Reason:
+    return Reason(code=error.code.name, message=error.message.replace("\n", "; "), hint=error.hint, pid=pid)
+
+
+def _operation(answer: Answer) -> list[told.Operation]:
+    return [] if answer.operation is None else [answer.operation]
+
+
+async def _to_nobody(_progress: told.OperationProgress) -> None:
+    """It goes on whether anybody watches or not."""

@@ -1,0 +1,143 @@
+"""Steps in a row, each planned on the node as the ones before it leave it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Snapshot
+from hegmd.migration.forecast import after, expected
+from hegmd.migration.itinerary import departure, occupants, planned_drain, planned_swap
+from hegmd.migration.operation import Operation
+from hegmd.pieces import whole_size
+from hegmd.protocol.operations import Reason
+from tests.unit.migration.operations import Drive, operation, worker
+
+GIB = 1 << 30
+
+
+def _gpu(name: str, free_gib: int | None, **values: Any) -> GpuRoom:
+    free_bytes = None if free_gib is None else free_gib * GIB
+    return GpuRoom(**{"id": name, "vendor": "simulated", "chip": "sim", "free_bytes": free_bytes, **values})
+
+
+def _process(pid: int, *gpus: str, size_gib: int = 2, **values: Any) -> Candidate:
+    agent = AgentSurvey(token=str(pid), size_bytes=size_gib * GIB, boundary=3)
+    return Candidate(**{"pid": pid, "start_ticks": 7, "uid": 1000, "gpus": gpus, "agent": agent, **values})
+
+
+def _snapshot(*candidates: Candidate, gpus: tuple[GpuRoom, ...], **values: Any) -> Snapshot:
+    pool = PoolRoom(budget_bytes=16 * GIB, free_bytes=16 * GIB)
+    return Snapshot(**{"gpus": gpus, "candidates": candidates, "pool": pool, **values})
+
+
+def _steps(found: object) -> list[tuple[str, int, str | None]]:
+    assert isinstance(found, tuple)
+    assert all(isinstance(step, Plan) for step in found), found
+    return [(step.kind, step.workers[0].pid, step.workers[0].to) for step in found]
+
+
+def _messages(found: object) -> list[str]:
+    assert isinstance(found, tuple)
+    assert all(isinstance(reason, Reason) for reason in found), found
+    return [reason.message for reason in found]
+
+
+def test_with_room_for_one_beside_the_other_the_first_goes_first() -> None:
+    gpus = (_gpu("gpu0", 2), _gpu("gpu1", 2))
+    found = planned_swap(_snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=gpus), 1, 2)
+    assert _steps(found) == [("migrate", 1, "gpu1"), ("migrate", 2, "gpu0")]
+
+
+def test_where_only_the_second_fits_beside_the_first_it_goes_first() -> None:
+    gpus = (_gpu("gpu0", 1), _gpu("gpu1", 1))
+    snapshot = _snapshot(_process(1, "gpu0"), _process(2, "gpu1", size_gib=1), gpus=gpus)
+    assert _steps(planned_swap(snapshot, 1, 2)) == [("migrate", 2, "gpu0"), ("migrate", 1, "gpu1")]
+
+
+def test_without_room_for_both_the_first_waits_in_the_pool() -> None:
+    gpus = (_gpu("gpu0", 0), _gpu("gpu1", 0))
+    snapshot = _snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=gpus)
+    found = planned_swap(snapshot, 1, 2)
+    assert _steps(found) == [("suspend", 1, None), ("migrate", 2, "gpu0"), ("resume", 1, "gpu1")]
+    small = PoolRoom(budget_bytes=16 * GIB, free_bytes=3 * GIB)  # enough for the one, not for both at a time
+    assert "are needed for the 2.0 GiB" in _messages(planned_swap(snapshot.replace(pool=small), 1, 2))[0]
+
+
+def test_a_swap_that_ends_without_room_is_refused_before_it_begins() -> None:
+    gpus = (_gpu("gpu0", 0), _gpu("gpu1", 0))
+    snapshot = _snapshot(_process(1, "gpu0", size_gib=1), _process(2, "gpu1"), gpus=gpus)
+    assert _messages(planned_swap(snapshot, 1, 2)) == ["gpu0 has 1.0 GiB free and 2.0 GiB are needed"]
+
+
+def test_two_processes_of_one_job_change_places_in_one_operation() -> None:
+    gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8), _gpu("gpu2", 8))
+    job = [_process(pid, f"gpu{pid}", job="run") for pid in (0, 1, 2)]
+    (plan,) = planned_swap(_snapshot(*job, gpus=gpus), 0, 1)
+    assert isinstance(plan, Plan)
+    assert [(found.pid, found.to) for found in plan.workers] == [(0, "gpu1"), (1, "gpu0"), (2, "gpu2")]
+
+
+def test_a_job_on_several_gpus_changes_places_with_nobody() -> None:
+    gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8), _gpu("gpu2", 8))
+    job = [_process(pid, f"gpu{pid}", job="run") for pid in (0, 1)]
+    found = planned_swap(_snapshot(*job, _process(2, "gpu2"), gpus=gpus), 2, 0)
+    assert _messages(found) == ["the job of process 0 is on gpu0 and gpu1"]
+
+
+def test_a_gpu_is_left_for_the_one_with_most_room_and_only_by_who_is_there() -> None:
+    gpus = (_gpu("gpu0", 8), _gpu("gpu1", 3), _gpu("gpu2", 5), _gpu("gpu3", 9, state="lost"))
+    job = [_process(1, "gpu0", job="run"), _process(2, "gpu1", job="run")]
+    found = departure(_snapshot(*job, gpus=gpus), 1, "gpu0", ())
+    assert isinstance(found, Plan)
+    assert [(moved.pid, moved.to, moved.carrier) for moved in found.workers] == [
+        (1, "gpu2", "worker"),
+        (2, "gpu1", "none"),
+    ]
+
+
+def test_every_target_says_why_not() -> None:
+    gpus = (_gpu("gpu0", 8), _gpu("gpu1", 1), _gpu("gpu2", None))
+    found = departure(_snapshot(_process(1, "gpu0"), gpus=gpus), 1, "gpu0", ("gpu1", "gpu2"))
+    assert _messages(found) == ["gpu1 has 1.0 GiB free and 2.0 GiB are needed", "how much is free on gpu2 is not known"]
+    alone = departure(_snapshot(_process(1, "gpu0"), gpus=gpus[:1]), 1, "gpu0", ())
+    assert _messages(alone) == ["there is no other GPU than gpu0"]
+
+
+def test_a_job_is_listed_once_and_a_drain_plans_each_after_the_others() -> None:
+    gpus = (_gpu("gpu0", 0), _gpu("gpu1", 5))
+    job = [_process(pid, "gpu0", job="run") for pid in (1, 2)]
+    snapshot = _snapshot(*job, _process(3, "gpu0"), gpus=gpus)
+    assert list(occupants(snapshot, "gpu0")) == [1, 3]
+    plans, stays = planned_drain(snapshot, "gpu0", ())
+    assert [[moved.pid for moved in plan.workers] for plan in plans] == [[1, 2]]
+    assert [_messages(reasons) for reasons in stays] == [["gpu1 has 1.0 GiB free and 2.0 GiB are needed"]]
+
+
+def _under_way(phase: str) -> Operation:
+    size_bytes = 2 * GIB
+    mine = worker(pid=9, size_bytes=size_bytes, rooms={"gpu0": size_bytes})
+    return Drive(operation(mine)).until(phase).op
+
+
+def test_what_was_promised_and_not_taken_yet_is_not_there_for_others() -> None:
+    gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8))
+    snapshot = _snapshot(gpus=gpus, running=(_under_way("arming"),))
+    seen = expected(snapshot)
+    assert [gpu.free_bytes for gpu in seen.gpus] == [8 * GIB, 6 * GIB]
+    assert seen.pool.free_bytes == 16 * GIB - whole_size(2 * GIB)
+    taken = expected(snapshot.replace(running=(_under_way("quiescing"),)))
+    assert taken.replace(running=()) == snapshot.replace(running=()), "what was taken counts in what is free already"
+
+
+def test_after_a_suspension_the_room_is_free_and_the_pool_is_not() -> None:
+    snapshot = _snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=(_gpu("gpu0", 0), _gpu("gpu1", 0)))
+    leaves, moves, comes = planned_swap(snapshot, 1, 2)
+    assert isinstance(leaves, Plan)
+    assert isinstance(moves, Plan)
+    assert isinstance(comes, Plan)
+    empty = after(snapshot, leaves)
+    assert [gpu.free_bytes for gpu in empty.gpus] == [2 * GIB, 0]
+    assert (empty.candidates[0].gpus, empty.pool.free_bytes) == ((), 16 * GIB - whole_size(2 * GIB))
+    whole = after(after(empty, moves), comes)
+    assert [candidate.gpus for candidate in whole.candidates] == [("gpu1",), ("gpu0",)]
+    assert (whole.gpus, whole.pool) == (snapshot.gpus, snapshot.pool)

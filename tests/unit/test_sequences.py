@@ -1,0 +1,237 @@
+"""Draining and swapping carried out, over model agents in processes that live."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.errors import BUSY, DENIED, NOT_FOUND, REFUSED, HegmError
+from tests.unit.model_agent import ModelAgent
+from tests.unit.moving_node import MIB, Node, running
+
+Child = subprocess.Popen[bytes]
+
+
+async def on_both(node: Node, process: Child, other: Child, size_bytes: int = 7) -> tuple[ModelAgent, ModelAgent]:
+    """A job on gpu0, and another on gpu1."""
+    one = await node.attend(process.pid, b"1" * size_bytes, gpu="gpu0")
+    two = await node.attend(other.pid, b"2" * size_bytes, token="b" * 32, gpu="gpu1")
+    return one, two
+
+
+async def test_a_drain_moves_one_after_the_other_and_says_who_stays(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    async with running(tmp_path) as node:
+        first = await node.attend(process.pid)
+        await node.operations.migrate([process.pid], "gpu1", node.asked())
+        await node.attend(other.pid, token="b" * 32)
+        await node.operations.migrate([process.pid], "gpu0", node.asked())
+        first.refuses["park"] = "no boundary came"
+        outcome = await node.sequences.drain("gpu0", (), node.asked())
+        assert not outcome.left
+        by_pid = {operation.processes[0].pid: operation for operation in outcome.operations}
+        assert by_pid[other.pid].phase == "done"
+        assert by_pid[process.pid].phase == "undone"
+        assert node.rooms(other.pid) == {"gpu1": 7}
+        assert node.rooms(process.pid) == {"gpu0": 7}
+
+
+async def test_two_jobs_that_fill_their_gpus_change_places_by_way_of_the_pool(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    async with running(tmp_path, "2x4MiB") as node:
+        one = await node.attend(process.pid, b"1" * (3 * MIB))
+        two = await node.attend(other.pid, b"2" * (3 * MIB), token="b" * 32)
+        here, there = (next(iter(node.rooms(pid))) for pid in (process.pid, other.pid))
+        assert here != there
+        outcome = await node.sequences.swap(process.pid, other.pid, node.asked())
+        assert [operation.phase for operation in outcome.operations] == ["done", "done"]
+        assert (list(node.rooms(process.pid)), list(node.rooms(other.pid))) == ([there], [here])
+        assert (one.data, two.data) == (b"1" * (3 * MIB), b"2" * (3 * MIB))
+
+
+async def test_two_processes_of_one_job_both_ended_on_one_gpu_after_a_swap(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """Each of the two steps took the whole job along, and `done` was reported."""
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, run="run-1")
+        await node.attend(other.pid, token="b" * 32, run="run-1")
+        here, there = (next(iter(node.rooms(pid))) for pid in (process.pid, other.pid))
+        assert here != there
+        (operation,) = (await node.sequences.swap(process.pid, other.pid, node.asked())).operations
+        assert operation.phase == "done"
+        assert (list(node.rooms(process.pid)), list(node.rooms(other.pid))) == ([there], [here])
+
+
+async def test_a_drain_that_nobody_waits_for_begins_all_of_its_moves(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    async with running(tmp_path) as node:
+        for pid, token in ((process.pid, "a" * 32), (other.pid, "b" * 32)):
+            agent = await node.attend(pid, token=token, gpu="gpu0")
+            agent.slow.add("park")
+        outcome = await node.sequences.drain("gpu0", (), node.asked(wait=False))
+        assert [operation.id for operation in outcome.operations] == ["1", "2"]
+        assert {operation.processes[0].to for operation in outcome.operations} == {"gpu1"}
+        assert node.operations.runner.describe("1").phase not in {"done", "undone"}
+
+
+async def test_moves_that_were_begun_at_once_do_not_count_on_the_same_room(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """The second was planned with the room that the first had been promised, and was turned back later."""
+    async with running(tmp_path, "2x8MiB") as node:
+        agents = []
+        for pid, token in ((process.pid, "a" * 32), (other.pid, "b" * 32)):
+            agents.append(await node.attend(pid, b"x" * (3 * MIB), token, gpu="gpu0"))
+        for agent in agents:
+            agent.data, agent.size_bytes = b"x" * (5 * MIB), 5 * MIB  # together more than the other GPU has
+        outcome = await node.sequences.drain("gpu0", (), node.asked(wait=False))
+        assert len(outcome.operations) == 1
+        (reason,) = outcome.left
+        assert (reason.code, "3.0 MiB free" in reason.message) == ("refused", True)
+        assert (await node.at_rest("1")).phase == "done"
+
+
+async def test_a_planned_drain_counts_what_goes_before(tmp_path: Path, process: Child, other: Child) -> None:
+    async with running(tmp_path, "2x8MiB") as node:
+        for pid, token in ((process.pid, "a" * 32), (other.pid, "b" * 32)):
+            await node.attend(pid, b"x" * (3 * MIB), token, gpu="gpu0")
+        plan = await node.sequences.drain("gpu0", ("gpu1",), node.asked(dry_run=True))
+        assert (len(plan.plans), plan.operations, plan.left) == (2, [], [])
+        assert [step.room_free_bytes for step in plan.plans] == [{"gpu1": 8 * MIB}, {"gpu1": 5 * MIB}]
+        assert node.operations.runner.operations() == ()
+
+
+async def test_a_drain_takes_only_the_ranks_that_are_there(tmp_path: Path, process: Child, other: Child) -> None:
+    """The whole job went to the target, also what was not on the GPU that was to be emptied."""
+    async with running(tmp_path, "3x1GiB") as node:
+        await node.attend(process.pid, run="1", gpu="gpu0")
+        await node.attend(other.pid, token="b" * 32, run="1", gpu="gpu1")
+        outcome = await node.sequences.drain("gpu0", ("gpu2",), node.asked())
+        (operation,) = outcome.operations
+        assert operation.phase == "done"
+        assert node.rooms(process.pid) == {"gpu2": 7}
+        assert node.rooms(other.pid) == {"gpu1": 7}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "to", "code"), [("gpu7", (), NOT_FOUND), ("gpu0", ("gpu7",), NOT_FOUND), ("gpu0", ("gpu0",), REFUSED)]
+)
+async def test_a_drain_from_or_to_nowhere_is_refused(
+    tmp_path: Path, gpu: str, to: tuple[str, ...], code: object
+) -> None:
+    async with running(tmp_path) as node:
+        with pytest.raises(HegmError) as refused:
+            await node.sequences.drain(gpu, to, node.asked())
+        assert refused.value.code is code
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+async def test_a_drain_leaves_what_the_caller_may_not_move(tmp_path: Path, process: Child, dry_run: bool) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid, gpu="gpu0")
+        outcome = await node.sequences.drain("gpu0", (), node.asked(may=False, dry_run=dry_run))
+        assert (outcome.operations, outcome.plans) == ([], [])
+        assert [(reason.code, reason.pid) for reason in outcome.left] == [(DENIED.name, process.pid)]
+        assert "park" not in agent.seen
+
+
+async def test_two_jobs_change_places_one_after_the_other_where_there_is_room(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    async with running(tmp_path) as node:
+        await on_both(node, process, other)
+        outcome = await node.sequences.swap(process.pid, other.pid, node.asked())
+        assert [(operation.kind, operation.phase) for operation in outcome.operations] == [("migrate", "done")] * 2
+        assert node.rooms(process.pid) == {"gpu1": 7}
+        assert node.rooms(other.pid) == {"gpu0": 7}
+
+
+async def test_a_planned_swap_names_its_steps_and_does_nothing(tmp_path: Path, process: Child, other: Child) -> None:
+    async with running(tmp_path, "2x4MiB") as node:
+        await on_both(node, process, other, 3 * MIB)
+        plans = (await node.sequences.swap(process.pid, other.pid, node.asked(dry_run=True))).plans
+        steps = [(plan.kind, plan.workers[0].pid, plan.workers[0].to) for plan in plans]
+        assert steps == [
+            ("suspend", process.pid, None),
+            ("migrate", other.pid, "gpu0"),
+            ("resume", process.pid, "gpu1"),
+        ]
+        assert node.operations.runner.operations() == ()
+
+
+async def test_a_swap_whose_caller_left_suspended_a_job_for_good(tmp_path: Path, process: Child, other: Child) -> None:
+    """By way of the pool the first waits in it; the second move and the way out were never asked for."""
+    async with running(tmp_path, "2x4MiB") as node:
+        one, two = await on_both(node, process, other, 3 * MIB)
+        two.slow.add("park")
+        with anyio.CancelScope() as caller:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(node.sequences.swap, process.pid, other.pid, node.asked())
+                await two.waiting.wait()
+                caller.cancel()
+        assert one.data is None
+        two.go_on.set()
+        with anyio.fail_after(10):
+            while node.rooms(process.pid) != {"gpu1": 3 * MIB} or one.parked:
+                await anyio.wait_all_tasks_blocked()
+                await anyio.lowlevel.checkpoint()
+        assert one.data == b"1" * (3 * MIB)
+        assert node.rooms(other.pid) == {"gpu0": 3 * MIB}
+
+
+async def test_a_swap_that_fails_in_the_middle_brings_the_first_back(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    async with running(tmp_path, "2x4MiB") as node:
+        one, two = await on_both(node, process, other, 3 * MIB)
+        two.refuses["evacuate"] = "a storage is in use"
+        outcome = await node.sequences.swap(process.pid, other.pid, node.asked())
+        assert [(operation.kind, operation.phase) for operation in outcome.operations] == [
+            ("resume", "done"),
+            ("migrate", "undone"),
+        ]
+        assert (one.data, one.parked) == (b"1" * (3 * MIB), False)
+        assert node.rooms(process.pid) == {"gpu0": 3 * MIB}
+        assert node.rooms(other.pid) == {"gpu1": 3 * MIB}
+
+
+async def test_a_swap_that_nobody_waits_for_goes_on_by_itself(tmp_path: Path, process: Child, other: Child) -> None:
+    async with running(tmp_path) as node:
+        await on_both(node, process, other)
+        begun = await node.sequences.swap(process.pid, other.pid, node.asked(wait=False))
+        assert [operation.id for operation in begun.operations] == ["1"]
+        with anyio.fail_after(10):
+            while node.rooms(process.pid) != {"gpu1": 7} or node.rooms(other.pid) != {"gpu0": 7}:
+                await anyio.wait_all_tasks_blocked()
+                await anyio.lowlevel.checkpoint()
+
+
+async def test_swaps_that_cannot_be_say_why(tmp_path: Path, process: Child, other: Child) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, gpu="gpu0")
+        with pytest.raises(HegmError, match=f"process {other.pid} is on no GPU"):
+            await node.sequences.swap(process.pid, other.pid, node.asked())
+        await node.attend(other.pid, token="b" * 32, gpu="gpu0")
+        with pytest.raises(HegmError, match="are both on gpu0"):
+            await node.sequences.swap(process.pid, other.pid, node.asked())
+        await node.operations.suspend([process.pid], node.asked())
+        with pytest.raises(HegmError, match="operation 1") as refused:
+            await node.sequences.swap(process.pid, other.pid, node.asked())
+        assert refused.value.code is BUSY
+
+
+@pytest.mark.parametrize("limit_s", [0.0, -1.0, 1e300, float("inf"), float("nan")])
+async def test_a_limit_that_is_none_is_refused(tmp_path: Path, process: Child, limit_s: float) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        asked = node.asked(limit_s=limit_s)
+        with pytest.raises(HegmError, match="is no limit for the wait for a boundary"):
+            await node.operations.suspend([process.pid], asked)
+        assert "park" not in agent.seen
