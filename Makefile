@@ -6,13 +6,16 @@ PYTEST := $(PYTHON) -m pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench bench-gpu test-gpu install uninstall deb man completions docs lint format clean
+.PHONY: help setup pythons demo test check bench bench-gpu test-gpu install uninstall deb man completions docs lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make .venv with everything that the other targets need (they call this themselves)
 	@tools/setup.sh dev
+
+pythons: ## fetch the oldest and the newest Python that the agent is tested in, into build/pythons
+	@tools/pythons.sh
 
 demo: ## start a simulated node with a few processes and look at it
 	@tools/setup.sh run
@@ -25,6 +28,7 @@ check: ## the quick part of the tests: house rules, unit, contract, simulation
 
 test: ## all tests but those that need a GPU; end to end ones and a real systemd included
 	@tools/setup.sh full
+	@tools/pythons.sh || echo "make: going on with the Pythons of this machine"
 	$(PYTEST) -m "not gpu and not bench" -ra
 
 # A GPU machine may have no network, and its torch in a Python of its own, which then needs pytest, pytest-timeout, psutil

@@ -65,29 +65,6 @@ def test_a_loop_by_hand_parks_where_it_says_so(socket_path: Path) -> None:
     assert output == undisturbed([str(SCRIPTS / "by_hand.py")])
 
 
-@pytest.mark.parametrize("name", ["python3.9", "python3.10", "python3.12", "python3.13", "python3.14"])
-def test_other_pythons_are_agented(name: str, socket_path: Path) -> None:
-    python = _python(name)
-    script = str(SCRIPTS / "by_hand.py")
-    with ScriptedDaemon(socket_path) as daemon, Training([script], socket_path, python) as training:
-        agent = daemon.attended()
-        assert agent.said is not None
-        assert agent.said.python_version.startswith(name.removeprefix("python"))
-        agent.move(at=5)
-        status, output, errors = training.result()
-    assert (status, errors) == (0, "")
-    assert output == undisturbed([script])
-
-
-def _python(name: str) -> str:
-    """That Python, if it is anywhere on this machine; version managers keep theirs in a hidden folder."""
-    found = shutil.which(name)
-    places = [*([found] if found else []), *map(str, sorted(Path.home().glob(f".*/versions/*/bin/{name}")))]
-    if not places:
-        pytest.skip(f"{name} is not on this machine")
-    return places[-1]
-
-
 def test_a_script_that_ends_while_it_is_asked_is_simply_gone(socket_path: Path) -> None:
     with ScriptedDaemon(socket_path) as daemon, Training([str(SCRIPTS / "by_hand.py")], socket_path) as training:
         agent = daemon.attended()

@@ -1,0 +1,234 @@
+"""Every Python that a job may bring: versions, virtual environments, prefixes, paths, and those that shut us out.
+
+Nothing is installed in any of them. Where PyTorch is not to be had, a loop by hand says itself where its batches end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmctl.connection import connect
+from tests.e2e.agented import INJECT, SCRIPTS, Training, undisturbed
+from tests.e2e.daemon import RunningDaemon
+from tests.e2e.scripted_daemon import ScriptedDaemon
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+ROOT = Path(__file__).parents[2]
+BY_HAND = str(SCRIPTS / "by_hand.py")
+OTHERS = ("python3.9", "python3.10", "python3.12", "python3.13", "python3.14")
+TOO_OLD = ("python2.7", "python3.6", "python3.7", "python3.8")
+# PYTHONPATH is the job's affair here.
+_MAIN = "from hegmctl.cli import main; sys.exit(main())"
+HEGMCTL = (sys.executable, "-I", "-c", f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'client')]!r}; {_MAIN}")
+
+
+def find_python(name: str, *, installed: bool = False) -> str:
+    """That Python, if it is anywhere on this machine; version managers keep theirs in a hidden folder.
+
+    Those that `make pythons` fetches come first. They start through a loader of their own, and no environment can be
+    made of them: ask for one that is installed.
+    """
+    places = [] if installed else [str(ROOT / "build" / "pythons" / "bin" / name)]
+    places += map(str, sorted(Path.home().glob(f".*/versions/*/bin/{name}")))
+    places += filter(None, [shutil.which(name)])  # last: a version manager puts names there that it has nothing for
+    for place in places:
+        if os.access(place, os.X_OK) and not subprocess.call([place, "-c", ""], stderr=subprocess.DEVNULL):
+            return place
+    pytest.skip(f"{name} is not on this machine" + ("" if installed else "; `make pythons` fetches some"))
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """What the loop by hand prints, by this Python and without an agent; it uses nothing that differs."""
+    return undisturbed([BY_HAND])
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    with tempfile.TemporaryDirectory(prefix="hegm-", dir="/tmp") as folder, RunningDaemon(Path(folder)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_boundaries_are_counted_and_stopped_at_by_any_python(name: str, socket_path: Path, expected: str) -> None:
+    python = find_python(name)
+    with ScriptedDaemon(socket_path) as daemon, Training([BY_HAND], socket_path, python) as training:
+        agent = daemon.attended()
+        assert agent.said is not None
+        assert agent.said.python_version.startswith(name.removeprefix("python"))
+        parking = agent.send("park", at=1_000_000)
+        agent.done("withdraw")
+        assert "withdrawn" in agent.answer(parking).message
+        seen = agent.done("survey", limit_s=20)
+        assert seen.boundary is not None
+        assert seen.parked is False
+        parked = agent.done("park", at=seen.boundary + 3, limit_s=20)
+        assert parked.boundary is not None
+        assert parked.boundary >= seen.boundary + 3
+        assert agent.done("survey").parked
+        assert agent.done("release", limit_s=20).boundary == parked.boundary + 1
+        agent.move(at=parked.boundary + 20)
+        status, output, errors = training.result()
+    assert (status, errors) == (0, "")
+    assert output == expected
+
+
+# ---- as `hegmctl run` starts them -----------------------------------------------------------------------------------
+
+
+def _environ(**more: str) -> dict[str, str]:
+    """A job's own environment, before anything of ours."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("HEGM_", "PYTHON"))}
+    return {**plain, "PYTHONDONTWRITEBYTECODE": "1", **more}
+
+
+def _outcomes(daemon: RunningDaemon, words: list[str], folder: Path, **more: str) -> list[tuple[int, str, str]]:
+    """Exit status, output and errors of a command, first by itself and then under `hegmctl run`."""
+    outcomes = []
+    for before in ((), (*HEGMCTL, "--socket", str(daemon.socket_path), "run", "--")):
+        ran = subprocess.run(
+            [*before, *words], env=_environ(**more), cwd=folder, capture_output=True, text=True, timeout=30, check=False
+        )
+        outcomes.append((ran.returncode, ran.stdout, ran.stderr))
+    return outcomes
+
+
+@pytest.mark.parametrize("name", TOO_OLD)
+def test_a_python_that_is_too_old_for_the_agent_runs_unharmed(name: str, daemon: RunningDaemon, tmp_path: Path) -> None:
+    code = "import sys, json; print(sys.version_info[:2], sorted(m for m in sys.modules if 'hegm' in m), sys.path)"
+    alone, under = _outcomes(daemon, [find_python(name), "-c", code], tmp_path)
+    assert alone == under
+    assert alone[0] == 0
+
+
+WHERE = """
+import json, sys
+theirs = sys.modules.get("sitecustomize")
+print(json.dumps([sys.path, sys.prefix, getattr(theirs, "__file__", None), hasattr(sys, "theirs")]))
+"""
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["with space", "relative/folder", "relative::with space", ":", "missing:with space:", "relative/../with space"],
+)
+def test_the_search_path_is_what_it_would_be(path: str, daemon: RunningDaemon, tmp_path: Path) -> None:
+    for folder in ("with space", "relative/folder"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "with space" / "sitecustomize.py").write_text("import sys\nsys.theirs = True\n")
+    alone, under = _outcomes(daemon, [sys.executable, "-c", WHERE], tmp_path, PYTHONPATH=path)
+    assert alone == under
+    assert json.loads(under[1])[3] == ("with space" in path)
+
+
+def test_a_sitecustomize_that_fails_fails_as_it_would(daemon: RunningDaemon, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("raise RuntimeError('their own mistake')\n")
+    words = [sys.executable, "-c", "print('runs')"]
+    alone, under = _outcomes(daemon, words, tmp_path, PYTHONPATH=str(tmp_path))
+    assert alone == under
+    assert "their own mistake" in under[2]
+
+
+@pytest.mark.parametrize("name", ["python3", *OTHERS])
+def test_a_virtual_environment_and_its_own_sitecustomize_are_used(
+    name: str, socket_path: Path, tmp_path: Path, expected: str
+) -> None:
+    python = sys.executable if name == "python3" else find_python(name, installed=True)
+    venv = tmp_path / "my env"
+    subprocess.run([python, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=30)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (packages / "sitecustomize.py").write_text("import os\nos.write(2, b'their own')\n")
+    own = str(venv / "bin" / "python")
+    with ScriptedDaemon(socket_path) as daemon, Training([BY_HAND], socket_path, own) as training:
+        daemon.attended().move(at=5)
+        # Debian's Python has one of its own, which comes before that of any environment.
+        before = subprocess.run([own, "-c", ""], env=_environ(), capture_output=True, text=True, check=True).stderr
+        assert before in ("", "their own")
+        assert training.result() == (0, expected, before)
+
+
+def test_a_prefix_as_conda_makes_them_is_agented(socket_path: Path, tmp_path: Path, expected: str) -> None:
+    """A whole Python under a folder of its own, no pyvenv.cfg, found by where its library is."""
+    python = Path(find_python("python3.12", installed=True)).resolve()
+    prefix = tmp_path / "envs" / "train"
+    (prefix / "bin").mkdir(parents=True)
+    shutil.copy(python, prefix / "bin" / "python3.12")
+    (prefix / "bin" / "python").symlink_to("python3.12")
+    (prefix / "lib").symlink_to(python.parents[1] / "lib")
+    own = str(prefix / "bin" / "python")
+    said = subprocess.run([own, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=True)
+    if said.stdout.strip() != str(prefix):
+        pytest.skip(f"{python} does not look for its library beside itself")
+    more = {"CONDA_PREFIX": str(prefix), "LD_LIBRARY_PATH": str(prefix / "lib")}
+    with ScriptedDaemon(socket_path) as daemon, Training([BY_HAND], socket_path, own, **more) as training:
+        daemon.attended().move(at=5)
+        assert training.result() == (0, expected, "")
+
+
+def test_a_python_that_shuts_us_out_runs_without_an_agent_and_is_shown_so(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    """-I and -E do not look at PYTHONPATH, -S runs no sitecustomize. `import hegm` finds nothing there."""
+    code = "import sys; print(sorted(m for m in sys.modules if 'hegm' in m), sys.path, flush=True); sys.stdin.read()"
+    on_gpu = ["--socket", str(daemon.socket_path), "simulate", "hold", "gpu1", "1MiB", "--"]
+    started = ["--socket", str(daemon.socket_path), "run", "--"]
+    jobs: list[subprocess.Popen[str]] = []
+    try:
+        for option in ("-I", "-E", "-S"):
+            words = [*HEGMCTL, *started, *HEGMCTL, *on_gpu, sys.executable, option, "-c", code]
+            job = subprocess.Popen(
+                words, env=_environ(), cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            jobs.append(job)
+            assert job.stdout is not None
+            shown = job.stdout.readline()
+            alone = subprocess.run(
+                [sys.executable, option, "-c", code],
+                env=_environ(),
+                cwd=tmp_path,
+                input="",
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            # With -S the path is not looked at, and so it is not put back either.
+            assert shown.replace(f"{str(INJECT)!r}, ", "" if option == "-S" else "?") == alone.stdout
+            assert shown.startswith("[] ")
+        with connect(str(daemon.socket_path)) as hegmd:
+            seen = {process.pid: process for process in hegmd.processes().processes}
+        for job in jobs:
+            assert seen[job.pid].agent is None
+            (way,) = [way for way in seen[job.pid].ways if way.way == "agent"]
+            assert not way.possible
+            assert "no agent" in way.reason
+        table = _hegmctl(daemon, "ps")
+        (row,) = [line.split() for line in table.stdout.splitlines() if line.split()[:1] == [str(jobs[0].pid)]]
+        assert row[:6] == [str(jobs[0].pid), row[1], "gpu1", "1.0", "MiB", "no"]
+        refused = _hegmctl(daemon, "migrate", str(jobs[0].pid), "--to", "gpu0")
+        assert refused.returncode != 0
+        assert f"process {jobs[0].pid} has no agent" in refused.stderr
+        assert "hegmctl run" in refused.stderr
+    finally:
+        for job in jobs:
+            job.communicate("", timeout=30)
+
+
+def _hegmctl(daemon: RunningDaemon, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*HEGMCTL, "--socket", str(daemon.socket_path), *words],
+        env=_environ(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
