@@ -10,7 +10,7 @@
 Deadlines are the caller's own cancel scopes. A cancelled request is cancelled in the daemon as well, and the connection
 stays usable. Every failure is a HegmError. The work is done in `exchange`.
 
-To add an operation: add a method that builds its request and names its reply.
+To add a request: add a method that builds it and names its reply; those about operations are in `async_moves`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import anyio
 
+from hegmctl.async_moves import AsyncMoves
 from hegmctl.connection import of_kind
 from hegmctl.endpoint import Endpoint, find_endpoint, unreachable
 from hegmctl.exchange import Exchange
@@ -90,7 +91,7 @@ async def _open(endpoint: Endpoint, timeout_s: float | None) -> sockets.socket:
         raise
 
 
-class AsyncConnection:
+class AsyncConnection(AsyncMoves):
     """A greeted connection to the daemon; made by `connect_async`. Any number of tasks may use it at once."""
 
     def __init__(self, exchange: Exchange, endpoint: Endpoint) -> None:
@@ -117,17 +118,7 @@ class AsyncConnection:
 
     async def doctor(self, on_check: Callable[[Check], Awaitable[object]] | None = None) -> m.DoctorReply:
         """Check the node; each check is also handed to `on_check` as soon as it is made."""
-        waiter = self._exchange.ask(m.Doctor())
-        try:
-            while True:
-                said, descriptors = await waiter.next()
-                descriptors.close()
-                if not isinstance(said, Progress):
-                    return of_kind(said.reply, m.DoctorReply)
-                if on_check is not None:
-                    await on_check(of_kind(said.event, Check))
-        finally:
-            self._exchange.forget(waiter)
+        return await self.converse(m.Doctor(), Check, m.DoctorReply, on_check)
 
     async def config(self) -> m.ConfigReply:
         """The configuration in force."""
@@ -157,22 +148,6 @@ class AsyncConnection:
         if self._exchange.welcome is None:
             raise Bug("a connection was used before it was greeted")
         return self._exchange.welcome
-
-    async def migrate(self, pid: int, to: str, *, dry_run: bool = False) -> m.OperationReply:
-        """Move a job to another GPU and wait until it trains on there. Leaving early leaves the operation going."""
-        return await self.call(m.Migrate(pids=(pid,), to=to, dry_run=dry_run), m.OperationReply)
-
-    async def suspend(self, pid: int, *, dry_run: bool = False) -> m.OperationReply:
-        """Take a job off its GPU; its bytes are held until it is resumed."""
-        return await self.call(m.Suspend(pids=(pid,), dry_run=dry_run), m.OperationReply)
-
-    async def resume(self, pid: int, to: str | None = None, *, dry_run: bool = False) -> m.OperationReply:
-        """Let a suspended job go on, where it was or on another GPU."""
-        return await self.call(m.Resume(pid=pid, to=to, dry_run=dry_run), m.OperationReply)
-
-    async def operations(self) -> m.OperationsReply:
-        """The operations that the daemon remembers."""
-        return await self.call(m.Operations(), m.OperationsReply)
 
     async def call(self, request: m.Request, reply: type[R], *, fds: Sequence[int] = ()) -> R:
         """The answer to any request. `fds` are sent with it and stay the caller's. Raises HegmError."""
@@ -204,6 +179,26 @@ class AsyncConnection:
                 if not isinstance(said, Progress):
                     return
                 yield of_kind(said.event, event)
+        finally:
+            self._exchange.forget(waiter)
+
+    async def converse(
+        self,
+        request: m.Request,
+        event: type[E],
+        reply: type[R],
+        on_event: Callable[[E], Awaitable[object]] | None,
+    ) -> R:
+        """The answer to a request, with its events handed to `on_event` as they come."""
+        waiter = self._exchange.ask(request)
+        try:
+            while True:
+                said, descriptors = await waiter.next()
+                descriptors.close()
+                if not isinstance(said, Progress):
+                    return of_kind(said.reply, reply)
+                if on_event is not None:
+                    await on_event(of_kind(said.event, event))
         finally:
             self._exchange.forget(waiter)
 

@@ -9,8 +9,8 @@
 One request at a time is under way, but streams stay open beside others: `events` can be read on after a call in
 between. Every failure is a HegmError with code, message and hint. A Connection belongs to one thread.
 
-To add an operation: add a method that builds its request and names its reply. The bytes are in `wire`, the rules of the
-conversation in `hegmd.protocol.connection`.
+To add a request: add a method that builds it and names its reply; those about operations are in `moves`. The bytes are
+in `wire`, the rules of the conversation in `hegmd.protocol.connection`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from time import monotonic
 
 from hegmctl.endpoint import Endpoint, find_endpoint, unreachable
 from hegmctl.failures import broken, gone, not_offered, refused_hello, silent, with_versions
+from hegmctl.moves import Moves
 from hegmctl.wire import Descriptors, Wire
 from hegmd import __version__
 from hegmd.errors import BAD_REQUEST, DISCONNECTED, Bug, HegmError, PeerError
@@ -38,10 +39,6 @@ from hegmd.protocol.messages import (
     HoldReply,
     Metrics,
     MetricsReply,
-    Migrate,
-    OperationReply,
-    Operations,
-    OperationsReply,
     Ping,
     Pong,
     Processes,
@@ -49,14 +46,11 @@ from hegmd.protocol.messages import (
     Reload,
     ReloadReply,
     Request,
-    Resume,
     ShowConfig,
     SimulateFault,
     SimulateHold,
-    Suspend,
     Welcome,
 )
-from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import Record
 from hegmd.protocol.snapshots import Check, Event
 
@@ -67,7 +61,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    OnProgress = Callable[[OperationProgress], object] | None
     R = TypeVar("R", bound=Record)
     E = TypeVar("E", bound=Record)
     Said = tuple[Answer | Failure | Progress, Descriptors]
@@ -101,7 +94,7 @@ def connect(socket: str | None = None, *, timeout_s: float | None = TIMEOUT_S, n
     return connection
 
 
-class Connection:
+class Connection(Moves):
     """A greeted connection to the daemon; made by `connect`. A context manager; closing twice is fine."""
 
     def __init__(self, wire: Wire, endpoint: Endpoint, timeout_s: float | None) -> None:
@@ -166,35 +159,6 @@ class Connection:
     def simulate_fault(self, target: str, fault: str) -> FaultReply:
         """Make a simulated GPU, or `vendor` as a whole, fail; `none` mends it."""
         return self.call(SimulateFault(target=target, fault=fault), FaultReply)
-
-    def migrate(self, pid: int, to: str, *, on_progress: OnProgress = None, dry_run: bool = False) -> OperationReply:
-        """Move a job to another GPU and wait until it trains on there. Leaving early leaves the operation going."""
-        return self._operate(Migrate(pids=(pid,), to=to, dry_run=dry_run), on_progress)
-
-    def suspend(self, pid: int, *, on_progress: OnProgress = None, dry_run: bool = False) -> OperationReply:
-        """Take a job off its GPU; its bytes are held until it is resumed."""
-        return self._operate(Suspend(pids=(pid,), dry_run=dry_run), on_progress)
-
-    def resume(
-        self, pid: int, to: str | None = None, *, on_progress: OnProgress = None, dry_run: bool = False
-    ) -> OperationReply:
-        """Let a suspended job go on, where it was or on another GPU."""
-        return self._operate(Resume(pid=pid, to=to, dry_run=dry_run), on_progress)
-
-    def operations(self) -> OperationsReply:
-        """The operations that the daemon remembers."""
-        return self.call(Operations(), OperationsReply)
-
-    def _operate(self, request: Request, on_progress: OnProgress) -> OperationReply:
-        progress = self.stream(request, OperationProgress, OperationReply, patient=True)
-        while True:
-            try:
-                told = next(progress)
-            except StopIteration as end:
-                reply: OperationReply = end.value
-                return reply
-            if on_progress is not None:
-                on_progress(told)
 
     # How it is asked.
 

@@ -1,0 +1,127 @@
+"""Moving jobs, in the asynchronous library face: the part of an AsyncConnection that asks for operations.
+
+The same calls as in `moves`, with the same meaning. `on_progress` is awaited; cancelled, a call leaves its operation
+going, and `cancel` is what turns one back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from typing import TypeVar
+
+from hegmctl.moves import pids_of
+from hegmd.protocol import messages as m
+from hegmd.protocol.operations import OperationProgress
+from hegmd.protocol.record import Record
+
+R = TypeVar("R", bound=Record)
+E = TypeVar("E", bound=Record)
+OnProgress = Callable[[OperationProgress], Awaitable[object]] | None
+
+
+class AsyncMoves:
+    """What can be asked about operations. An AsyncConnection says how."""
+
+    async def migrate(
+        self,
+        pids: int | Iterable[int],
+        to: str,
+        *,
+        on_progress: OnProgress = None,
+        wait: bool = True,
+        dry_run: bool = False,
+        limit_s: float | None = None,
+    ) -> m.OperationReply:
+        """Move jobs to another GPU and wait until they train on there. `limit_s` is for the wait for a boundary."""
+        request = m.Migrate(pids=pids_of(pids), to=to, wait=wait, dry_run=dry_run, limit_s=limit_s)
+        return await self.converse(request, OperationProgress, m.OperationReply, on_progress)
+
+    async def suspend(
+        self,
+        pids: int | Iterable[int],
+        *,
+        on_progress: OnProgress = None,
+        wait: bool = True,
+        dry_run: bool = False,
+        limit_s: float | None = None,
+    ) -> m.OperationReply:
+        """Take jobs off their GPUs; their bytes are held until they are resumed."""
+        request = m.Suspend(pids=pids_of(pids), wait=wait, dry_run=dry_run, limit_s=limit_s)
+        return await self.converse(request, OperationProgress, m.OperationReply, on_progress)
+
+    async def resume(
+        self,
+        pid: int,
+        to: str | None = None,
+        *,
+        on_progress: OnProgress = None,
+        wait: bool = True,
+        dry_run: bool = False,
+    ) -> m.OperationReply:
+        """Let a suspended job go on, where it was or on another GPU."""
+        request = m.Resume(pid=pid, to=to, wait=wait, dry_run=dry_run)
+        return await self.converse(request, OperationProgress, m.OperationReply, on_progress)
+
+    async def drain(
+        self,
+        gpu: str,
+        to: Iterable[str] = (),
+        *,
+        on_progress: OnProgress = None,
+        wait: bool = True,
+        dry_run: bool = False,
+        limit_s: float | None = None,
+    ) -> m.Drained:
+        """Move everything off a GPU, one job after the other. Without `wait` all moves begin at once."""
+        request = m.Drain(gpu=gpu, to=tuple(to), wait=wait, dry_run=dry_run, limit_s=limit_s)
+        return await self.converse(request, OperationProgress, m.Drained, on_progress)
+
+    async def swap(
+        self,
+        first: int,
+        second: int,
+        *,
+        on_progress: OnProgress = None,
+        wait: bool = True,
+        dry_run: bool = False,
+        limit_s: float | None = None,
+    ) -> m.Drained:
+        """Let two jobs change places. Once begun it is carried out to its end, whoever leaves."""
+        request = m.Swap(first=first, second=second, wait=wait, dry_run=dry_run, limit_s=limit_s)
+        return await self.converse(request, OperationProgress, m.Drained, on_progress)
+
+    async def operations(self) -> m.OperationsReply:
+        """The operations: those under way, the suspended, and the last ones that are over."""
+        return await self.call(m.Operations(), m.OperationsReply)
+
+    async def story(self, op_id: str) -> m.StoryReply:
+        """One operation as it stands, and its story."""
+        return await self.call(m.Story(id=op_id), m.StoryReply)
+
+    def follow(self, op_id: str) -> AsyncGenerator[OperationProgress, None]:
+        """How an operation comes on, until it is at rest; `story` tells how it ended."""
+        return self.stream(m.Story(id=op_id, follow=True), OperationProgress)
+
+    async def cancel(self, op_id: str) -> m.OperationReply:
+        """Have an operation turned back. Raises REFUSED where going on is shorter than going back."""
+        return await self.call(m.CancelOperation(id=op_id), m.OperationReply)
+
+    # What an AsyncConnection is to have.
+
+    async def call(self, request: m.Request, reply: type[R]) -> R:
+        """The answer to a request."""
+        raise NotImplementedError
+
+    def stream(self, request: m.Request, event: type[E]) -> AsyncGenerator[E, None]:
+        """The events of a request."""
+        raise NotImplementedError
+
+    async def converse(
+        self,
+        request: m.Request,
+        event: type[E],
+        reply: type[R],
+        on_event: Callable[[E], Awaitable[object]] | None,
+    ) -> R:
+        """The answer to a request, with its events handed to `on_event` as they come."""
+        raise NotImplementedError
