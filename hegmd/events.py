@@ -10,24 +10,36 @@ wake-up, and a slow one has no backlog that could grow: when the ring has moved 
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import anyio
 
-from hegmd.errors import Bug
-from hegmd.protocol.snapshots import Event
+from hegmd.errors import BAD_REQUEST, Bug, HegmError
+from hegmd.protocol.snapshots import EVENT_KINDS, Event
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["MISSED", "EventLog", "Subscription"]
+__all__ = ["MISSED", "EventLog", "Subscription", "require_kinds"]
 
 MISSED = "events.missed"
 SEVERITIES = ("info", "warning", "error")
 FIRST_SEQ = 1
+
+
+def require_kinds(kinds: Iterable[str]) -> None:
+    """See that there are such kinds of events. Raises BAD_REQUEST, naming those that there are."""
+    for kind in kinds:
+        family, dot, _ = kind.partition(".")
+        known = EVENT_KINDS.get(family)
+        if known is None or (dot and kind not in known):
+            there_are = EVENT_KINDS if known is None else known
+            hint = f"there are {', '.join(there_are)}"
+            raise HegmError(BAD_REQUEST, f"there is no kind of event {kind[:40]!r}", hint, {"kind": kind[:40]})
 
 
 class EventLog:
@@ -41,6 +53,8 @@ class EventLog:
         self._more = anyio.Event()
         self._waiting = 0
         self.next_seq = FIRST_SEQ
+        #: Tells these numbers from those of another start of the daemon.
+        self.run = os.urandom(8).hex()
         #: How many of each kind were recorded since the start, forgotten ones included.
         self.counts: dict[str, int] = {}
 
@@ -83,23 +97,24 @@ class EventLog:
             self._more = anyio.Event()
         return event
 
-    def remembered(self, since: int = 0, kinds: Sequence[str] = ()) -> tuple[Event, ...]:
+    def remembered(self, since: int = 0, kinds: Sequence[str] = (), run: str | None = None) -> tuple[Event, ...]:
         """The remembered events from number `since` on, of these kinds (all when empty).
 
-        Where events before them are forgotten that the caller asked for, an `events.missed` comes first.
+        Where events before them are forgotten that the caller asked for, or it counts in another `run` than this, an
+        `events.missed` comes first.
         """
-        reader = Subscription(self, since, kinds)
+        reader = Subscription(self, since, kinds, run)
         found: list[Event] = []
         while (event := reader.next_nowait()) is not None:
             found.append(event)
         return tuple(found)
 
-    def subscribe(self, since: int = 0, kinds: Sequence[str] = ()) -> Subscription:
+    def subscribe(self, since: int = 0, kinds: Sequence[str] = (), run: str | None = None) -> Subscription:
         """Follow the events from number `since` on: the remembered ones first, then each as it is recorded.
 
         With `since` 0 whatever is remembered comes first; with `since=log.next_seq` only what is yet to come.
         """
-        return Subscription(self, since, kinds)
+        return Subscription(self, since, kinds, run)
 
     async def wait_beyond(self, seq: int) -> None:
         """Wait until the event of that number is recorded."""
@@ -135,12 +150,12 @@ class Subscription:
     Cancelling a wait loses nothing: the place moves only when an event is handed out.
     """
 
-    def __init__(self, log: EventLog, since: int, kinds: Sequence[str]) -> None:
+    def __init__(self, log: EventLog, since: int, kinds: Sequence[str], run: str | None = None) -> None:
         self._log = log
         self._kinds = frozenset(kinds)
         self._closed = False
         # Numbers start again with the daemon. A reader that comes with a number from before has lost its place.
-        self._lost_place = since > log.next_seq
+        self._lost_place = since > log.next_seq or (since > 0 and run not in (None, "", log.run))
         self._next = log.oldest_seq if since <= 0 or self._lost_place else since
 
     @property

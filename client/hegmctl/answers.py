@@ -20,6 +20,7 @@ class DaemonVersion(Record):
     capabilities: tuple[str, ...] = field("what the daemon can do beyond the basics")
     limits: Limits = field("limits on the connection")
     you: Caller = field("who the daemon takes the caller for")
+    run: str = field("names this run of the daemon, in which events are counted", default="")
 
 
 class VersionAnswer(Record):

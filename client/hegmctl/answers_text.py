@@ -62,6 +62,8 @@ def version_text(answer: VersionAnswer, style: Style) -> list[str]:
     lines.append(f"socket   {printable(answer.socket)}")
     extent = "every process" if daemon.you.may_act_on_all else "your own processes"
     lines.append(f"you      uid {daemon.you.uid}, may act on {extent}")
+    if daemon.run:
+        lines.append(f"run      {printable(daemon.run)}")
     if daemon.capabilities:
         lines.append(f"offers   {printable(', '.join(daemon.capabilities))}")
     return lines

@@ -223,10 +223,7 @@ def _checked(argument: Argument, word: str) -> object:
 def convert(kind: str, text: str, what: str) -> object:
     """The value that the text gives for that kind. `what` names it in the error."""
     if kind in (COUNT, POSITIVE, PID):
-        number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
-        if not (0 if kind == COUNT else 1) <= number <= LARGEST_NUMBER:
-            raise usage_error(f"{what}: {kind} is needed", "write it in digits, such as 4711")
-        return number
+        return _whole(kind, text, what)
     if kind == SECONDS:
         return _seconds(text, what)
     if kind == SIZE:
@@ -236,7 +233,9 @@ def convert(kind: str, text: str, what: str) -> object:
             size_bytes = parse_size(text)
         except ValueError:
             size_bytes = -1
-        if not 0 <= size_bytes <= LARGEST_NUMBER:
+        if size_bytes > LARGEST_NUMBER:
+            raise usage_error(f"{what}: more than any GPU has", "write a size below 8 PiB")
+        if size_bytes < 0:
             raise usage_error(f"{what}: {kind} is needed", "write bytes, or a number with KiB, MiB, GiB, TiB, MB or GB")
         return size_bytes
     if not text:
@@ -254,11 +253,24 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
+def _whole(kind: str, text: str, what: str) -> int:
+    is_number = text.isascii() and text.isdigit()
+    number = int(text) if is_number and len(text) < 20 else -1
+    if is_number and not 0 <= number <= LARGEST_NUMBER:
+        raise usage_error(f"{what}: the number is too large", f"write one of at most {LARGEST_NUMBER}")
+    if number < (0 if kind == COUNT else 1):
+        raise usage_error(f"{what}: {kind} is needed", "write it in digits, such as 4711")
+    return number
+
+
 def _seconds(text: str, what: str) -> float:
     try:
         seconds = float(text.removesuffix("s"))
     except ValueError:
         seconds = -1.0
-    if not 0 < seconds <= LONGEST_WAIT_S:  # NaN fails both comparisons
+    if seconds > LONGEST_WAIT_S:
+        longest = f"{LONGEST_WAIT_S:,.0f}"
+        raise usage_error(f"{what}: longer than anything can wait", f"write at most {longest} seconds, about 11 days")
+    if not seconds > 0:  # NaN fails the comparison
         raise usage_error(f"{what}: {SECONDS} over 0 is needed", "write it as 5 or 0.5")
     return seconds

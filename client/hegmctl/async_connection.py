@@ -112,9 +112,14 @@ class AsyncConnection(AsyncMoves):
         """The processes on the node's GPUs; all, or only those with these pids and on these GPUs."""
         return await self.call(m.Processes(pids=tuple(pids), gpus=tuple(gpus)), m.ProcessesReply)
 
-    def events(self, since: int = 0, *, follow: bool = False, kinds: Iterable[str] = ()) -> AsyncGenerator[Event, None]:
-        """What happened, oldest first; with `follow` it waits for more until it is closed or cancelled."""
-        return self.stream(m.Events(since=since, follow=follow, kinds=tuple(kinds)), Event)
+    def events(
+        self, since: int = 0, *, follow: bool = False, kinds: Iterable[str] = (), run: str | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """What happened, oldest first; with `follow` it waits for more until it is closed or cancelled.
+
+        `run` is the `welcome.run` that `since` was counted in.
+        """
+        return self.stream(m.Events(since=since, follow=follow, kinds=tuple(kinds), run=run), Event)
 
     async def doctor(self, on_check: Callable[[Check], Awaitable[object]] | None = None) -> m.DoctorReply:
         """Check the node; each check is also handed to `on_check` as soon as it is made."""

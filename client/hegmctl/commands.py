@@ -75,13 +75,14 @@ def events(session: Session) -> int:
     arguments = session.arguments
     since = arguments.whole("since") or 0
     kinds = arguments.texts("kind")
+    run = arguments.text("run")
     if arguments.flag("follow"):
         from hegmctl.watch import follow
 
-        return follow(session, since, kinds, event_text)
+        return follow(session, since, kinds, event_text, run)
     shown = 0
     with session.connect() as connection:
-        for event in connection.events(since, kinds=kinds):
+        for event in connection.events(since, kinds=kinds, run=run):
             session.sink.element(event, event_text)
             shown += 1
     if not shown:
@@ -164,6 +165,7 @@ def _daemon_version(welcome: Welcome) -> DaemonVersion:
         capabilities=welcome.capabilities,
         limits=welcome.limits,
         you=welcome.you,
+        run=welcome.run,
     )
 
 

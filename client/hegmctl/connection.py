@@ -120,13 +120,15 @@ class Connection(Moves):
         return self.call(Processes(pids=tuple(pids), gpus=tuple(gpus)), ProcessesReply)
 
     def events(
-        self, since: int = 0, *, follow: bool = False, kinds: Iterable[str] = ()
+        self, since: int = 0, *, follow: bool = False, kinds: Iterable[str] = (), run: str | None = None
     ) -> Generator[Event, None, EventsReply]:
         """What happened, oldest first; with `follow` it waits for more until it is closed.
 
-        Other calls may be made between two events. Closing the generator cancels the request.
+        `run` is the `welcome.run` that `since` was counted in. Other calls may be made between two events. Closing the
+        generator cancels the request.
         """
-        return self.stream(Events(since=since, follow=follow, kinds=tuple(kinds)), Event, EventsReply, patient=follow)
+        request = Events(since=since, follow=follow, kinds=tuple(kinds), run=run)
+        return self.stream(request, Event, EventsReply, patient=follow)
 
     def doctor(self, on_check: Callable[[Check], object] | None = None) -> DoctorReply:
         """Check the node; each check is also handed to `on_check` as soon as it is made."""

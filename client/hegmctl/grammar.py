@@ -133,7 +133,7 @@ GLOBAL_OPTIONS: tuple[Option, ...] = (
 GROUPS: dict[str, str] = {"simulate": "make simulated GPUs hold memory or fail"}
 
 FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid", "none")
-EVENT_KINDS = ("gpu", "process", "inventory", "vendor", "daemon", "config", "operation")
+EVENT_KINDS = ("config", "events", "gpu", "inventory", "operation", "process", "vendor")
 
 _DRY_RUN = Option("-n", "--dry-run", doc="only show what would be done, or every reason why it cannot be")
 _NO_WAIT = Option("--no-wait", doc="do not wait for the end; `hegmctl op` shows it")
@@ -182,6 +182,12 @@ _VERBS = (
         "--follow it stays and waits for more, also across a restart of the daemon.",
         options=(
             Option("--since", kind=COUNT, metavar="NUMBER", doc="only events with this number or a higher one"),
+            Option(
+                "--run",
+                kind=TEXT,
+                metavar="RUN",
+                doc="the daemon's run that NUMBER is of, as `hegmctl version` shows it; in another run all is shown",
+            ),
             Option("-f", "--follow", doc="stay and wait for more, until interrupted"),
             Option(
                 "--kind",

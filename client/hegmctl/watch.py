@@ -118,22 +118,32 @@ def _repeat(
         place.wait(interval_s if found is not None else min(interval_s, RETRY_S))
 
 
-def follow(session: Session, since: int, kinds: Iterable[str], view: Callable[[Event, Style], list[str]]) -> NoReturn:
+def follow(
+    session: Session,
+    since: int,
+    kinds: Iterable[str],
+    view: Callable[[Event, Style], list[str]],
+    run: str | None = None,
+) -> NoReturn:
     """Show events as they come, until interrupted.
 
-    A daemon counts its events from its own start. After it was away, everything that it remembers is asked for, and
-    what was shown before (which is there if it was only the connection that broke) is left out.
+    A daemon counts its events from its own start, and says which start that was. After it was away, it is asked for
+    what comes after the last one shown; one that was started since gives everything. With one that does not say, the
+    time of an event tells whether it is news.
     """
     kinds = tuple(kinds)
     last_seq = 0
     newest_utc = time()
-    first_time = True
+    known_run: str | None = None
 
     def take(connection: Connection) -> None:
-        nonlocal last_seq, newest_utc, first_time
-        everything, first_time = first_time, False
-        for event in connection.events(since if everything else 0, follow=True, kinds=kinds):
-            if everything or event.seq > last_seq > 0 or event.time_utc > newest_utc:
+        nonlocal last_seq, newest_utc, known_run
+        here, before, known_run = connection.welcome.run, known_run, connection.welcome.run
+        first_time = before is None
+        goes_on = bool(here) and here == before
+        wanted, counted_in = (since, run) if first_time else (max(since, last_seq + 1) if goes_on else 0, None)
+        for event in connection.events(wanted, follow=True, kinds=kinds, run=counted_in):
+            if first_time or here or event.seq > last_seq > 0 or event.time_utc > newest_utc:
                 session.sink.element(event, view)
                 last_seq, newest_utc = event.seq, event.time_utc
 

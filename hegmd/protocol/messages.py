@@ -91,6 +91,9 @@ class Welcome(Record):
     capabilities: tuple[str, ...] = field("what this daemon can do beyond the basics; unknown names are ignored")
     limits: Limits = field("limits on this connection")
     you: Caller = field("who the daemon takes the caller for")
+    run: str = field(
+        "names this run of the daemon: another one after each start, in which events are counted anew", default=""
+    )
 
 
 class Hello(Request, op="hello", reply=Welcome):
@@ -159,12 +162,14 @@ class Events(Request, op="events", reply=EventsReply, event=Event):
     """Events that are remembered and, with `follow`, those to come until the request is cancelled.
 
     Each comes as an event of this request. A consumer that is too slow, or asks for more than is remembered, is told so
-    by an event of kind `events.missed`.
+    by an event of kind `events.missed`; so is one whose `since` was counted in another run of the daemon, and then all
+    that this one remembers follows. A kind that there is not is the error `bad-request`.
     """
 
     since: int = field("only events with this number or a higher one; 0 for all that are remembered", default=0)
     follow: bool = field("whether to stay and wait for more", default=False)
     kinds: tuple[str, ...] = field("only these kinds; `gpu` stands for all that begin with `gpu.`", default=())
+    run: str | None = field("the run that `since` was counted in, from `welcome`; nil for this one", default=None)
 
 
 class DoctorReply(Record):

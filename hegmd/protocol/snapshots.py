@@ -152,10 +152,22 @@ class Check(Record):
     fix: str | None = field("the exact command, or the step, that mends it", default=None)
 
 
+# Every kind of event, by the family that can be asked for as a whole.
+EVENT_KINDS: Mapping[str, tuple[str, ...]] = {
+    "config": ("config.reloaded",),
+    "events": ("events.missed",),
+    "gpu": ("gpu.back", "gpu.found", "gpu.health", "gpu.lost", "gpu.mode"),
+    "inventory": ("inventory.fresh", "inventory.ready", "inventory.stale"),
+    "operation": ("operation.began", "operation.done", "operation.lost", "operation.undone"),
+    "process": ("process.ended", "process.started"),
+    "vendor": ("vendor.failed", "vendor.recovered"),
+}
+
+
 class Event(Record):
     """Something that happened on the node, in the order in which the daemon saw it."""
 
-    seq: int = field("counts up by one from the daemon's start")
+    seq: int = field("counts up by one from the daemon's start; `run` in `welcome` tells one start from another")
     time_utc: float = field("seconds since 1970")
     kind: str = field("stable name, such as gpu.lost or process.started")
     severity: str = field("info, warning or error")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hegmd import __version__
 from hegmd.devices.simulated import SimulatedProvider
 from hegmd.errors import INCOMPATIBLE, NOT_FOUND, HegmError
-from hegmd.events import EventLog
+from hegmd.events import EventLog, require_kinds
 from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.operations import Operations
 from hegmd.protocol import messages as m
@@ -77,6 +77,7 @@ class Handlers:
             capabilities=("simulate",) if self._s.simulator is not None else (),
             limits=self._s.limits,
             you=self._s.policy.describe(call.peer),
+            run=self._s.events.run,
         )
 
     async def agent_attend(self, call: Call, request: m.AgentAttend) -> m.AgentDismissed:
@@ -110,12 +111,13 @@ class Handlers:
         )
 
     async def events(self, call: Call, request: m.Events) -> m.EventsReply:
+        require_kinds(request.kinds)
         if not request.follow:
             next_seq = self._s.events.next_seq
-            for event in self._s.events.remembered(request.since, request.kinds):
+            for event in self._s.events.remembered(request.since, request.kinds, request.run):
                 await call.emit(event)
             return m.EventsReply(next_seq=next_seq)
-        async with self._s.events.subscribe(request.since, request.kinds) as subscription:
+        async with self._s.events.subscribe(request.since, request.kinds, request.run) as subscription:
             async for event in subscription:
                 await call.emit(event)
         return m.EventsReply(next_seq=self._s.events.next_seq)

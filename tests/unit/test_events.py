@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 
 import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
 from anyio.lowlevel import checkpoint
 
-from hegmd.errors import Bug
-from hegmd.events import MISSED, EventLog
-from hegmd.protocol.snapshots import Event
+from hegmd.errors import BAD_REQUEST, Bug, HegmError
+from hegmd.events import MISSED, EventLog, require_kinds
+from hegmd.migration.course import TERMINAL
+from hegmd.protocol.snapshots import EVENT_KINDS, Event
 
 
 def log_with(count: int, capacity: int = 1000) -> EventLog:
@@ -70,6 +73,46 @@ def test_a_number_from_before_the_daemons_restart_gets_everything_and_a_word() -
     missed, *rest = log_with(3).remembered(since=500)
     assert (missed.kind, missed.facts["count"]) == (MISSED, None)
     assert [event.seq for event in rest] == [1, 2, 3]
+
+
+def test_a_number_of_another_run_was_taken_for_one_of_this() -> None:
+    """A daemon that had come as far as its predecessor left out what it had done until then."""
+    log = log_with(9)
+    missed, *rest = log.remembered(since=5, run="another")
+    assert (missed.kind, missed.facts["count"]) == (MISSED, None)
+    assert [event.seq for event in rest] == list(range(1, 10))
+    for run in (log.run, None, ""):
+        assert seqs(log.remembered(since=5, run=run)) == [5, 6, 7, 8, 9]
+    assert log.remembered(since=0, run="another")[0].seq == 1, "who asks for everything has lost nothing"
+    assert EventLog().run != EventLog().run
+
+
+@pytest.mark.parametrize(
+    ("kinds", "says", "hints"),
+    [
+        (("gpu", "gup"), "'gup'", "config, events, gpu,"),
+        (("gpu.lots",), "'gpu.lots'", "gpu.back, gpu.found,"),
+        (("gpu.",), "'gpu.'", "gpu.back"),
+        (("",), "''", "config"),
+        (("x" * 1000,), "'" + "x" * 40 + "'", "config"),
+    ],
+)
+def test_a_kind_that_there_is_not_was_waited_for_without_end(kinds: tuple[str, ...], says: str, hints: str) -> None:
+    with pytest.raises(HegmError) as refused:
+        require_kinds(kinds)
+    assert refused.value.code is BAD_REQUEST
+    assert says in refused.value.message
+    assert hints in refused.value.hint
+
+
+def test_every_kind_that_is_recorded_can_be_asked_for() -> None:
+    sources = "\n".join(path.read_text() for path in (Path(__file__).parents[2] / "hegmd").rglob("*.py"))
+    recorded = set(re.findall(r'record(?:_gpu)?\(\s*"([a-z_]+\.[a-z_]+)"', sources))
+    recorded |= {f"operation.{phase}" for phase in TERMINAL} | {MISSED}
+    table = {kind for kinds in EVENT_KINDS.values() for kind in kinds}
+    assert recorded == table
+    assert all(kind.startswith(f"{family}.") for family, kinds in EVENT_KINDS.items() for kind in kinds)
+    require_kinds([*EVENT_KINDS, *table])
 
 
 def test_kinds_choose_by_name_or_by_family() -> None:

@@ -75,6 +75,8 @@ def test_options_reach_the_daemon(daemon: FakeDaemon) -> None:
     assert daemon.wait_for(m.Processes) == m.Processes(pids=(4711, 12), gpus=("gpu0", "gpu1", "gpu3"))
     hegmctl("events", "--since", "2", "--kind", "gpu", socket=daemon.path)
     assert daemon.wait_for(m.Events) == m.Events(since=2, kinds=("gpu",))
+    hegmctl("events", "--since=3", "--run=abc", socket=daemon.path)
+    assert daemon.wait_for(m.Events, 2) == m.Events(since=3, run="abc")
 
 
 def test_the_socket_can_be_given_as_an_option(daemon: FakeDaemon) -> None:

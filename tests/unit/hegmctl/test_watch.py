@@ -102,6 +102,24 @@ def test_following_repeats_nothing_when_only_the_connection_broke(socket_path: P
     assert [asked.request for asked in seen] == [m.Events(since=2, follow=True), m.Events(since=0, follow=True)]
 
 
+def test_following_asks_for_what_comes_next_or_for_everything_by_the_daemons_run(socket_path: Path) -> None:
+    """By the time of an event alone, those of a daemon whose clock was set back were left out."""
+    answers = node.answers(node.WELCOME.replace(run="one"))
+    answers[m.Events] = remembering(node.EVENTS, then=lambda caller: caller.daemon.hang_up())
+    with Running("events", "-f", "--since", "2", "--run", "none", socket=socket_path) as following:
+        with FakeDaemon(socket_path, answers) as first:
+            assert following.line().endswith("gpu1 is lost")
+            following.line(of_errors=True)
+            assert first.wait_for(m.Events, 1) == m.Events(since=2, follow=True, run="none")
+            assert first.wait_for(m.Events, 2) == m.Events(since=3, follow=True)
+        early = NEXT.replace(seq=1, time_utc=1.0)
+        answers = node.answers(node.WELCOME.replace(run="two"))
+        answers[m.Events] = remembering([early])
+        with FakeDaemon(socket_path, answers) as second:
+            assert following.line().endswith("gpu1 is back")
+            assert second.wait_for(m.Events) == m.Events(since=0, follow=True)
+
+
 def test_following_in_json_says_its_notes_in_json(socket_path: Path) -> None:
     answers = node.answers()
     answers[m.Events] = remembering(node.EVENTS, then=_stopping)
