@@ -66,8 +66,11 @@ class Channel:
         """From any thread: have the gate looked at."""
         try:
             os.write(self._waker, b"\0")
-        except OSError:  # full, which wakes as well; or closed in a child
-            pass
+        except OSError as error:  # full, which wakes as well; or closed in a child
+            if (
+                error.errno is None
+            ):  # not the kernel's word: somebody's TimeoutError, raised in this thread of the script
+                raise
 
     def close_in_child(self) -> None:
         """In a forked child: close what was inherited. The parent's connection stays up."""

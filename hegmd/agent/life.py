@@ -11,6 +11,7 @@ from _thread import start_new_thread
 
 from .notes import note
 from .quiesce import Gate
+from .signals import let_go_in_child
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -64,5 +65,6 @@ def _orphan() -> None:
     """In a forked child: what is left of the agent is taken out of the way."""
     if _gate is not None:
         _gate.make_inert()
+    let_go_in_child()
     if _channel is not None:
         _channel.close_in_child()

@@ -26,5 +26,6 @@ def note(text: str) -> None:
             os.write(fd, line)
         finally:
             os.close(fd)
-    except OSError:
-        pass
+    except OSError as error:
+        if error.errno is None:  # raised in this thread by another one, and meant for the script
+            raise

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SURVEY_LIMIT_S = 5.0
 PARK_LIMIT_S = 300.0
-_LOOK_AGAIN_S = 0.02
+_LOOK_AGAIN_S = 0.002
 _TRY_AGAIN_S = 5.0
 # Those that stand for somebody who wants something of the script now; timers and children are no reason to come back.
 _URGENT = frozenset((1, 2, 3, 10, 12, 15))  # HUP, INT, QUIT, USR1, USR2, TERM

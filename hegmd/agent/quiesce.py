@@ -20,6 +20,7 @@ from .signals import HeldSignals
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any
 
 # A loader that was not asked for so many optimizer steps is not what paces this training (any more).
 STEPS_WITHOUT_LOADER = 16
@@ -247,17 +248,40 @@ class Gate:
             self._wait(asked)
 
     def _wait(self, asked: Asked) -> None:
-        """Stay until the door is opened. Signals that would run the script's handlers meanwhile are held back."""
+        """Stay until the door is opened. Signals that would run the script's handlers meanwhile are held back.
+
+        What other threads raise in this one (PyThreadState_SetAsyncExc) may be raised at any step. It is the script's
+        and is raised on, but not before the door is open: whoever is counted as parked stays, whatever comes.
+        """
         door = allocate_lock()
         door.acquire()
+        raised: BaseException | None = None
         with HeldSignals(self.on_signal):
-            with self._lock:
+            while True:
+                try:
+                    if self._enter(asked, door):
+                        self.on_change()
+                        note(f"parked at boundary {self.count}")
+                        stand(door)
+                    break
+                except BaseException as error:  # noqa: BLE001 - raised below
+                    raised = error
+        if raised is not None:
+            raise raised
+
+    def _enter(self, asked: Asked, door: object) -> bool:
+        """Be counted as parked, unless it is not asked any more; once more is fine."""
+        with self._lock:
+            if self._doors.get(get_ident()) is not door:
                 if self._asked is not asked:
-                    return
+                    return False
                 self._doors[get_ident()] = door
-            self.on_change()
-            note(f"parked at boundary {self.count}")
-            door.acquire()
+        return True
+
+
+def stand(door: Any) -> None:
+    """Wait at the door. The last step of a thread that stops: who is seen in here runs nothing of the script's."""
+    door.acquire()
 
 
 def _is_alive(ident: int) -> bool:

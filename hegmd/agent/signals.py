@@ -6,22 +6,33 @@ thread blocks every signal while it is parked; the kernel gives them to another 
 notes them and writes their number to the wakeup descriptor. Who reads it, the agent, can bring everything back; the
 handlers run when the main thread goes on. Signals that nobody handles in Python do what they always do.
 
-Python runs handlers in the main thread only, so nothing has to be held back in any other.
+Python runs handlers in the main thread only, so nothing has to be held back in any other. A child that another thread
+forks meanwhile gets the wakeup descriptor back that it would have: its signals are no news of ours.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from _thread import get_ident, start_new_thread
+from _thread import allocate_lock, get_ident, start_new_thread
 
 from .notes import note
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from _thread import LockType
     from collections.abc import Callable
 
 _NO_DESCRIPTOR = -1
+_held: HeldSignals | None = None
+
+
+def let_go_in_child() -> None:
+    """In a forked child, whose thread is its main one by now: nothing is held back there. Never raises."""
+    global _held
+    held, _held = _held, None
+    if held is not None:
+        held.close_in_child()
 
 
 class HeldSignals:
@@ -38,17 +49,26 @@ class HeldSignals:
             return
         import signal
 
+        global _held  # noqa: PLW0603 - there is one main thread
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        os.set_blocking(reader, True)
+        self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(self._reader, True)
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        start_new_thread(self._read, (reader,))
+        _held = self
+        begun = allocate_lock()
+        begun.acquire()
+        start_new_thread(self._read, (self._reader, begun))
+        # Python up to 3.11 takes a thread that has not begun for the one that started it: what somebody raises in the
+        # parked thread (PyThreadState_SetAsyncExc) would be raised in that one.
+        begun.acquire()
 
     def __exit__(self, *_exc: object) -> None:
         if not self._is_main:
             return
+        global _held  # noqa: PLW0603 - there is one main thread
         import signal
 
+        _held = None
         try:  # each line may be where a handler that was held back raises
             signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
         finally:
@@ -57,8 +77,23 @@ class HeldSignals:
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
-    def _read(self, reader: int) -> None:
+    def close_in_child(self) -> None:
+        """The forked child's part of the end; the parent's thread goes on waiting with its own."""
+        import signal
+
+        try:
+            signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
+        except (OSError, ValueError) as error:
+            note(f"the wakeup descriptor stays with the parent's: {error}")
+        for fd in (self._reader, self._writer):
+            try:
+                os.close(fd)
+            except OSError:
+                pass
+
+    def _read(self, reader: int, begun: LockType) -> None:
         """Until the writer closes: tell the numbers, and pass them on to whoever had the wakeup descriptor before."""
+        begun.release()
         import signal
 
         # This thread, which inherited the mask, is where the kernel may deliver them.

@@ -12,8 +12,11 @@ from __future__ import annotations
 import os
 import sys
 
+from .quiesce import stand
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
 # Relative to the standard library: where its threads wait.
@@ -28,14 +31,21 @@ _OURS = os.path.dirname(os.path.abspath(__file__)) + "/"
 
 def busy_thread(parked: frozenset[int], trainers: frozenset[int]) -> str | None:
     """One thread that is not at rest, in words, or None when all are."""
+    return next(busy_threads(parked, trainers), None)
+
+
+def busy_threads(parked: frozenset[int], trainers: frozenset[int]) -> Iterator[str]:
+    """Every thread that is not at rest, in words."""
     for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage] - documented all the same
-        if ident in parked or _is_ours(frame):
+        if ident in parked:
+            if frame.f_code is not stand.__code__:  # the handler of a signal may still run in it
+                yield f"{_name_of(ident)} has not come to a stand"
+        elif _is_ours(frame):
             continue
-        if ident in trainers:
-            return f"{_name_of(ident)}, which trains too, is at {_place(frame)}"
-        if not _is_at_rest(frame):
-            return f"{_name_of(ident)} is at {_place(frame)}"
-    return None
+        elif ident in trainers:
+            yield f"{_name_of(ident)}, which trains too, is at {_place(frame)}"
+        elif not _is_at_rest(frame):
+            yield f"{_name_of(ident)} is at {_place(frame)}"
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
+from time import monotonic
 
 from hegmd.agent.quiesce import CALL, PARK, STEPS_WITHOUT_LOADER, Asked, Gate
+from hegmd.agent.stillness import busy_threads
 
 PATIENCE_S = 10.0
 
@@ -187,3 +190,66 @@ def test_an_inert_gate_never_stops_anybody() -> None:
     gate.ask(Asked(PARK))
     gate.boundary_by_hand()
     assert not gate.asked
+
+
+class _Raiser:
+    """A script's thread at a boundary at which it is to park; while its agent is told of it, it can be held up."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.told = threading.Semaphore(0)
+        self.go_on = threading.Event()
+        self.raised: list[BaseException] = []
+        self.gate.on_change = self._tell
+        self.gate.ask(Asked(PARK))
+        self.thread = threading.Thread(target=self._pass)
+        self.thread.start()
+        assert self.told.acquire(timeout=PATIENCE_S)
+
+    def _tell(self) -> None:
+        self.told.release()
+        assert self.go_on.wait(PATIENCE_S)
+
+    def _pass(self) -> None:
+        try:
+            self.gate.boundary_by_hand()
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            self.raised.append(error)
+
+    def stands(self) -> bool:
+        reasons = busy_threads(self.gate.parked_threads, frozenset())
+        return self.gate.parked and f"thread {self.thread.name} has not come to a stand" not in list(reasons)
+
+    def come_to_a_stand(self) -> None:
+        self.go_on.set()
+        deadline = monotonic() + PATIENCE_S
+        while not self.stands():
+            assert monotonic() < deadline
+
+    def let_go(self) -> None:
+        self.gate.withdraw()
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+
+
+def test_a_thread_on_its_way_to_the_door_was_taken_for_one_that_stands() -> None:
+    """A signal's handler could still run in it, and would have found the storages gone."""
+    script = _Raiser()
+    assert script.gate.parked
+    assert not script.stands()
+    script.come_to_a_stand()
+    script.let_go()
+    assert not script.raised
+
+
+def test_a_thread_that_something_was_raised_in_left_and_was_still_counted_as_parked() -> None:
+    script = _Raiser()
+    ident = script.thread.ident
+    assert ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(TimeoutError))
+    script.go_on.set()
+    assert script.told.acquire(timeout=PATIENCE_S), "it has left"
+    script.come_to_a_stand()
+    script.let_go()
+    assert [type(error) for error in script.raised] == [TimeoutError]
+    assert not script.gate.parked
