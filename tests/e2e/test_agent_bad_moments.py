@@ -1,0 +1,203 @@
+"""Scripts that fork, become another program or raise in each other just when they are asked to stop, or stand already."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.agented import Training, environment, undisturbed
+from tests.e2e.scripted_daemon import ScriptedDaemon
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
+
+
+def test_a_forked_child_has_no_agent_and_trains_on(socket_path: Path) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+    code = (
+        "import os, torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "fds = set(os.listdir('/proc/self/fd'))\n"
+        "next(iter(DataLoader([1])))\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    sockets = [n for n in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{n}')]\n"
+        "    links = [os.readlink(f'/proc/self/fd/{n}') for n in sockets]\n"
+        "    threads = len(os.listdir('/proc/self/task'))\n"
+        "    next(iter(DataLoader([1])))\n"
+        "    os._exit(threads - 1 + sum(link.startswith('socket:') for link in links))\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "input()\n"
+    )
+    with ScriptedDaemon(socket_path) as daemon:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment(socket_path),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        agent = daemon.attended()
+        assert process.stdout is not None
+        assert process.stdout.readline() == "0\n"
+        assert agent.order("park", limit_s=0.05).result == "failed"  # the parent's connection still stands
+        process.communicate("\n", timeout=30)
+        assert process.returncode == 0
+
+
+FORKING = """
+import os, threading, hegm, random
+random.seed(5)
+weight = 0.0
+for step in range(600):
+    for _ in range(300):
+        weight += 1e-3 * (random.gauss(1, 1) - weight)
+    if step % 40 == 7:
+        child = os.fork()
+        if child == 0:
+            for _ in range(5):
+                hegm.boundary()
+            os._exit(11)
+        print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(weight.hex())
+    hegm.boundary()
+"""
+
+
+def test_a_script_that_forks_while_it_is_asked_goes_on_and_so_do_its_children(
+    socket_path: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "forking.py"
+    script.write_text(FORKING)
+    (tmp_path / "hegm.py").write_text("def boundary(): pass\n")
+    expected = undisturbed([str(script)])
+    (tmp_path / "hegm.py").unlink()
+    assert expected.count("child 11") == 15
+    with ScriptedDaemon(socket_path) as daemon, Training([str(script)], socket_path) as training:
+        agent = daemon.attended()
+        for at in (5, 30, 45, 90, 150, 300):
+            parking = agent.send("park", at=at)  # asked, and not yet there when it forks
+            assert agent.answer(parking).result == "done"
+            agent.done("release", limit_s=20)
+        assert training.result() == (0, expected, "")
+
+
+FORKED_WHILE_PARKED = """
+import os, signal, subprocess, sys, threading, hegm
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(12))
+
+def fork_when_told():
+    subprocess.run(["cat", sys.argv[1]], stdout=subprocess.DEVNULL)
+    child = os.fork()
+    if child == 0:
+        hegm.boundary()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while True:
+            pass
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    subprocess.run(["tee", sys.argv[2]], input=str(status).encode(), stdout=subprocess.DEVNULL)
+
+threading.Thread(target=fork_when_told).start()
+while not os.path.exists(sys.argv[3]):
+    hegm.boundary()
+"""
+
+
+def test_a_signal_to_a_child_that_was_forked_while_parked_brought_its_parent_back(
+    socket_path: Path, tmp_path: Path
+) -> None:
+    """The child had inherited the descriptor that tells the agent of signals."""
+    words, tell, told, stop = _script_with_fifos(tmp_path, FORKED_WHILE_PARKED)
+    with ScriptedDaemon(socket_path) as daemon, Training(words, socket_path) as training:
+        agent = daemon.attended()
+        agent.done("park", limit_s=20)
+        tell.write_text("fork")
+        assert told.read_text() == "12"
+        assert agent.done("survey").parked
+        stop.touch()
+        agent.done("withdraw")
+        assert training.result() == (0, "", "")
+
+
+RAISES = """
+import ctypes, os, subprocess, sys, threading, hegm
+_, tell, told, stop = sys.argv
+
+def interrupt_when_told(ident):
+    subprocess.run(["cat", tell], stdout=subprocess.DEVNULL)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(TimeoutError))
+    subprocess.run(["tee", told], input=b"done", stdout=subprocess.DEVNULL)
+
+threading.Thread(target=interrupt_when_told, args=(threading.get_ident(),)).start()
+try:
+    while True:
+        hegm.boundary()
+except TimeoutError:
+    print("caught", flush=True)
+while not os.path.exists(stop):
+    hegm.boundary()
+"""
+
+
+def test_what_is_raised_in_a_parked_thread_is_caught_where_it_would_be(socket_path: Path, tmp_path: Path) -> None:
+    """Watchdogs raise in other threads. It comes when the thread goes on, out of the call at the boundary."""
+    words, tell, told, stop = _script_with_fifos(tmp_path, RAISES)
+    with ScriptedDaemon(socket_path) as daemon, Training(words, socket_path) as training:
+        agent = daemon.attended()
+        agent.done("park", limit_s=20)
+        tell.write_text("raise")
+        assert told.read_text() == "done"
+        assert agent.done("survey").parked
+        agent.done("release", limit_s=20)
+        agent.done("park", limit_s=20)  # its gate is as it was
+        agent.done("release", limit_s=20)
+        stop.touch()
+        assert training.result() == (0, "caught\n", "")
+
+
+EXECS = """
+import os, signal, subprocess, sys, threading, hegm
+_, tell, told, stop = sys.argv
+
+def exec_when_told():
+    subprocess.run(["cat", tell], stdout=subprocess.DEVNULL)
+    os.execv(sys.executable, [sys.executable, sys.argv[0], "", "", stop])
+
+if tell:
+    threading.Thread(target=exec_when_told).start()
+else:
+    print("second", signal.pthread_sigmask(signal.SIG_BLOCK, []), flush=True)
+while not os.path.exists(stop):
+    hegm.boundary()
+"""
+
+
+def test_a_process_that_becomes_another_program_while_parked_says_hello_anew(socket_path: Path, tmp_path: Path) -> None:
+    """Its signals are as they were before, though the thread that waited had held them back."""
+    words, tell, _, stop = _script_with_fifos(tmp_path, EXECS)
+    with ScriptedDaemon(socket_path) as daemon, Training(words, socket_path) as training:
+        first = daemon.attended()
+        first.done("park", limit_s=20)
+        tell.write_text("exec")
+        first.wait_until_gone()
+        second = daemon.attended()
+        assert first.said is not None
+        assert second.said is not None
+        assert second.said.token != first.said.token
+        assert not second.said.parked
+        second.done("park", limit_s=20)
+        second.done("release", limit_s=20)
+        stop.touch()
+        assert training.result() == (0, "second set()\n", "")
+
+
+def _script_with_fifos(folder: Path, text: str) -> tuple[list[str], Path, Path, Path]:
+    """The words that start it; the pipe that tells it to act, the one on which it says that it has, and its end."""
+    script, tell, told, stop = (folder / name for name in ("script.py", "tell", "told", "stop"))
+    script.write_text(text)
+    os.mkfifo(tell)
+    os.mkfifo(told)
+    return [str(script), str(tell), str(told), str(stop)], tell, told, stop
