@@ -1,4 +1,4 @@
-"""Scripts that fork, become another program or raise in each other just when they are asked to stop, or stand already."""
+"""Scripts that fork, become another program or raise in a thread just when they are asked to stop, or stand already."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_a_signal_to_a_child_that_was_forked_while_parked_brought_its_parent_bac
         tell.write_text("fork")
         assert told.read_text() == "12"
         assert agent.done("survey").parked
-        stop.touch()
         agent.done("withdraw")
+        stop.touch()
         assert training.result() == (0, "", "")
 
 
