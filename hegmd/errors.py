@@ -43,6 +43,9 @@ EXTERNAL = Code("external", 13, "another program failed")
 UNAVAILABLE = Code("unavailable", 14, "a driver, library or device does not answer")
 ATTENTION = Code("attention", 15, "the answer is complete and says that something needs a person")
 CANCELLED = Code("cancelled", 16, "cancelled by the caller")
+# As shells, env and nohup have it, for scripts that go by it.
+NOT_EXECUTABLE = Code("not-executable", 126, "the command that was to be run is there and cannot be run")
+NO_COMMAND = Code("no-command", 127, "the command that was to be run was not found")
 
 CODES: tuple[Code, ...] = (
     INTERNAL,
@@ -61,6 +64,8 @@ CODES: tuple[Code, ...] = (
     UNAVAILABLE,
     ATTENTION,
     CANCELLED,
+    NOT_EXECUTABLE,
+    NO_COMMAND,
 )
 
 

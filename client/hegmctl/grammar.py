@@ -258,8 +258,9 @@ _VERBS = (
         "run",
         "run a command so that it can be moved",
         "Becomes the command, with hegmd's agent in every Python that it starts. Nothing is installed and no line of "
-        "the script changes; exit status, signals, terminal and process group are the command's own. Without a daemon "
-        "one is started for this user's own processes, which ends when its last job has.",
+        "the script changes; exit status, signals, terminal and process group are the command's own. One that is "
+        "not found ends with 127, and one that cannot be run with 126, as in a shell. Without a daemon one is started "
+        "for this user's own processes, which ends when its last job has.",
         options=(
             Option("--gpu", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to be on, on a simulated node"),
             Option(

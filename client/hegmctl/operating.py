@@ -165,6 +165,8 @@ def _watch(session: Session, connection: Connection, request: Request, reply: ty
         return _show(session, connection, request, reply, seen)
     except KeyboardInterrupt:
         if not seen:
+            if not getattr(request, "dry_run", False):  # it is still being planned, or has only just begun
+                session.sink.note("if anything has begun it goes on: see `hegmctl ops`")
             raise
         _interrupted(session, connection, seen[-1], request)
 

@@ -92,8 +92,8 @@ class TextSink(Sink):
         columns = self._error_style.columns
         if columns is not None and not self.quiet:  # only a terminal can take back what it was told
             text = " ".join(view(progress, self._error_style))
+            self._in_progress = True  # before it stands there: Ctrl-C may come at any moment
             _write_error(f"\r{text if self._error_style.colour else shortened(text, columns - 1, '')}\x1b[K", end="")
-            self._in_progress = True
 
     def end_progress(self) -> None:
         if self._in_progress:

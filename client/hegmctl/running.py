@@ -12,7 +12,7 @@ import os
 import sys
 from time import monotonic, sleep
 
-from hegmctl.become import become
+from hegmctl.become import become, require
 from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint
 from hegmd.errors import EXTERNAL, NO_DAEMON, NOT_FOUND, USAGE, HegmError
 
@@ -34,6 +34,7 @@ def run(session: Session) -> NoReturn:
     command = arguments.tail
     if not command:
         raise HegmError(USAGE, "run needs a command after `--`", "hegmctl run -- python3 train.py")
+    require(command)
     endpoint = find_endpoint(arguments.text("socket"))
     try:
         _look_at_daemon(session)

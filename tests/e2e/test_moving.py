@@ -232,7 +232,7 @@ def test_run_changes_nothing_for_a_command(daemon: RunningDaemon) -> None:
     assert pid != group, "it was put into a process group of its own"
     missing = subprocess.run([*words, "no-such-program-here"], env=environ, capture_output=True, check=False)
     assert b"no-such-program-here" in missing.stderr
-    assert missing.returncode == 5
+    assert missing.returncode == 127
 
 
 def test_run_starts_a_daemon_of_its_own_that_ends_with_the_job(tmp_path: Path) -> None:

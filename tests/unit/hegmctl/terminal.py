@@ -109,6 +109,7 @@ class Terminal:
         columns: int = 80,
         lines: int = 24,
         environ: dict[str, str] | None = None,
+        stdin: int | None = None,
     ) -> None:
         self.picture = Picture()
         self._master, slave = os.openpty()
@@ -116,7 +117,7 @@ class Terminal:
         self.process = subprocess.Popen(
             command(*words),
             env=environment(socket, **{"TERM": "xterm-256color", "LANG": "C.UTF-8", **(environ or {})}),
-            stdin=slave,
+            stdin=slave if stdin is None else stdin,
             stdout=slave,
             stderr=slave,
             cwd=ROOT,
@@ -138,6 +139,10 @@ class Terminal:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         if tell:
             os.kill(self.process.pid, 28)
+
+    def type(self, text: str) -> None:
+        """What a person types; it reaches whoever reads, and is echoed."""
+        os.write(self._master, text.encode())
 
     def until(self, seen: Callable[[list[str]], bool]) -> list[str]:
         """Wait until that can be seen on the screen; the lines then."""

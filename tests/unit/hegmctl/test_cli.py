@@ -394,5 +394,5 @@ def test_a_hold_without_a_command_waits_and_tells_when_the_daemon_goes(daemon: F
 
 def test_a_command_that_cannot_be_run_is_told(daemon: FakeDaemon) -> None:
     ran = hegmctl("simulate", "hold", "gpu0", "1GiB", "--", "/no/such/program", socket=daemon.path)
-    assert ran.returncode == 5
+    assert ran.returncode == 127
     assert ran.stderr.startswith("hegmctl: /no/such/program cannot be run: No such file or directory; ")

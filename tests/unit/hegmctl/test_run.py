@@ -1,0 +1,240 @@
+"""`hegmctl run`: a command cannot tell that it was started by it, but for a few variables that are for the agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.hegmctl import node
+from tests.unit.hegmctl.fake_daemon import FakeDaemon
+from tests.unit.hegmctl.running import ROOT, command, environment, hegmctl
+
+# Says all that a process can see of how it was started. `-I -S`: no variable of ours, and so no agent, is looked at.
+PROBE = """
+import json, os, resource, sys
+def status(key):
+    return next(line.split(":")[1].strip() for line in open("/proc/self/status") if line.startswith(key))
+def place(fd):
+    try:
+        return os.lseek(fd, 0, os.SEEK_CUR)
+    except OSError:
+        return None
+terminal = os.isatty(0)
+def is_open(fd):
+    try:
+        return bool(os.fstat(fd))
+    except OSError:
+        return False
+fds = [fd for fd in range(256) if is_open(fd)]
+print(json.dumps({
+    "arguments": sys.argv[1:],
+    "cwd": os.getcwd(),
+    "signals": [status(key) for key in ("SigBlk", "SigIgn", "SigCgt")],
+    "fds": [[fd, os.get_blocking(fd), place(fd)] for fd in fds],
+    "terminals": [os.isatty(fd) for fd in (0, 1, 2)],
+    "foreground": terminal and os.tcgetpgrp(0) == os.getpgrp(),
+    "leads": [os.getpgrp() == os.getpid(), os.getsid(0) == os.getpid()],
+    "parent": os.getppid(),
+    "umask": os.umask(0),
+    "nice": os.nice(0),
+    "limits": [resource.getrlimit(kind) for kind in range(16)],
+    "environment": dict(os.environ),
+}))
+"""
+WORDS = [sys.executable, "-I", "-S", "-c", PROBE, "an argument", "", "--json", "--", "$HOME"]
+ADDED = {"HEGM_RUN", "HEGM_SOCKET", "HEGM_MSGPACK", "PYTHONPATH"}
+# Takes every signal that it can, and says which came.
+LISTENER = """
+import os, signal
+def say(number, _frame):
+    os.write(1, signal.Signals(number).name.encode() + b"\\n")
+for name in ("INT", "TERM", "HUP", "QUIT", "WINCH", "USR1", "CONT"):
+    signal.signal(getattr(signal, "SIG" + name), say)
+os.write(1, b"ready\\n")
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def daemon(socket_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(socket_path, node.answers()) as running:
+        yield running
+
+
+def _seen(words: list[str], environ: dict[str, str], **how: Any) -> dict[str, Any]:
+    ran = subprocess.run(words, env=environ, cwd=ROOT, timeout=15, check=True, stdout=subprocess.PIPE, **how)
+    seen: dict[str, Any] = json.loads(ran.stdout)
+    return seen
+
+
+def _seen_both_ways(daemon: FakeDaemon, before: tuple[str, ...] = (), **how: Any) -> dict[str, Any]:
+    """What the probe sees, which has to be the same with and without; the variables that are added are left out."""
+    environ = environment(daemon.path)
+    alone = _seen([*before, *WORDS], environ, **how)
+    under = _seen([*before, *command("run", "--", *WORDS)], environ, **how)
+    added = {name: value for name, value in under["environment"].items() if alone["environment"].get(name) != value}
+    assert set(added) <= ADDED
+    assert added["PYTHONPATH"].endswith(environ["PYTHONPATH"]), "what was there comes after it"
+    for seen in (alone, under):
+        del seen["environment"]
+    assert under == alone
+    return under
+
+
+def test_a_command_in_a_pipe_sees_no_difference(daemon: FakeDaemon, tmp_path: Path) -> None:
+    source = tmp_path / "input"
+    source.write_bytes(b"not to be read by us")
+    with source.open("rb") as stdin, (tmp_path / "errors").open("wb") as stderr:
+        seen = _seen_both_ways(daemon, stdin=stdin, stderr=stderr)
+    assert seen["arguments"] == ["an argument", "", "--json", "--", "$HOME"]
+    assert seen["fds"][0] == [0, True, 0], "nothing of its input was read"
+    assert [fd for fd, _blocking, _place in seen["fds"]] == [0, 1, 2]
+
+
+def test_a_command_on_a_terminal_of_its_own_sees_no_difference(daemon: FakeDaemon) -> None:
+    master, slave = os.openpty()
+    try:
+        seen = _seen_both_ways(daemon, ("setsid", "-c"), stdin=slave, stderr=slave)
+    finally:
+        os.close(master)
+        os.close(slave)
+    assert (seen["terminals"], seen["foreground"], seen["leads"]) == ([True, False, True], True, [True, True])
+
+
+def test_a_command_keeps_the_signals_that_are_ignored(daemon: FakeDaemon) -> None:
+    """As under nohup, or in the background of a script."""
+    ignoring = ("sh", "-c", 'trap "" HUP INT; exec "$@"', "sh")
+    seen = _seen_both_ways(daemon, ignoring, stdin=subprocess.DEVNULL)
+    assert int(seen["signals"][1], 16) & 0b11 == 0b11
+
+
+def _listening(daemon: FakeDaemon) -> subprocess.Popen[bytes]:
+    words = command("run", "--", sys.executable, "-I", "-S", "-c", LISTENER)
+    # What leads a session cannot be stopped, so it has a group of its own in ours.
+    group: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {}
+    return subprocess.Popen(words, env=environment(daemon.path), cwd=ROOT, stdout=subprocess.PIPE, **group)
+
+
+def test_every_signal_reaches_the_command(daemon: FakeDaemon) -> None:
+    with _listening(daemon) as listener:
+        assert listener.stdout is not None
+        assert listener.stdout.readline() == b"ready\n"
+        for name in ("SIGWINCH", "SIGHUP", "SIGINT", "SIGTERM", "SIGQUIT", "SIGUSR1"):
+            listener.send_signal(signal.Signals[name])
+            assert listener.stdout.readline() == f"{name}\n".encode()
+        listener.send_signal(signal.SIGTSTP)
+        assert os.WIFSTOPPED(os.waitpid(listener.pid, os.WUNTRACED)[1])
+        listener.send_signal(signal.SIGCONT)
+        assert listener.stdout.readline() == b"SIGCONT\n"
+        listener.kill()
+        assert listener.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE])
+def test_a_command_dies_of_a_signal_as_it_would(daemon: FakeDaemon, number: signal.Signals) -> None:
+    ran = hegmctl("run", "--", "sh", "-c", f"kill -{int(number)} $$; sleep 9", socket=daemon.path)
+    assert ran.returncode == -number
+
+
+def test_ctrl_c_at_a_terminal_ends_the_command_and_nobody_else_answers(daemon: FakeDaemon) -> None:
+    master, slave = os.openpty()
+    words = ["setsid", "-c", *command("run", "--", "sh", "-c", "echo ready; exec cat")]
+    with subprocess.Popen(
+        words, env=environment(daemon.path), cwd=ROOT, stdin=slave, stdout=subprocess.PIPE, stderr=slave
+    ) as job:
+        os.close(slave)
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"ready\n"
+        os.write(master, b"\x03")
+        assert job.wait(10) == -signal.SIGINT
+    os.close(master)
+
+
+@pytest.mark.parametrize("status", [0, 1, 7, 126, 255])
+def test_the_exit_status_is_the_commands(daemon: FakeDaemon, status: int) -> None:
+    ran = hegmctl("run", "--", "sh", "-c", f"exit {status}", socket=daemon.path)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (status, "", "")
+
+
+def _file(path: Path, text: str, mode: int) -> str:
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_script_without_a_first_line_is_run_as_a_shell_would(daemon: FakeDaemon, tmp_path: Path) -> None:
+    script = _file(tmp_path / "bare", 'echo "$0 $1"; exit 3\n', 0o755)
+    ran = hegmctl("run", "--", script, "one two", socket=daemon.path)
+    assert (ran.returncode, ran.stdout) == (3, f"{script} one two\n")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert hegmctl("run", "--", "bare", "x", socket=daemon.path, environ={"PATH": path}).returncode == 3
+
+
+def test_a_command_that_is_not_there_or_cannot_be_run_ends_as_in_a_shell(daemon: FakeDaemon, tmp_path: Path) -> None:
+    plain = _file(tmp_path / "plain", "echo no\n", 0o644)
+    lost = _file(tmp_path / "lost", "#!/no/such/interpreter\n", 0o755)
+    for words, status, says in (
+        (("no-such-program-here",), 127, "no-such-program-here cannot be run: No such file"),
+        (("/no/such/program",), 127, "/no/such/program cannot be run"),
+        ((lost,), 127, "an interpreter that is not there"),
+        ((plain,), 126, "chmod +x"),
+        ((str(tmp_path),), 126, "permission to execute"),
+        ((f"{plain}/below",), 127, "cannot be run"),
+    ):
+        ran = hegmctl("run", "--", *words, socket=daemon.path)
+        assert (ran.returncode, ran.stdout) == (status, ""), ran.stderr
+        assert says in ran.stderr
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert hegmctl("run", "--", "plain", socket=daemon.path, environ={"PATH": path}).returncode == 126
+
+
+def test_nothing_is_started_for_a_command_that_is_not_there(socket_path: Path) -> None:
+    """A daemon was, and ended when it found nobody to wait for."""
+    ran = hegmctl("run", "--simulate", "1x1GiB", "--", "no-such-program-here", socket=socket_path)
+    assert ran.returncode == 127
+    assert "started hegmd" not in ran.stderr
+    assert list(socket_path.parent.iterdir()) == []
+
+
+def test_without_a_daemon_and_told_to_start_none_the_command_runs(socket_path: Path) -> None:
+    ran = hegmctl("run", "--no-daemon-start", "--", "sh", "-c", "echo $HEGM_SOCKET; exit 4", socket=socket_path)
+    assert (ran.returncode, ran.stdout) == (4, f"{socket_path}\n")
+    assert "the job runs, and its agent looks out for a daemon" in ran.stderr
+    assert list(socket_path.parent.iterdir()) == []
+    quiet = hegmctl("-q", "run", "--no-daemon-start", "--", "true", socket=socket_path)
+    assert (quiet.returncode, quiet.stderr) == (0, "")
+
+
+def test_a_gpu_that_is_not_there_is_told_before_the_command_begins(daemon: FakeDaemon) -> None:
+    ran = hegmctl("run", "--gpu", "gpu7", "--", "echo", "begun", socket=daemon.path)
+    assert (ran.returncode, ran.stdout) == (5, "")
+    assert "no GPU 'gpu7'; this node has gpu0, gpu1" in ran.stderr
+
+
+def test_what_the_agent_is_to_know_is_in_the_environment(daemon: FakeDaemon) -> None:
+    print_it = ("--", "sh", "-c", "echo $HEGM_RUN,$HEGM_JOB,$HEGM_GPU")
+    stale = {"HEGM_RUN": "before", "HEGM_JOB": "before", "HEGM_GPU": "before"}
+    named = hegmctl("run", "--name", "bert", "--gpu", "gpu1", *print_it, socket=daemon.path, environ=stale)
+    run, *rest = named.stdout.strip().split(",")
+    assert rest == ["bert", "gpu1"]
+    again = hegmctl("run", *print_it, socket=daemon.path, environ=stale)
+    other, *rest = again.stdout.strip().split(",")
+    assert rest == ["", ""], "a run within another is a job of its own"
+    assert len({run, other, "before", ""}) == 4
+
+
+def test_run_without_a_command_says_how(daemon: FakeDaemon) -> None:
+    for words in (("run",), ("run", "--gpu", "gpu0")):
+        ran = hegmctl(*words, socket=daemon.path)
+        assert ran.returncode == 2
+        assert "hegmctl run -- python3 train.py" in ran.stderr
+    assert "put `--` before the COMMAND" in hegmctl("run", "true", socket=daemon.path).stderr
