@@ -13,12 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tests.bench import (
     bench_agent,
+    bench_blackout,
+    bench_carrier,
     bench_clients,
     bench_hegmctl,
     bench_idle,
     bench_inventory,
+    bench_parking,
     bench_refresh,
     bench_roundtrip,
+    bench_steps,
 )
 from tests.bench.machine import this_machine
 from tests.bench.report import Row, as_json, as_markdown, as_text, is_within
@@ -33,6 +37,10 @@ BENCHMARKS: dict[str, Benchmark] = {
     "inventory": bench_inventory.run,
     "refresh": bench_refresh.run,
     "agent": bench_agent.run,
+    "carrier": bench_carrier.run,
+    "steps": bench_steps.run,
+    "parking": bench_parking.run,
+    "blackout": bench_blackout.run,
 }
 
 
