@@ -50,10 +50,10 @@ from hegmd.server.handlers import FRESH_S, Handlers, Services
 from hegmd.server.listener import Admission, Listener, bind, take_away
 from hegmd.server.scrape import ScrapePort, bind_loopback
 from hegmd.server.session import Session, SessionLimits
-from hegmd.server.stream import PeerStream
 from hegmd.server.textfile import Textfile
 from hegmd.service import Offer
 from hegmd.state_dir import StateDir
+from hegmd.stream import PeerStream
 from hegmd.ways import NodeMeans
 from hegmd.workers import Workers
 

@@ -48,6 +48,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.service": GROUND,
     "hegmd.state_dir": ("hegmd.errors",),
     "hegmd.detached": ("hegmd.errors",),
+    "hegmd.descriptors": (),
+    "hegmd.stream": (*GROUND, "hegmd.descriptors"),
     # The node
     "hegmd.external": (*GROUND, "hegmd.log", "hegmd.detached"),
     "hegmd.devices": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.toml_lines"),
@@ -68,7 +70,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
     "hegmd.operations": (*GROUND, "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.workers"),
     # Those who ask
-    "hegmd.server": (*GROUND, *SEEN, "hegmd.detached", *NODE, "hegmd.inventory", "hegmd.doctor", "hegmd.operations"),
+    "hegmd.server": (
+        *(*GROUND, *SEEN, "hegmd.detached", "hegmd.descriptors", "hegmd.stream"),
+        *(*NODE, "hegmd.inventory", "hegmd.doctor", "hegmd.operations"),
+    ),
     "hegmd.server.auth": ("hegmd.errors", "hegmd.protocol"),
     # Where it all comes together
     "hegmd.moving": EVERYTHING,
