@@ -51,7 +51,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.descriptors": (),
     "hegmd.stream": (*GROUND, "hegmd.descriptors"),
     # The node
-    "hegmd.external": (*GROUND, "hegmd.log", "hegmd.detached"),
+    "hegmd.external": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.descriptors"),
     "hegmd.devices": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.toml_lines"),
     "hegmd.agent_orders": GROUND,
     "hegmd.workers": (*GROUND, "hegmd.log", "hegmd.agent_orders"),
@@ -64,7 +64,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.pool": (*GROUND, "hegmd.log"),
     "hegmd.rooms": (*GROUND, "hegmd.log", "hegmd.devices"),
     "hegmd.attendance": (*GROUND, "hegmd.rooms", "hegmd.workers"),
-    "hegmd.methods": (*GROUND, "hegmd.pool", "hegmd.workers"),
+    "hegmd.methods": (*GROUND, "hegmd.log", "hegmd.agent_orders", "hegmd.pool", "hegmd.rooms", "hegmd.workers"),
     "hegmd.migration": GROUND,
     "hegmd.migration.performer": (*MOVING, "hegmd.migration"),
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
