@@ -17,6 +17,8 @@ from hegmd.attendance import Attendance
 from hegmd.devices.simulated import SimulatedProvider
 from hegmd.events import EventLog
 from hegmd.inventory import Inventory
+from hegmd.methods.simulated import SimulatedMethod
+from hegmd.methods.worker import WorkerCarrier
 from hegmd.migration.performer import Performer
 from hegmd.migration.runner import Runner, rooms_to_restore
 from hegmd.operations import Operations
@@ -47,7 +49,9 @@ class Moving:
         self._inventory = inventory
         self.pool = Pool(budget_bytes, store=manager)
         self.rooms = Rooms(simulator, gpus=self._gpus, changed=inventory.expire)
-        performer = Performer(workers, self.rooms, self.pool, start_ticks=start_ticks)
+        methods = {SimulatedMethod.name: SimulatedMethod(self.rooms)}
+        carriers = {WorkerCarrier.name: WorkerCarrier(self.pool)}
+        performer = Performer(workers, methods, carriers, start_ticks=start_ticks)
         self.runner = Runner(state_dir, performer, events)
         self.attendance = Attendance(
             workers,

@@ -59,7 +59,10 @@ class OperationProcess(Record):
     gpu: str | None = field("the GPU that it is on; nil for none", default=None)
     to: str | None = field("the GPU that it is to be on; nil for none", default=None)
     size_bytes: int = field("bytes to carry")
-    state: str = field("running; parked: it stands at a boundary; out: its bytes are in the pool; gone; lost")
+    state: str = field(
+        "running; parked: it stands at a boundary; out: its bytes are in the pool; off: the driver has taken it off "
+        "its GPU; gone; lost"
+    )
 
 
 class Operation(Record):
