@@ -43,8 +43,9 @@ class Subject:
     goal: str | None
     #: The GPU that it was taken off last.
     left: str | None
-    #: Bytes of the storages that its agent vouches for, and what it needs on a GPU besides them.
+    #: Bytes of the storages that its agent vouches for; room that is needed for them; what is needed besides them.
     size_bytes: int = 0
+    storage_room_bytes: int = 0
     rest_bytes: int = 0
     #: Whether the room on the GPU that it leaves is to be kept for the way back.
     keeps_room: bool = True

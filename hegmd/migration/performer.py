@@ -249,6 +249,7 @@ class Performer:
             goal=member.goal,
             left=member.left,
             size_bytes=member.size_bytes,
+            storage_room_bytes=member.room_bytes - member.rest_bytes,
             rest_bytes=member.rest_bytes,
             keeps_room=member.goal is not None or len(op.workers) > 1,
             agent=self._agent(member),
