@@ -92,12 +92,15 @@ class Attendance:
                 with anyio.move_on_after(max(0.05, wait_s)):
                     await self._news.wait()
 
-    async def count(self, worker: Worker) -> None:
-        """Have a worker count its storages, and put it on a GPU when it turns out to train. Raises nothing."""
+    async def count(self, worker: Worker, limit_s: float = SURVEY_LIMIT_S) -> None:
+        """Have a worker count its storages, and put it on a GPU when it turns out to train. Raises nothing.
+
+        Over the limit it says how far it is, and what it holds is as it was last told.
+        """
         if self._in_hand(worker.pid) or worker.parked or worker.held_bytes:
             return
         try:
-            await worker.order("survey", limit_s=SURVEY_LIMIT_S)
+            await worker.order("survey", limit_s=limit_s)
         except HegmError as error:
             logger.debug("worker %d was not counted: %s", worker.pid, error.message)
             return

@@ -17,6 +17,7 @@ from hegmd.attendance import Attendance
 from hegmd.devices.simulated import SimulatedProvider
 from hegmd.events import EventLog
 from hegmd.inventory import Inventory
+from hegmd.lookout import Lookout
 from hegmd.methods.simulated import SimulatedMethod
 from hegmd.methods.worker import WorkerCarrier
 from hegmd.migration.performer import Performer
@@ -61,7 +62,8 @@ class Moving:
             out_bytes=self.runner.held_bytes,
             changed=inventory.expire,
         )
-        self.operations = Operations(inventory, workers, self.pool, self.runner, count=self.attendance.count)
+        lookout = Lookout(inventory, workers, self.pool, count=self.attendance.count, running=self.runner.under_way)
+        self.operations = Operations(inventory, workers, lookout, self.runner)
         workers.listen(self.attendance.hear)
         workers.listen(self.runner.hear)
 

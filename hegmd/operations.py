@@ -1,8 +1,8 @@
 """What can be asked of operations: looks at the node, has a plan made, and has it carried out.
 
-Owns the snapshot that plans are made from and the two requests that are several operations in a row, `drain` and
-`swap`. Who may ask is told by the caller as `may`, which is asked for each process's owner; what is possible is the
-planner's to say; what happens then is the runner's.
+Owns the two requests that are several operations in a row, `drain` and `swap`. Who may ask is told by the caller as
+`may`, which is asked for each process's owner; what is possible is the planner's to say; what happens then is the
+runner's.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, Bug, HegmError, code_named
-from hegmd.inventory import Inventory, NodeSnapshot
+from hegmd.inventory import Inventory
+from hegmd.lookout import Lookout
 from hegmd.migration import events
-from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
+from hegmd.migration.candidates import Plan, Request
 from hegmd.migration.course import DONE, SUSPENDED
 from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits
 from hegmd.migration.plan import planned, planned_resume
 from hegmd.migration.runner import Runner
-from hegmd.pool import Pool
 from hegmd.protocol import operations as told
 from hegmd.protocol.operations import Reason
-from hegmd.protocol.snapshots import Gpu
-from hegmd.workers import Worker, Workers
+from hegmd.workers import Workers
 
 May = Callable[[int | None], bool]
 Emit = Callable[[told.OperationProgress], Awaitable[None]]
@@ -58,16 +57,14 @@ class Operations:
         self,
         inventory: Inventory,
         workers: Workers,
-        pool: Pool,
+        lookout: Lookout,
         runner: Runner,
         *,
-        count: Callable[[Worker], Awaitable[None]],
         utc: Callable[[], float] = time.time,
     ) -> None:
         self._inventory = inventory
         self._workers = workers
-        self._pool = pool
-        self._count = count
+        self._lookout = lookout
         self._utc = utc
         self.runner = runner
 
@@ -93,7 +90,7 @@ class Operations:
                 "hegmctl ops lists what is suspended",
                 {"pid": pid},
             )
-        snapshot = await self._snapshot([])
+        snapshot = await self._lookout.snapshot([])
         request = Request(kind=RESUME, pids=tuple([worker.pid for worker in op.live]), to=to)
         plan = _plan_or_raise(planned_resume(snapshot, request, op))
         if asked.dry_run:
@@ -105,7 +102,7 @@ class Operations:
         if not request.pids:
             raise HegmError(BAD_REQUEST, f"{request.kind} was asked of no process", "name one or more pids")
         self._check(asked, request.pids)
-        snapshot = await self._snapshot(request.pids)
+        snapshot = await self._lookout.snapshot(request.pids)
         plan = _plan_or_raise(planned(snapshot, request))
         self._check(asked, [worker.pid for worker in plan.workers])
         if asked.dry_run:
@@ -227,37 +224,6 @@ class Operations:
             raise HegmError(NOT_FOUND, f"process {pid} has no agent, or is on no GPU", "see hegmctl ps", {"pid": pid})
         return worker.gpu
 
-    # -- what is looked at ---------------------------------------------------------------------------------------------
-
-    async def _snapshot(self, pids: Sequence[int]) -> Snapshot:
-        for pid in pids:
-            worker = self._workers.find(pid)
-            if worker is not None and worker.connected and worker.size_bytes is None:
-                await self._count(worker)
-        node = await self._inventory.fresh(FRESH_S)
-        return Snapshot(
-            gpus=tuple(_room(gpu) for gpu in node.gpus),
-            candidates=tuple(self._candidates(node)),
-            pool=PoolRoom(budget_bytes=self._pool.budget_bytes(), free_bytes=self._pool.free_bytes()),
-            running=self.runner.under_way(),
-        )
-
-    def _candidates(self, node: NodeSnapshot) -> Iterable[Candidate]:
-        for process in node.processes:
-            if process.start_ticks is None:
-                continue
-            worker = self._workers.find(process.pid)
-            attends = worker is not None and worker.connected and worker.identity.start_ticks == process.start_ticks
-            yield Candidate(
-                pid=process.pid,
-                start_ticks=process.start_ticks,
-                uid=process.uid,
-                name=process.name,
-                job=worker.about.job if worker is not None and attends else None,
-                gpus=tuple(use.gpu for use in process.gpus),
-                agent=_survey(worker) if worker is not None and attends else None,
-            )
-
     # -- who may -------------------------------------------------------------------------------------------------------
 
     def _check(self, asked: Asked, pids: Iterable[int]) -> None:
@@ -276,30 +242,6 @@ class Operations:
             raise HegmError(
                 DENIED, f"{what} belongs to {owner}", "ask its owner, or an administrator of hegmd", {"uid": uid}
             )
-
-
-def _survey(worker: Worker) -> AgentSurvey:
-    return AgentSurvey(
-        token=worker.token,
-        size_bytes=worker.size_bytes,
-        left_alone=worker.left_alone,
-        boundary=worker.boundary,
-        rank=worker.about.rank,
-        world_size=worker.about.world_size,
-    )
-
-
-def _room(gpu: Gpu) -> GpuRoom:
-    known = gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
-    return GpuRoom(
-        id=gpu.id,
-        vendor=gpu.vendor,
-        chip=gpu.chip,
-        state=gpu.state,
-        free_bytes=(gpu.memory_total_bytes or 0) - (gpu.memory_used_bytes or 0) if known else None,
-        mig=gpu.mig,
-        mps=gpu.mps,
-    )
 
 
 def _plan_or_raise(result: Plan | tuple[Reason, ...]) -> Plan:

@@ -28,17 +28,13 @@ import anyio.to_thread
 
 from hegmd.errors import HegmError, Refused
 from hegmd.log import fields
+from hegmd.pieces import HUGE_PAGE_BYTES, MIB, whole_size
 
 logger = logging.getLogger(__name__)
 
-MIB = 1 << 20
-HUGE_PAGE_BYTES = 2 * MIB
 STORE_PREFIX = "hegm-pool"
 # Without a budget in the configuration the pool may take this share of the memory that is available when it is asked.
 SHARE_OF_AVAILABLE = 0.5
-# The agent writes a table of its storages before the bytes, and starts each on a page.
-TABLE_BYTES = 4 * MIB
-TABLE_SHARE = 32
 
 _HUGE_PAGES_FREE = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
 _MEMINFO = Path("/proc/meminfo")
@@ -46,12 +42,6 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap of Python knows no name for it
 _THREADS = 4
 _SLICE_BYTES = 64 * MIB
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-def whole_size(size_bytes: int) -> int:
-    """How large a piece for so many bytes of storages is: with room for the agent's table, in whole huge pages."""
-    wanted = size_bytes + size_bytes // TABLE_SHARE + TABLE_BYTES
-    return (wanted + HUGE_PAGE_BYTES - 1) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
 
 
 def read_available_bytes(meminfo: Path = _MEMINFO) -> int | None:

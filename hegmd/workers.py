@@ -64,6 +64,8 @@ class Worker:
         self.size_bytes: int | None = about.size_bytes or None
         self.left_alone: tuple[LeftAlone, ...] = ()
         self._link: Link | None = None
+        #: Counts its agent's connections, so that an order can be meant for one of them and no later one.
+        self.connection = 0
 
     @property
     def pid(self) -> int:
@@ -111,12 +113,13 @@ class Worker:
         """Give an order without waiting for its end. The descriptors stay the caller's. Raises AgentAway.
 
         An agent waits for one boundary at a time: an order waits for those before it, but for `withdraw`, which ends
-        them, and for a `park` that takes the place of another.
+        them, and for a `park` that takes the place of another. It goes over the connection that stands now: an agent
+        that comes back meanwhile may have gone on by itself, and has to be asked how it stands before.
         """
+        link = self._link
         while do != "withdraw" and (before := self._under_way()) is not None and (do, before.do) != ("park", "park"):
             await before.over.wait()
-        link = self._link
-        if link is None:
+        if link is None or self._link is not link:
             raise AgentAway(self.pid, f"it cannot be told to {do}")
         given = Given(self.pid, do, on_progress)
         number = link.enter(given)
@@ -166,6 +169,7 @@ class Worker:
             framework=self.about.framework,
             framework_version=self.about.framework_version,
             job=self.about.job,
+            run=self.about.run,
             rank=self.about.rank,
             boundary=self.boundary,
             parked=self.parked,
@@ -178,6 +182,7 @@ class Worker:
         """Take a new connection of its agent; the one before is over."""
         before = self._link
         self._link = link = Link(send)
+        self.connection += 1
         self.about = about
         self.boundary, self.parked, self.held_bytes = about.boundary, about.parked, about.held_bytes
         self.size_bytes = about.size_bytes or self.size_bytes

@@ -256,7 +256,9 @@ _VERBS = (
         "one is started for this user's own processes, which ends when its last job has.",
         options=(
             Option("--gpu", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to be on, on a simulated node"),
-            Option("--name", kind=TEXT, metavar="NAME", doc="the job's name; processes of one name move as one"),
+            Option(
+                "--name", kind=TEXT, metavar="NAME", doc="what to call the job; two runs of one name are still two jobs"
+            ),
             Option("--simulate", kind=TEXT, metavar="SPEC", doc="if a daemon is started, with such GPUs: 2x8GiB"),
             Option("--no-daemon-start", doc="start no daemon; the agent looks out for one"),
         ),

@@ -2,8 +2,8 @@
 
 Nothing stays behind: after the exec there is only the command, under the same pid, in the same process group, with the
 same terminal and signals. What is different for it is its environment: the agent's folder first on PYTHONPATH, and what
-the agent has to know in HEGM_SOCKET, HEGM_JOB and HEGM_GPU. Where nobody listens, a daemon is started first, of which
-the command is neither parent nor child; it ends by itself after the last job.
+the agent has to know in HEGM_SOCKET, HEGM_RUN, HEGM_JOB and HEGM_GPU. Where nobody listens, a daemon is started first,
+of which the command is neither parent nor child; it ends by itself after the last job.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ def prepare(environ: MutableMapping[str, str], socket_path: str, name: str | Non
     # For the agent in a Python that has no msgpack of its own, or another one than ours.
     environ["HEGM_MSGPACK"] = msgpack_folder()
     environ["HEGM_SOCKET"] = os.path.abspath(socket_path)
-    # Unique where nobody named it: two runs are two jobs, and each moves by itself.
-    environ["HEGM_JOB"] = name or f"run-{os.getpid()}-{int(monotonic() * 1000)}"
-    environ.pop("HEGM_GPU", None)
-    if gpu is not None:
-        environ["HEGM_GPU"] = gpu
+    # Two runs are two jobs, whatever they are called, and each moves by itself; one run within another is its own too.
+    environ["HEGM_RUN"] = os.urandom(8).hex()
+    for variable, value in (("HEGM_JOB", name), ("HEGM_GPU", gpu)):
+        environ.pop(variable, None)
+        if value is not None:
+            environ[variable] = value
 
 
 def inject_folder() -> str:

@@ -143,6 +143,7 @@ class Channel:
             framework_version=framework[1] if framework else None,
             python_version=platform.python_version(),
             job=os.environ.get("HEGM_JOB") or None,
+            run=os.environ.get("HEGM_RUN") or None,
             rank=_number("RANK"),
             world_size=_number("WORLD_SIZE"),
             gpu=os.environ.get("HEGM_GPU") or None,

@@ -50,8 +50,10 @@ class Candidate(Record):
     start_ticks: int = field("start time in clock ticks since boot")
     uid: int | None = field("its owner", default=None)
     name: str | None = field("short name of the program", default=None)
-    job: str | None = field("the `hegmctl run` that it belongs to", default=None)
-    gpus: tuple[str, ...] = field("the GPUs that it is on")
+    job: str | None = field(
+        "the `hegmctl run` that it belongs to: one id for each run, whatever it is called", default=None
+    )
+    gpus: tuple[str, ...] = field("the GPUs that it is on; empty for a rank that is on none yet")
     agent: AgentSurvey | None = field("its agent, if one is connected", default=None)
 
 
@@ -74,7 +76,7 @@ class Snapshot(Record):
     """The node at one moment, as far as moving goes."""
 
     gpus: tuple[GpuRoom, ...] = field("all of them")
-    candidates: tuple[Candidate, ...] = field("the processes on them")
+    candidates: tuple[Candidate, ...] = field("the processes on them, and the ranks of their jobs that are on none yet")
     pool: PoolRoom = field("the pool")
     running: tuple[Operation, ...] = field("operations that are not over", default=())
     rates: Rates = field("how fast bytes go", default=Rates())

@@ -63,12 +63,24 @@ class Performer:
             effects.Inspect.tag: self._inspect,
         }
 
-    async def perform(self, op: Operation, effect: Effect, on_progress: Progress) -> Event:
-        """The event that ends the effect. Raises nothing but cancellation, which leaves the effect to `inspect`."""
+    def connection(self, member: Member) -> int | None:
+        """The number of the connection that its agent is on; None while there is none."""
+        worker = self._workers.find(member.pid)
+        is_it = worker is not None and worker.identity.start_ticks == member.start_ticks and worker.connected
+        return worker.connection if worker is not None and is_it else None
+
+    async def perform(self, op: Operation, effect: Effect, on_progress: Progress, heard: int | None) -> Event:
+        """The event that ends the effect. Raises nothing but cancellation, which leaves the effect to `inspect`.
+
+        `heard` is the number of the connection that the operation heard of last. No order but `inspect` goes over
+        another: what has become of the worker since then is not known.
+        """
         member = op.worker(effect.worker)
         try:
             if member is None:
                 raise Bug(f"operation {op.id} has no worker {effect.worker}")
+            if effect.in_worker and not isinstance(effect, effects.Inspect) and self.connection(member) != heard:
+                raise AgentAway(member.pid, f"it has not been asked how it stands, so it is not told to {effect.tag}")
             return await self._do[effect.tag](op, member, effect, on_progress)
         except HegmError as error:
             if error.code is INTERNAL:
@@ -203,6 +215,9 @@ class Performer:
         if not member.has_agent:
             standing = await self._method(member).inspect(subject)
             return self._inspected(effect, member, subject, standing)
+        known = self._workers.find(member.pid)
+        if known is not None and known.token != member.token:  # the agent that is waited for will never come
+            return events.WorkerGone(worker=member.name, cause=effect.tag, why="it runs another program now")
         worker = self._worker(member)
         standing = await self._method(member).inspect(subject)
         stands = worker.parked or worker.held_bytes > 0

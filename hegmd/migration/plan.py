@@ -9,13 +9,14 @@ All reasons are given at once, each with the next step, so that nobody has to fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hegmd.errors import BUSY, NOT_FOUND, REFUSED, Code
 from hegmd.migration.candidates import Candidate, GpuRoom, Plan, Request, Snapshot
 from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Operation, Worker
 from hegmd.migration.wording import gigabytes, listed, named
+from hegmd.pieces import whole_size
 from hegmd.protocol.operations import PlannedProcess, Reason
 
 SIMULATED = "simulated"
@@ -114,16 +115,26 @@ def _can_be_stopped(draft: _Draft, candidate: Candidate) -> bool:
     who = f"process {candidate.pid}"
     for op in draft.snapshot.running:
         if any(worker.pid == candidate.pid for worker in op.live):
-            next_step = "hegmctl resume" if op.phase == "suspended" else f"hegmctl op {op.id}"
+            next_step = f"hegmctl resume {candidate.pid}" if op.phase == "suspended" else f"hegmctl op {op.id}"
             message = f"operation {op.id} ({op.kind}, {op.phase}) has {who} already"
             draft.against(BUSY, message, f"see: {next_step}", pid=candidate.pid)
+            return False  # where it is and what it holds is that operation's doing, and no reason of its own
+    if candidate.agent is not None and candidate.agent.rank is not None and not candidate.gpus:
+        # It is among the candidates for its job's sake: the others must not leave without it.
+        hint = "its ranks move together: ask again when all of them train"
+        message = f"rank {candidate.agent.rank} ({who}) has not said yet what it holds"
+        draft.against(REFUSED, message, hint, pid=candidate.pid)
+        return False
     if candidate.agent is None:
         hint = "start the job with `hegmctl run`; a process without an agent cannot be stopped between two batches"
         draft.against(REFUSED, f"{who} has no agent", hint, pid=candidate.pid)
     elif candidate.agent.size_bytes is None:
         hint = "it has not trained yet, or its agent is just connecting; ask again in a moment"
         draft.against(REFUSED, f"the agent of {who} has not said yet what it holds", hint, pid=candidate.pid)
-    if len(candidate.gpus) != 1:
+    if not candidate.gpus and candidate.agent is not None and candidate.agent.size_bytes == 0:
+        hint = "a job can be moved once it has storages of PyTorch; hegmctl ps shows who is on the GPUs"
+        draft.against(REFUSED, f"{who} holds nothing that could be moved", hint, pid=candidate.pid)
+    elif len(candidate.gpus) != 1:
         where = f"on {listed(candidate.gpus)}" if candidate.gpus else "on no GPU that is known"
         hint = "only processes on one GPU can be moved"
         draft.against(REFUSED, f"{who} is {where}", hint, pid=candidate.pid)
@@ -208,7 +219,7 @@ def _judge_whole(draft: _Draft, members: tuple[Candidate, ...]) -> None:
         draft.against(REFUSED, f"{who} on {where} already", "name another GPU with --to; see hegmctl gpus")
         return
     _judge_room(draft, _room_needed(draft, {}))
-    _judge_pool(draft, sum(worker.size_bytes for worker in moving))
+    _judge_pool(draft, sum(worker.size_bytes for worker in moving), _pool_needed(moving))
     for worker in moving:
         whole = worker.size_bytes + worker.left_alone_bytes
         if draft.request.kind == SUSPEND and worker.left_alone_bytes * 100 > whole * MOST_LEFT_PERCENT:
@@ -244,15 +255,19 @@ def _judge_room(draft: _Draft, needed: Mapping[str, int]) -> None:
             draft.against(REFUSED, message, hint, gpu=name)
 
 
-def _judge_pool(draft: _Draft, needed_bytes: int) -> None:
+def _pool_needed(moving: Iterable[PlannedProcess]) -> int:
+    """What the pool will be asked for: a piece for each that has any bytes, as large as pieces are made."""
+    return sum(whole_size(worker.size_bytes) for worker in moving if worker.size_bytes)
+
+
+def _judge_pool(draft: _Draft, carried_bytes: int, needed_bytes: int) -> None:
     pool = draft.snapshot.pool
+    needed = f"{gigabytes(needed_bytes)} of the pool are needed for the {gigabytes(carried_bytes)} to be carried"
     if needed_bytes > pool.budget_bytes:
-        message = (
-            f"{gigabytes(needed_bytes)} are to be carried, over the pool's budget of {gigabytes(pool.budget_bytes)}"
-        )
+        message = f"{needed}, over its budget of {gigabytes(pool.budget_bytes)}"
         draft.against(REFUSED, message, "raise pool.budget_bytes in the configuration, if the node has the memory")
     elif needed_bytes > pool.free_bytes:
-        message = f"{gigabytes(needed_bytes)} are to be carried and {gigabytes(pool.free_bytes)} of the pool are free"
+        message = f"{needed}, and {gigabytes(pool.free_bytes)} are free"
         draft.against(BUSY, message, "wait for what is in it, or resume what is suspended; see hegmctl ops")
 
 
@@ -275,7 +290,7 @@ def _plan(draft: _Draft, kind: str, members: tuple[Candidate, ...]) -> Plan:
         size_bytes=size_bytes,
         room_needed_bytes=needed,
         room_free_bytes=free,
-        pool_needed_bytes=0 if kind == RESUME else size_bytes,
+        pool_needed_bytes=0 if kind == RESUME else _pool_needed(moving),
         pool_free_bytes=draft.snapshot.pool.free_bytes,
         estimate_s=out_s + in_s + rates.fixed_s,
         lockstep=world > 1,

@@ -13,22 +13,21 @@ it can: nothing is done that is not on disk.
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import anyio.to_thread
 
 from hegmd.errors import NOT_FOUND, Bug, HegmError
 from hegmd.events import EventLog
 from hegmd.log import fields, limited
 from hegmd.migration import events, journal
-from hegmd.migration.course import SUSPENDED, TERMINAL
-from hegmd.migration.effects import FINISH, Effect
+from hegmd.migration.course import TERMINAL
+from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
 from hegmd.migration.journal import History
 from hegmd.migration.journal_file import JournalFile
@@ -36,70 +35,15 @@ from hegmd.migration.machine import handle
 from hegmd.migration.operation import Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.performer import Performer
+from hegmd.migration.running import AT_REST, Errand, Running
 from hegmd.migration.telling import description
 from hegmd.protocol import operations as told
 from hegmd.workers import BACK, CAME, ENDED, LEFT, Worker
 
 logger = logging.getLogger(__name__)
 
-AT_REST = frozenset((SUSPENDED, *TERMINAL))
 # A journal that could not be written is tried again after so long.
 JOURNAL_RETRY_S = 1.0
-
-
-class Asking:
-    """An event that somebody waits for the acceptance of."""
-
-    def __init__(self, event: Event) -> None:
-        self.event = event
-        self.settled = anyio.Event()
-        self.refusal: HegmError | None = None
-
-    def settle(self, refusal: HegmError | None = None) -> None:
-        self.refusal = refusal
-        self.settled.set()
-
-
-class Running:
-    """An operation that is not over: its history, what has happened and was not handled, and who performs what."""
-
-    def __init__(self, history: History) -> None:
-        self.history = history
-        self.inbox: deque[Asking] = deque()
-        self.news = anyio.Event()
-        self.changed = anyio.Event()
-        self.performing: dict[int, tuple[Effect, anyio.CancelScope]] = {}
-        self.moved: dict[str, int] = {}
-        self.stood_since: float | None = None
-        self.blackout_s: float | None = None
-
-    @property
-    def op(self) -> Operation:
-        return self.history.operation
-
-    def put(self, event: Event) -> Asking:
-        """Something happened."""
-        asking = Asking(event)
-        self.inbox.append(asking)
-        self.news.set()
-        return asking
-
-    def tell(self) -> None:
-        """Wake who follows."""
-        self.changed.set()
-        self.changed = anyio.Event()
-
-    async def next(self, clock: Callable[[], float]) -> Asking:
-        """What happened next, or that the deadline is over."""
-        while not self.inbox:
-            self.news = anyio.Event()
-            deadline = self.op.deadline
-            wait_s = math.inf if deadline is None or self.op.phase in AT_REST else max(0.0, deadline - clock())
-            with anyio.move_on_after(wait_s):
-                await self.news.wait()
-                continue
-            return Asking(events.DeadlinePassed(cause="the clock"))
-        return self.inbox.popleft()
 
 
 class Runner:
@@ -165,6 +109,8 @@ class Runner:
         utc = self._utc()
         history = History(op).after(op, journal.Line(utc=utc, event="", phase=op.phase))
         running = Running(history)
+        for member in op.workers:
+            running.note_connection(member.name, self._performer.connection(member))
         # Takes the id and the processes, before anything is waited for.
         self._histories[op.id], self._running[op.id] = history, running
         try:
@@ -194,7 +140,7 @@ class Runner:
         for running in tuple(self._running.values()):
             for member in running.op.live:
                 if (member.pid, member.start_ticks) == (worker.pid, worker.identity.start_ticks):
-                    running.put(_news_event(news, worker, member))
+                    running.put(_news_event(news, worker, member), worker.connection)
 
     # -- what is told --------------------------------------------------------------------------------------------------
 
@@ -279,11 +225,11 @@ class Runner:
                     asking.settle(refusal)
                     continue
                 asking.settle()
-                self._drop_what_is_not_awaited(running)
+                if isinstance(asking.event, (events.AgentBack, events.Inspected)):
+                    running.note_connection(asking.event.worker, asking.connection)
+                running.drop_what_is_not_awaited()
                 for effect in wanted:
-                    scope = anyio.CancelScope()
-                    running.performing[effect.number] = (effect, scope)
-                    tasks.start_soon(self._perform, running, effect, scope)
+                    tasks.start_soon(self._perform, running, running.start(effect))
                 running.tell()
             tasks.cancel_scope.cancel()
         self._finish(running)
@@ -333,23 +279,23 @@ class Runner:
             running.moved.clear()
             logger.info("operation %s: %s", after.id, after.phase, extra=fields(operation=after.id, phase=after.phase))
 
-    def _drop_what_is_not_awaited(self, running: Running) -> None:
-        awaited = {pending.number for pending in running.op.pending}
-        for number, (effect, scope) in tuple(running.performing.items()):
-            if number not in awaited and effect.on_cancel != FINISH:
-                scope.cancel()
+    async def _perform(self, running: Running, errand: Errand) -> None:
+        effect = errand.effect
 
-    async def _perform(self, running: Running, effect: Effect, scope: anyio.CancelScope) -> None:
         def on_progress(moved_bytes: int) -> None:
             running.moved[effect.worker] = moved_bytes
             running.tell()
 
         try:
-            with scope:
-                ending = await self._performer.perform(running.op, effect, on_progress)
-                running.put(ending)
+            with errand.scope:
+                for earlier in running.before(effect):
+                    await earlier.over.wait()
+                await anyio.lowlevel.checkpoint_if_cancelled()
+                ending = await self._performer.perform(running.op, effect, on_progress, errand.heard)
+                member = running.op.worker(effect.worker)
+                running.put(ending, None if member is None else self._performer.connection(member))
         finally:
-            running.performing.pop(effect.number, None)
+            running.end(errand)
 
     def _finish(self, running: Running) -> None:
         """The operation is over."""

@@ -61,14 +61,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.inventory": (*GROUND, *SEEN, *NODE, "hegmd.processes"),
     "hegmd.doctor": (*GROUND, "hegmd.log", "hegmd.detached", *NODE, "hegmd.processes"),
     # What moves them: decided without I/O, from values; done by the runner and what it has for hands
-    "hegmd.pool": (*GROUND, "hegmd.log"),
+    "hegmd.pieces": (),
+    "hegmd.pool": (*GROUND, "hegmd.log", "hegmd.pieces"),
     "hegmd.rooms": (*GROUND, "hegmd.log", "hegmd.devices"),
     "hegmd.attendance": (*GROUND, "hegmd.rooms", "hegmd.workers"),
     "hegmd.methods": (*GROUND, "hegmd.log", "hegmd.agent_orders", "hegmd.pool", "hegmd.rooms", "hegmd.workers"),
-    "hegmd.migration": GROUND,
+    "hegmd.migration": (*GROUND, "hegmd.pieces"),
     "hegmd.migration.performer": (*MOVING, "hegmd.migration"),
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
-    "hegmd.operations": (*GROUND, "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.workers"),
+    "hegmd.lookout": (*GROUND, "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.workers"),
+    "hegmd.operations": (*GROUND, "hegmd.inventory", "hegmd.lookout", "hegmd.migration", "hegmd.workers"),
     # Those who ask
     "hegmd.server": (
         *(*GROUND, *SEEN, "hegmd.detached", "hegmd.descriptors", "hegmd.stream"),
@@ -122,6 +124,7 @@ PURE = (
     "hegmd.migration.stages",
     "hegmd.migration.tagged",
     "hegmd.migration.wording",
+    "hegmd.pieces",
 )
 
 # Parts get values. Only these read the configuration file's form.

@@ -37,6 +37,8 @@ class ModelAgent:
         self.slow: set[str] = set()
         self.go_on = anyio.Event()
         self.waiting = anyio.Event()
+        #: What it says of itself besides, such as its rank.
+        self.about: dict[str, object] = {}
         self._key: object = None
         self._tasks: anyio.abc.TaskGroup | None = None
         self._scope = anyio.CancelScope()
@@ -58,7 +60,7 @@ class ModelAgent:
             parked=self.parked,
             held_bytes=self.size_bytes if self.data is None else 0,
             size_bytes=self.size_bytes,
-        )
+        ).replace(**self.about)
         with scope:
             await self.workers.attend(key, self.pid, os.getuid(), PROGRAM, about, self.take)
 

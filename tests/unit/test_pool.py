@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hegmd.errors import Refused
-from hegmd.pool import HUGE_PAGE_BYTES, MIB, Key, Pool, read_available_bytes, read_huge_free_bytes, whole_size
+from hegmd.pieces import HUGE_PAGE_BYTES, MIB, whole_size
+from hegmd.pool import Key, Pool, read_available_bytes, read_huge_free_bytes
 
 KEY = Key("7", "4711")
 OTHER = Key("8", "4712")

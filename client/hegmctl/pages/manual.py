@@ -53,7 +53,7 @@ def client_page(day: str) -> str:
         "The directory below which a user's own daemon listens, at `hegm/hegmd.sock`; `/run/user/UID` if not set.",
     )
     page.item(
-        "`HEGM_SOCKET`, `HEGM_JOB`, `HEGM_GPU`, `HEGM_MSGPACK`, `PYTHONPATH`",
+        "`HEGM_SOCKET`, `HEGM_RUN`, `HEGM_JOB`, `HEGM_GPU`, `HEGM_MSGPACK`, `PYTHONPATH`",
         "What `hegmctl run` sets for its command, so that the agent is loaded, finds the daemon, and says whose it is.",
     )
     page.item("`NO_COLOR`, `TERM`, `COLUMNS`", "Whether to use colours, and how wide the terminal is.")

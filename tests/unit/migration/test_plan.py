@@ -9,6 +9,7 @@ import pytest
 from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
 from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits, Operation
 from hegmd.migration.plan import planned, planned_resume
+from hegmd.pieces import whole_size
 from hegmd.protocol.messages import LeftAlone
 from hegmd.protocol.operations import Reason
 from tests.unit.migration.operations import Drive, operation, worker
@@ -71,7 +72,7 @@ def test_a_plan_says_what_is_needed_and_what_there_is() -> None:
     assert (plan.kind, plan.way, plan.workers[0].carrier) == (MIGRATE, "agent", "worker")
     assert plan.room_needed_bytes == {"gpu1": 2 * GIB}
     assert plan.room_free_bytes == {"gpu1": 8 * GIB}
-    assert (plan.size_bytes, plan.pool_needed_bytes, plan.pool_free_bytes) == (2 * GIB, 2 * GIB, 12 * GIB)
+    assert (plan.size_bytes, plan.pool_needed_bytes, plan.pool_free_bytes) == (2 * GIB, whole_size(2 * GIB), 12 * GIB)
     assert plan.estimate_s == pytest.approx(2 * 2 * GIB / 2e9 + 0.05)
     assert plan.hazards == ()
     assert "see a boundary" in plan.steps
@@ -162,7 +163,7 @@ def _op(phase: str = "refilling") -> Operation:
             _snapshot(pool=PoolRoom(budget_bytes=GIB, free_bytes=GIB)),
             _suspend(),
             "refused",
-            "2.0 GiB are to be carried, over the pool's budget of 1.0 GiB",
+            "2.1 GiB of the pool are needed for the 2.0 GiB to be carried, over its budget of 1.0 GiB",
             "pool.budget_bytes",
         ),
         (_snapshot(pool=PoolRoom(budget_bytes=4 * GIB, free_bytes=GIB)), _suspend(), "busy", "1.0 GiB", "hegmctl ops"),
@@ -182,6 +183,31 @@ def test_a_reason_says_what_and_the_next_step(
     assert reason.code == code
     assert says in reason.message
     assert hints in reason.hint
+
+
+def test_a_plan_that_the_pool_would_refuse_for_its_table_is_refused() -> None:
+    """The pool's pieces are larger than the bytes that go into them, and a plan that forgot that was turned back."""
+    needed_bytes = whole_size(2 * GIB)
+    for free_bytes, refused in ((2 * GIB, True), (needed_bytes - 1, True), (needed_bytes, False)):
+        found = planned(_snapshot(pool=PoolRoom(budget_bytes=16 * GIB, free_bytes=free_bytes)), _suspend())
+        assert isinstance(found, tuple) is refused, found
+    job = [_process(pid, job="bert") for pid in (1, 2)]
+    each_rounded = _snapshot(*job, pool=PoolRoom(budget_bytes=2 * needed_bytes, free_bytes=2 * needed_bytes))
+    assert _plan(planned(each_rounded, _suspend(1))).pool_needed_bytes == 2 * needed_bytes
+
+
+def test_a_process_in_hand_is_refused_for_that_alone() -> None:
+    """A suspended process is on no GPU, and was refused for that too, as if it were wrong with it."""
+    suspended = _process(gpus=(), agent=None)
+    reason = _only_reason(planned(_snapshot(suspended, running=(_op("suspended"),)), _suspend()))
+    assert (reason.code, "hegmctl resume 4711" in reason.hint) == ("busy", True)
+
+
+def test_a_rank_that_has_not_said_what_it_holds_is_not_left_behind() -> None:
+    ready = _process(1, job="ddp", agent=_agent(rank=0, world_size=2))
+    late = _process(2, job="ddp", gpus=(), agent=_agent(rank=1, world_size=2, size_bytes=None))
+    reason = _only_reason(planned(_snapshot(ready, late), _to("gpu1", 1)))
+    assert reason.message == "rank 1 (process 2) has not said yet what it holds"
 
 
 def test_all_reasons_come_at_once_and_each_once() -> None:

@@ -4,130 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
-import anyio.abc
 import pytest
 
-from hegmd.devices.simulated import SimulatedProvider
-from hegmd.devices.topology import parse_topology
 from hegmd.errors import BUSY, CANCELLED, DENIED, NOT_FOUND, REFUSED, HegmError, Refused
-from hegmd.events import EventLog
-from hegmd.inventory import Inventory
 from hegmd.migration import journal
 from hegmd.migration.journal_file import JournalFile
-from hegmd.moving import Moving
-from hegmd.operations import Asked
-from hegmd.processes import ProcessTable
-from hegmd.processes.procfs import Unreadable, Vanished, read_start
-from hegmd.protocol.operations import Operation, OperationProgress
-from hegmd.service import ServiceManager
-from hegmd.ways import NodeMeans
-from hegmd.workers import Workers
-from tests.unit.model_agent import ModelAgent
-
-MIB = 1 << 20
-
-
-def start_ticks(pid: int) -> int | None:
-    try:
-        return read_start("/proc", pid)[0]
-    except (Vanished, Unreadable):
-        return None
-
-
-class Node:
-    """A daemon's inside without its socket."""
-
-    def __init__(self, state_dir: Path, tasks: anyio.abc.TaskGroup, spec: str) -> None:
-        self.simulator = SimulatedProvider(parse_topology(spec))
-        self.workers = Workers(start_ticks)
-        self.events = EventLog()
-        self.tasks = tasks
-        self.phases: list[str] = []
-        self.inventory = Inventory(
-            [self.simulator],
-            query_deadline_s=5,
-            events=self.events,
-            table=ProcessTable(),
-            means=lambda: NodeMeans(uid=os.geteuid(), criu_path=None),
-            held=self.held_bytes,
-        )
-        self.moving = Moving(
-            state_dir=state_dir,
-            budget_bytes=64 * MIB,
-            simulator=self.simulator,
-            inventory=self.inventory,
-            workers=self.workers,
-            manager=ServiceManager(None),
-            events=self.events,
-            start_ticks=start_ticks,
-        )
-        self.operations = self.moving.operations
-
-    def held_bytes(self) -> Mapping[int, int]:
-        return self.moving.attendance.held_bytes()
-
-    async def emit(self, progress: OperationProgress) -> None:
-        self.phases.append(progress.phase)
-
-    def asked(self, *, may: bool = True, wait: bool = True, dry_run: bool = False) -> Asked:
-        return Asked(by="the test", may=lambda _uid: may, emit=self.emit, wait=wait, dry_run=dry_run)
-
-    async def attend(self, pid: int, data: bytes = b"weights", token: str = "a" * 32) -> ModelAgent:
-        agent = ModelAgent(self.workers, pid, data, token)
-        await agent.attend(self.tasks)
-        await self.until_placed(pid)
-        return agent
-
-    async def until_placed(self, pid: int) -> None:
-        with anyio.fail_after(10):
-            while (worker := self.workers.find(pid)) is None or worker.gpu is None:
-                await anyio.wait_all_tasks_blocked()
-                await anyio.lowlevel.checkpoint()
-
-    async def at_rest(self, op_id: str) -> Operation:
-        with anyio.fail_after(10):
-            await self.operations.follow(op_id, self.emit)
-        return self.operations.runner.describe(op_id)
-
-    def rooms(self, pid: int) -> dict[str, int]:
-        ticks = start_ticks(pid)
-        assert ticks is not None
-        return dict(self.moving.rooms.of((pid, ticks)))
-
-
-@asynccontextmanager
-async def running(state_dir: Path, spec: str = "2x1GiB") -> AsyncIterator[Node]:
-    """A node that runs; leaving it is the daemon's end, as far as operations can tell a kill."""
-    async with anyio.create_task_group() as tasks:
-        node = Node(state_dir, tasks, spec)
-        async with node.inventory:
-            await node.moving.open()
-            await node.inventory.refresh()
-            await tasks.start(node.moving.run)
-            yield node
-            tasks.cancel_scope.cancel()
-    node.moving.pool.close()
-
-
-@pytest.fixture
-def process() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        yield child
-        child.kill()
-
-
-@pytest.fixture
-def other() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        yield child
-        child.kill()
-
+from tests.unit.moving_node import MIB, running
 
 Child = subprocess.Popen[bytes]
 
@@ -145,7 +30,7 @@ async def test_a_migration_moves_room_and_bytes_and_gives_everything_back(tmp_pa
         assert node.rooms(process.pid) == {"gpu1": 7}
         assert node.moving.pool.held_bytes == 0
         assert {"quiescing", "evacuating", "refilling"} <= set(node.phases)
-        assert agent.seen[1:] == ["park", "survey", "evacuate", "refill", "release"]
+        assert agent.seen[1:] == ["survey", "park", "survey", "evacuate", "refill", "release"]
 
 
 async def test_a_suspended_job_holds_no_room_and_goes_on_where_it_is_told(tmp_path: Path, process: Child) -> None:
@@ -174,8 +59,45 @@ async def test_a_dry_run_does_nothing(tmp_path: Path, process: Child) -> None:
         assert answer.operation is None
         assert answer.plan is not None
         assert answer.plan.size_bytes == 7
-        assert agent.seen == before
+        assert agent.seen == [*before, "survey"]
         assert node.operations.runner.operations() == ()
+
+
+async def test_a_process_that_became_another_program_was_waited_for_without_end(tmp_path: Path, process: Child) -> None:
+    """Its agent is another one, so the one that has the bytes will never come back to the next daemon."""
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked())
+    async with running(tmp_path) as node:
+        agent.workers, agent.token, agent.data = node.workers, "b" * 32, b"anew"
+        await agent.attend(node.tasks)
+        lost = await node.at_rest("1")
+        assert lost.phase == "lost"
+        assert lost.failure is not None
+        assert "it runs another program now" in lost.failure.message
+        assert lost.processes[0].state == "lost"
+
+
+async def test_an_order_was_given_to_an_agent_that_had_come_back_and_gone_on(tmp_path: Path, process: Child) -> None:
+    """What was decided on the news of one connection went over the next one, before anybody had asked how it stands."""
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        worker = node.workers.find(process.pid)
+        assert worker is not None
+        agent.slow.add("survey")
+        await worker.give("survey")  # what is ordered next waits for it
+        begun = await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
+        assert begun.operation is not None
+        with anyio.fail_after(10):
+            while node.operations.runner.describe(begun.operation.id).phase != "quiescing":
+                await anyio.wait_all_tasks_blocked()
+                await anyio.lowlevel.checkpoint()
+        agent.seen.clear()
+        agent.slow.clear()
+        await agent.attend(node.tasks)
+        assert (await node.at_rest(begun.operation.id)).phase == "done"
+        assert agent.seen[0] == "survey", "it was not asked how it stands"
+        agent.go_on.set()
 
 
 async def test_a_refused_evacuation_leaves_the_job_running_where_it_was(tmp_path: Path, process: Child) -> None:

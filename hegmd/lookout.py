@@ -1,0 +1,146 @@
+"""What is looked at before anything is planned: GPUs, processes, the pool, and what the jobs' agents say they hold.
+
+Owns the snapshot that plans are made from, and how current it is: the agents of the job are asked, for a limited time,
+so that a plan's bytes are of now and no rank is left out. Decides nothing about operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+
+import anyio
+
+from hegmd.inventory import Inventory, NodeSnapshot
+from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, PoolRoom, Snapshot
+from hegmd.migration.operation import Operation
+from hegmd.pool import Pool
+from hegmd.protocol.snapshots import Gpu
+from hegmd.workers import Worker, Workers
+
+FRESH_S = 0.0
+# What a job holds is asked of it before it is planned for: at its next boundary, or after this without one. The agents
+# are given a little less, so that it is they who say that no boundary came.
+SURVEY_S = 1.0
+AGENT_SHARE = 0.8
+
+
+class Lookout:
+    """Looks when it is asked to. `count` has one worker counted within a limit, `running` tells the operations."""
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        workers: Workers,
+        pool: Pool,
+        *,
+        count: Callable[[Worker, float], Coroutine[object, object, None]],
+        running: Callable[[], tuple[Operation, ...]],
+    ) -> None:
+        self._inventory = inventory
+        self._workers = workers
+        self._pool = pool
+        self._count = count
+        self._running = running
+
+    async def snapshot(self, pids: Sequence[int]) -> Snapshot:
+        """The node for a plan on those processes, with what they hold now as far as they say so in time."""
+        await self._survey(pids)
+        node = await self._inventory.fresh(FRESH_S)
+        return Snapshot(
+            gpus=tuple(_room(gpu) for gpu in node.gpus),
+            candidates=tuple(self._candidates(node)),
+            pool=PoolRoom(budget_bytes=self._pool.budget_bytes(), free_bytes=self._pool.free_bytes()),
+            running=self._running(),
+        )
+
+    async def _survey(self, pids: Sequence[int]) -> None:
+        """Have the processes that are named, and the others of their jobs, say what they hold now, all at once.
+
+        Of one that comes to no boundary in time, what it said last is what is known. Who has never come to one is asked
+        only if it was named or is a rank that is missing: launchers and the workers of loaders would never answer.
+        """
+        jobs = {_job(worker) for worker in self._workers if worker.pid in pids} - {None}
+        missing = set(self._missing_ranks({worker.pid for worker in self._workers if worker.boundary}))
+        with anyio.move_on_after(SURVEY_S):
+            async with anyio.create_task_group() as tasks:
+                for worker in self._workers:
+                    is_one = _job(worker) in jobs and (worker.boundary or worker in missing)
+                    if worker.connected and (worker.pid in pids or is_one):
+                        tasks.start_soon(self._count, worker, SURVEY_S * AGENT_SHARE)
+
+    def _candidates(self, node: NodeSnapshot) -> Iterable[Candidate]:
+        attending: set[int] = set()
+        for process in node.processes:
+            if process.start_ticks is None:
+                continue
+            worker = self._workers.find(process.pid)
+            if worker is not None and (not worker.connected or worker.identity.start_ticks != process.start_ticks):
+                worker = None
+            if worker is not None:
+                attending.add(worker.pid)
+            yield Candidate(
+                pid=process.pid,
+                start_ticks=process.start_ticks,
+                uid=process.uid,
+                name=process.name,
+                job=None if worker is None else _run(worker),
+                gpus=tuple(use.gpu for use in process.gpus),
+                agent=None if worker is None else _told(worker),
+            )
+        for worker in self._missing_ranks(attending):
+            identity = worker.identity
+            yield Candidate(
+                pid=worker.pid,
+                start_ticks=identity.start_ticks,
+                uid=identity.uid,
+                job=_run(worker),
+                gpus=(),
+                agent=_told(worker),
+            )
+
+    def _missing_ranks(self, there: Collection[int]) -> Iterator[Worker]:
+        """Ranks of which nobody is among those pids: still on their way to their first batch, and on no GPU yet.
+
+        What a rank starts, such as the workers of its loaders, says that it is that rank too; so once one of a rank is
+        there, nobody is waited for on its account.
+        """
+        present = {(_job(worker), worker.about.rank) for worker in self._workers if worker.pid in there}
+        for worker in self._workers:
+            rank = worker.about.rank
+            if worker.connected and rank is not None and (_job(worker), rank) not in present:
+                yield worker
+
+
+def _run(worker: Worker) -> str | None:
+    """What its processes have in common; an agent of a release before this one knows its job's name only."""
+    return worker.about.run or worker.about.job
+
+
+def _job(worker: Worker) -> tuple[int, str] | None:
+    """The job that it belongs to; None for a process that is one of its own."""
+    run = _run(worker)
+    return None if run is None else (worker.identity.uid, run)
+
+
+def _told(worker: Worker) -> AgentSurvey:
+    return AgentSurvey(
+        token=worker.token,
+        size_bytes=worker.size_bytes,
+        left_alone=worker.left_alone,
+        boundary=worker.boundary,
+        rank=worker.about.rank,
+        world_size=worker.about.world_size,
+    )
+
+
+def _room(gpu: Gpu) -> GpuRoom:
+    known = gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
+    return GpuRoom(
+        id=gpu.id,
+        vendor=gpu.vendor,
+        chip=gpu.chip,
+        state=gpu.state,
+        free_bytes=(gpu.memory_total_bytes or 0) - (gpu.memory_used_bytes or 0) if known else None,
+        mig=gpu.mig,
+        mps=gpu.mps,
+    )

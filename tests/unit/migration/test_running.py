@@ -1,0 +1,98 @@
+"""The order in which effects are performed, and the connection that orders go over."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.devices.simulated import SimulatedProvider
+from hegmd.devices.topology import parse_topology
+from hegmd.events import EventLog
+from hegmd.migration.effects import Effect, Evacuate, GivePool, GiveRoom, Park, TakePool, TakeRoom, Withdraw
+from hegmd.migration.journal import History
+from hegmd.migration.operation import Limits
+from hegmd.migration.performer import Performer
+from hegmd.migration.runner import Runner
+from hegmd.migration.running import Errand, Running
+from hegmd.pool import Key, Memory, Pool
+from hegmd.rooms import Rooms
+from hegmd.workers import Workers
+from tests.unit.migration.operations import operation, worker
+from tests.unit.model_agent import ModelAgent
+from tests.unit.moving_node import MIB, start_ticks
+
+TAKE = TakePool(number=1, worker="a", cause=1, size_bytes=5)
+ROOM = TakeRoom(number=1, worker="a", cause=1, gpu="gpu1", size_bytes=5)
+PARK = Park(number=1, worker="a", cause=1, at=None, limit_s=5.0)
+EVACUATE = Evacuate(number=1, worker="a", cause=1)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "waits"),
+    [
+        (TAKE, GivePool(number=2, worker="a", cause=1), True),
+        (TAKE, GivePool(number=2, worker="b", cause=1), False),
+        (TAKE, TakeRoom(number=2, worker="a", cause=1, gpu="gpu1", size_bytes=5), False),
+        (ROOM, GiveRoom(number=2, worker="a", cause=1, gpu="gpu1"), True),
+        (ROOM, GiveRoom(number=2, worker="a", cause=1, gpu="gpu0"), False),
+        (TAKE, EVACUATE.replace(number=2), False),
+        (PARK, Withdraw(number=2, worker="a", cause=1), False),
+        (PARK.replace(number=3), Withdraw(number=2, worker="a", cause=1), False),
+    ],
+)
+async def test_who_waits_for_whom(earlier: Effect, later: Effect, waits: bool) -> None:
+    assert Errand(earlier, None).holds_up(later) is waits
+
+
+async def test_an_order_waits_until_one_that_was_dropped_is_out_of_the_way() -> None:
+    errand = Errand(PARK, None)
+    errand.scope.cancel()
+    assert errand.holds_up(Withdraw(number=2, worker="a", cause=1))
+
+
+async def test_old_news_of_a_connection_do_not_take_the_place_of_newer() -> None:
+    running = Running(History(operation()))
+    for connection in (1, 3, 2, None):
+        running.note_connection("a", connection)
+    assert running.start(EVACUATE).heard == 3
+    running.note_connection("a", 4)
+    assert running.performing[1].heard == 3, "an order that was decided upon before went over a later connection"
+    assert running.start(EVACUATE.replace(number=2, worker="b")).heard is None
+
+
+class SlowPool(Pool):
+    """A pool whose pages take until `go_on`."""
+
+    def __init__(self) -> None:
+        super().__init__(64 * MIB)
+        self.go_on = anyio.Event()
+
+    async def take(self, key: Key, size_bytes: int) -> Memory:
+        await self.go_on.wait()
+        return await super().take(key, size_bytes)
+
+
+async def test_memory_that_came_after_it_was_given_up_stayed_in_the_pool(
+    tmp_path: Path, process: subprocess.Popen[bytes]
+) -> None:
+    """The operation turned back for its limit and gave the pool back what was not there yet; then it came."""
+    workers, pool = Workers(start_ticks), SlowPool()
+    rooms = Rooms(SimulatedProvider(parse_topology("2x1GiB")))
+    runner = Runner(tmp_path, Performer(workers, rooms, pool, start_ticks=start_ticks), EventLog())
+    runner.open()
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(workers.run)
+        await tasks.start(runner.run)
+        await ModelAgent(workers, process.pid).attend(tasks)
+        member = worker(pid=process.pid, start_ticks=start_ticks(process.pid), token="a" * 32)
+        await runner.begin(operation(member, id="1", limits=Limits(arm_s=0.02, retry_s=0.02)))
+        with anyio.fail_after(10):
+            async for progress in runner.follow("1"):
+                if progress.phase == "tidying":
+                    pool.go_on.set()
+        assert runner.describe("1").phase == "undone"
+        assert pool.held_bytes == 0
+        tasks.cancel_scope.cancel()

@@ -1,0 +1,103 @@
+"""What a plan is made from: bytes of now, whole jobs, and every rank of them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.errors import HegmError
+from tests.unit.model_agent import ModelAgent
+from tests.unit.moving_node import running
+
+Child = subprocess.Popen[bytes]
+
+
+async def test_a_plan_was_made_with_the_bytes_of_the_last_count(tmp_path: Path, process: Child) -> None:
+    """A job that had grown since then was planned for with room that was too small."""
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.data, agent.size_bytes = b"more weights", 12
+        answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        assert answer.plan is not None
+        assert answer.plan.size_bytes == 12
+
+
+async def test_a_plan_does_not_wait_for_ever_for_what_a_job_holds(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.slow.add("survey")
+        with anyio.fail_after(10):
+            answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        assert answer.plan is not None
+        assert answer.plan.size_bytes == 7
+        agent.go_on.set()
+
+
+async def test_two_runs_of_one_name_were_one_job(tmp_path: Path, process: Child, other: Child) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, job="bert", run="1")
+        await node.attend(other.pid, token="b" * 32, job="bert", run="2")
+        answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        assert answer.plan is not None
+        assert [worker.pid for worker in answer.plan.workers] == [process.pid]
+
+
+async def test_the_processes_of_one_run_move_as_one(tmp_path: Path, process: Child, other: Child) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, run="1")
+        await node.attend(other.pid, token="b" * 32, run="1")
+        answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        assert answer.plan is not None
+        assert {worker.pid for worker in answer.plan.workers} == {process.pid, other.pid}
+
+
+async def test_a_rank_that_was_not_counted_yet_was_left_behind(tmp_path: Path, process: Child, other: Child) -> None:
+    async with running(tmp_path) as node:
+        first = await node.attend(process.pid, run="1", rank=0, world_size=2)
+        late = ModelAgent(node.workers, other.pid, token="b" * 32)
+        late.about = {"run": "1", "rank": 1, "world_size": 2, "size_bytes": 0, "boundary": 0}
+        late.slow.add("survey")
+        await late.attend(node.tasks)
+        with pytest.raises(HegmError, match=rf"rank 1 \(process {other.pid}\) has not said yet what it holds"):
+            await node.operations.suspend([process.pid], node.asked())
+        late.slow.clear()
+        late.go_on.set()
+        answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        assert answer.plan is not None
+        assert {worker.pid for worker in answer.plan.workers} == {process.pid, other.pid}
+        assert not first.parked
+
+
+async def test_what_a_rank_starts_is_not_waited_for(tmp_path: Path, process: Child, other: Child) -> None:
+    """The workers of a loader inherit the rank of who started them, and come to no boundary of their own."""
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, run="1", rank=0, world_size=1)
+        helper = ModelAgent(node.workers, other.pid, token="b" * 32)
+        helper.about = {"run": "1", "rank": 0, "world_size": 1, "size_bytes": 0, "boundary": 0}
+        helper.slow.add("survey")
+        await helper.attend(node.tasks)
+        answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
+        assert answer.plan is not None
+        assert [worker.pid for worker in answer.plan.workers] == [process.pid]
+        helper.go_on.set()
+
+
+async def test_a_second_suspension_is_refused_for_the_first_alone(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked())
+        with pytest.raises(HegmError) as refused:
+            await node.operations.suspend([process.pid], node.asked())
+        assert refused.value.message == f"operation 1 (suspend, suspended) has process {process.pid} already"
+        assert refused.value.hint == f"see: hegmctl resume {process.pid}"
+
+
+async def test_a_process_that_holds_no_storages_is_refused_for_that(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid, b"")
+        with pytest.raises(HegmError, match="holds nothing that could be moved"):
+            await node.operations.migrate([process.pid], "gpu1", node.asked())
+        assert "park" not in agent.seen
