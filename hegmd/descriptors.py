@@ -35,6 +35,14 @@ class Descriptors:
         fds, self._fds = self._fds, []
         return fds
 
+    def add(self, fd: int) -> None:
+        """Own that one too."""
+        self._fds.append(fd)
+
+    def view(self) -> tuple[int, ...]:
+        """Their numbers, good for as long as this owner keeps them."""
+        return tuple(self._fds)
+
     def close(self) -> None:
         for fd in self.take():
             os.close(fd)

@@ -62,14 +62,25 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.doctor": (*GROUND, "hegmd.log", "hegmd.detached", *NODE, "hegmd.processes"),
     # What moves them: decided without I/O, from values; done by the runner and what it has for hands
     "hegmd.pieces": (),
+    # The GPU helper: a process of its own, and the daemon's side of it
+    "hegmd.helper": (*GROUND, "hegmd.descriptors"),
+    "hegmd.helper.cuda": (),
+    "hegmd.helper.session": (*GROUND, "hegmd.log", "hegmd.external", "hegmd.stream", "hegmd.helper"),
+    "hegmd.helper.link": (*GROUND, "hegmd.external", "hegmd.helper"),
     "hegmd.pool": (*GROUND, "hegmd.log", "hegmd.pieces"),
     "hegmd.rooms": (*GROUND, "hegmd.log", "hegmd.devices"),
     "hegmd.attendance": (*GROUND, "hegmd.rooms", "hegmd.workers"),
-    "hegmd.methods": (*GROUND, "hegmd.log", "hegmd.agent_orders", "hegmd.pool", "hegmd.rooms", "hegmd.workers"),
+    "hegmd.methods": (
+        *(*GROUND, "hegmd.log", "hegmd.agent_orders", "hegmd.helper", "hegmd.pieces", "hegmd.pool", "hegmd.rooms"),
+        *("hegmd.workers",),
+    ),
     "hegmd.migration": (*GROUND, "hegmd.pieces"),
     "hegmd.migration.performer": (*MOVING, "hegmd.migration"),
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
-    "hegmd.lookout": (*GROUND, "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.workers"),
+    "hegmd.lookout": (
+        *(*GROUND, "hegmd.detached", "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.processes"),
+        *("hegmd.workers",),
+    ),
     "hegmd.operations": (*GROUND, "hegmd.inventory", "hegmd.lookout", "hegmd.migration", "hegmd.workers"),
     # Those who ask
     "hegmd.server": (
@@ -84,7 +95,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.app": EVERYTHING,
     "hegmd.__main__": EVERYTHING,
     # Shipped checks of the interfaces, for whoever implements one; no part of the daemon
-    "hegmd.testing": (*GROUND, "hegmd.devices"),
+    "hegmd.testing": (*GROUND, "hegmd.devices", "hegmd.helper.cuda"),
     # The client, which has to start in no time and may be newer or older than the daemon
     "hegmctl": GROUND,
     # Manual pages and completions, written when a package is built: from the tables of both programs
@@ -95,6 +106,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 # programs and the network each have one door.
 FENCES: dict[str, tuple[str, ...]] = {
     "amdsmi": ("hegmd.devices.amd_binding",),
+    "cuda": ("hegmd.helper.cuda",),
     "pynvml": ("hegmd.devices.nvml",),
     "subprocess": ("hegmd.external",),
     "asyncio": (),
@@ -114,11 +126,15 @@ PURE = (
     "hegmd.workloads",
     "hegmd.migration.actions",
     "hegmd.migration.candidates",
+    "hegmd.migration.carriage",
     "hegmd.migration.course",
+    "hegmd.migration.draft",
+    "hegmd.migration.driver_rules",
     "hegmd.migration.effects",
     "hegmd.migration.events",
     "hegmd.migration.journal",
     "hegmd.migration.machine",
+    "hegmd.migration.members",
     "hegmd.migration.operation",
     "hegmd.migration.plan",
     "hegmd.migration.stages",
