@@ -1,52 +1,42 @@
 """Storages' bytes out of the process into a descriptor, and back: the worker's own carrier.
 
-Owns the layout in the descriptor and the copying; whether the moment is right is `orders`' business. Everything is
-copied before anything is freed, and everything is allocated before anything is copied back, so that a failure half way
-leaves the process as it was.
+Owns the layout in the descriptor and the order of things; whether the moment is right is `orders`' business, and how
+bytes are copied that of `copying`. Everything is copied before anything is freed, and everything is allocated before
+anything is copied back, so that a failure half way leaves the process as it was.
 
 The layout: a header, a table of places, then the bytes of each storage from a page border on. The nonce in it is drawn
 for each evacuation: a descriptor with other bytes is refused by it, whatever its size.
-
-Copies run in several threads through the C library (`pread` and `pwrite` for an ordinary memfd, which spares a page
-fault a page; a mapping for one of huge pages, which knows no `pwrite`), because ctypes lets go of the interpreter.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import struct
-from _thread import allocate_lock, start_new_thread
 
 from ..errors import REFUSED, HegmError
+from . import copying
+from .copying import PAGE_BYTES, round_up
+from .notes import note
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    Copy = Callable[[int, int, int], None]
+    from .copying import Span
+    from .video_memory import VideoMemory
 
 MAGIC = b"HEGMWRK1"
-PAGE_BYTES = 4096
-# Small enough to keep several threads busy to the end, large enough for the call not to count.
-PIECE_BYTES = 8 * 1024 * 1024
-MOST_THREADS = 8
 _HEADER = struct.Struct("<8s16sQQ")
 _PLACE = struct.Struct("<QQ")
 _NONCE_BYTES = 16
-_PROGRESS_EVERY_S = 0.2
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.pread.argtypes = _libc.pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
-_libc.pread.restype = _libc.pwrite.restype = ctypes.c_ssize_t
 
 
 def room_bytes(sizes: list[int]) -> int:
     """How large a descriptor has to be for storages of those sizes."""
     places = _places_of(sizes)
-    return _up(places[-1] + sizes[-1]) if sizes else PAGE_BYTES
+    return round_up(places[-1] + sizes[-1]) if sizes else PAGE_BYTES
 
 
 class Evacuated:
@@ -70,12 +60,13 @@ class Evacuated:
         try:
             for storage, size_bytes in zip(self._storages, self._sizes):
                 made.append(storage)
-                storage.resize_(size_bytes)
-            _copy_all(fd, self._storages, self._sizes, inwards=True, progress=progress)
+                if storage.nbytes() != size_bytes:  # it has its memory when it could not be freed
+                    storage.resize_(size_bytes)
+            _medium(self._storages).copy_in(fd, _spans(self._storages, self._sizes), progress)
         except BaseException as error:
             for storage in made:
                 storage.resize_(0)
-            _give_back_heap()
+            _medium(self._storages).give_back()
             if isinstance(error, HegmError):
                 raise
             raise HegmError(
@@ -106,38 +97,93 @@ def evacuate(fd: int, storages: list[Any], sizes: list[int], progress: Callable[
             {"needed_bytes": needed_bytes, "given_bytes": given_bytes},
         )
     nonce = os.urandom(_NONCE_BYTES)
+    header = ctypes.create_string_buffer(_header(nonce, sizes))
+    spans = _spans(storages, sizes)
+    medium = _medium(storages)
     try:
-        _write_whole(fd, _header(nonce, sizes), 0)
-        _copy_all(fd, storages, sizes, inwards=False, progress=progress)
+        copying.copy_out(fd, needed_bytes, [(ctypes.addressof(header), 0, len(header) - 1)], copying.ignore)
+        medium.copy_out(fd, needed_bytes, spans, progress)
     except OSError as error:
         raise HegmError(
             REFUSED,
             f"{sum(sizes)} bytes could not be copied out of process {os.getpid()}: {error}",
             "the process still has them all; see whether the node is out of memory",
         ) from error
-    for storage in storages:
-        storage.resize_(0)
-    _give_back_heap()
-    return Evacuated(fd, storages, sizes, nonce)
+    evacuated = Evacuated(fd, storages, sizes, nonce)
+    try:
+        medium.before_freeing(spans)
+        for storage in storages:
+            storage.resize_(0)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the bytes are in the descriptor and go back
+        return _stay_out_or_undo(evacuated, error)
+    medium.give_back()
+    return evacuated
+
+
+def _stay_out_or_undo(evacuated: Evacuated, error: Exception) -> Evacuated:
+    """A storage could not be freed: all as it was, or, without memory for that, all out, where the bytes are held."""
+    note(f"a storage could not be freed: {error!r}")
+    try:
+        evacuated.bring_back(evacuated.fd, copying.ignore)
+    except HegmError as undoing:
+        note(f"{undoing.message}; the process stays with its bytes out")
+        return evacuated
+    raise HegmError(
+        REFUSED,
+        f"a storage of process {os.getpid()} could not be freed: {error}",
+        "the process has all its bytes again; start it with HEGM_AGENT_DEBUG=FILE to see more",
+    ) from error
+
+
+def _medium(storages: list[Any]) -> HostMemory | VideoMemory:
+    """What the storages' memory is; all of them are of one kind."""
+    if storages and storages[0].device.type == "cuda":
+        from .video_memory import VideoMemory
+
+        return VideoMemory(storages)
+    return HostMemory()
+
+
+class HostMemory:
+    """Storages in the process's own memory."""
+
+    def copy_out(self, fd: int, room_bytes: int, spans: list[Span], progress: Callable[[int], None]) -> None:
+        """Copy the spans into the descriptor. Raises OSError."""
+        copying.copy_out(fd, room_bytes, spans, progress)
+
+    def copy_in(self, fd: int, spans: list[Span], progress: Callable[[int], None]) -> None:
+        """Copy them back, into memory that has just been made. Raises OSError."""
+        copying.prefer_huge_pages(spans)
+        copying.copy_in(fd, spans, progress)
+
+    def before_freeing(self, spans: list[Span]) -> None:
+        """Make freeing quick, once the bytes are elsewhere."""
+        copying.free_pages(spans)
+
+    def give_back(self) -> None:
+        """Let go of what is kept after freeing."""
+        copying.give_back_heap()
 
 
 # ---- layout ---------------------------------------------------------------------------------------------------------
 
 
-def _up(size_bytes: int) -> int:
-    return (size_bytes + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES
-
-
 def _places_of(sizes: list[int]) -> list[int]:
     """Where each storage begins: large ones on a page border, small ones one after the other on cache lines."""
-    at = _up(_HEADER.size + _PLACE.size * len(sizes))
+    at = round_up(_HEADER.size + _PLACE.size * len(sizes))
     places: list[int] = []
     for size_bytes in sizes:
         border = PAGE_BYTES if size_bytes >= PAGE_BYTES else 64
-        at = (at + border - 1) // border * border
+        at = round_up(at, border)
         places.append(at)
         at += size_bytes
     return places
+
+
+def _spans(storages: list[Any], sizes: list[int]) -> list[Span]:
+    """Where each storage lies in memory and in the descriptor."""
+    addresses = [storage.data_ptr() for storage in storages]
+    return list(zip(addresses, _places_of(sizes), sizes))
 
 
 def _header(nonce: bytes, sizes: list[int]) -> bytes:
@@ -155,127 +201,6 @@ def _check_header(fd: int, nonce: bytes, sizes: list[int]) -> None:
         )
 
 
-# ---- copying --------------------------------------------------------------------------------------------------------
-
-
-def _copy_all(
-    fd: int, storages: list[Any], sizes: list[int], *, inwards: bool, progress: Callable[[int], None]
-) -> None:
-    addresses = [storage.data_ptr() for storage in storages]
-    pieces = _pieces(addresses, _places_of(sizes), sizes)
-    if os.fstatvfs(fd).f_bsize > PAGE_BYTES:
-        with _Mapping(fd, room_bytes(sizes)) as base:
-            _in_threads(_mapped(base, inwards=inwards), pieces, progress)
-    else:
-        _in_threads(_called(fd, inwards=inwards), pieces, progress)
-
-
-def _pieces(addresses: list[int], places: list[int], sizes: list[int]) -> list[tuple[int, int, int]]:
-    """(address, place, size) of everything that is to be copied, in pieces for several threads."""
-    return [
-        (address + start, place + start, min(PIECE_BYTES, size_bytes - start))
-        for address, place, size_bytes in zip(addresses, places, sizes)
-        for start in range(0, size_bytes, PIECE_BYTES)
-    ]
-
-
-def _called(fd: int, *, inwards: bool) -> Copy:
-    call = _libc.pread if inwards else _libc.pwrite
-
-    def copy(address: int, place: int, size_bytes: int) -> None:
-        while size_bytes:
-            done = call(fd, address, size_bytes, place)
-            if done <= 0:
-                number = ctypes.get_errno()
-                raise OSError(number, os.strerror(number) if done < 0 else "the descriptor ends too early")
-            address, place, size_bytes = address + done, place + done, size_bytes - done
-
-    return copy
-
-
-def _mapped(base: int, *, inwards: bool) -> Copy:
-    def copy(address: int, place: int, size_bytes: int) -> None:
-        if inwards:
-            ctypes.memmove(address, base + place, size_bytes)
-        else:
-            ctypes.memmove(base + place, address, size_bytes)
-
-    return copy
-
-
-class _Mapping:
-    """The descriptor in memory, for as long as the context lasts; gives the address."""
-
-    def __init__(self, fd: int, size_bytes: int) -> None:
-        border = os.fstatvfs(fd).f_bsize  # a mapping of huge pages ends on one
-        self._map = mmap.mmap(fd, (size_bytes + border - 1) // border * border)
-
-    def __enter__(self) -> int:
-        self._view: Any = ctypes.c_char.from_buffer(self._map)
-        return ctypes.addressof(self._view)
-
-    def __exit__(self, *_exc: object) -> None:
-        del self._view
-        self._map.close()
-
-
-class _Crew:
-    """Threads that take pieces until there are none left; what fails in one of them ends them all."""
-
-    def __init__(self, copy: Copy, pieces: list[tuple[int, int, int]]) -> None:
-        self._copy = copy
-        self._left = iter(pieces)
-        self._lock = allocate_lock()
-        self._at_work = 0
-        self.copied_bytes = 0
-        self.ended = allocate_lock()
-        self.failure: BaseException | None = None
-
-    def start(self, threads: int) -> None:
-        self.ended.acquire()
-        self._at_work = threads
-        for _ in range(threads):
-            start_new_thread(self._work, ())
-
-    def _work(self) -> None:
-        try:
-            while self.failure is None:
-                with self._lock:
-                    piece = next(self._left, None)
-                if piece is None:
-                    break
-                self._copy(*piece)
-                with self._lock:
-                    self.copied_bytes += piece[2]
-        except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits for this one
-            self.failure = error
-        with self._lock:
-            self._at_work -= 1
-            if self._at_work == 0:
-                self.ended.release()
-
-
-def _in_threads(copy: Copy, pieces: list[tuple[int, int, int]], progress: Callable[[int], None]) -> None:
-    threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)), len(pieces) // 2))
-    crew = _Crew(copy, pieces)
-    crew.start(threads)
-    while not crew.ended.acquire(timeout=_PROGRESS_EVERY_S):
-        try:
-            progress(crew.copied_bytes)
-        except BaseException as error:  # noqa: BLE001 - raised below, once nobody copies any more
-            crew.failure = error
-    if crew.failure is not None:
-        raise crew.failure
-
-
-def _write_whole(fd: int, data: bytes, place: int) -> None:
-    if os.fstatvfs(fd).f_bsize > PAGE_BYTES:
-        with _Mapping(fd, len(data)) as base:
-            ctypes.memmove(base + place, data, len(data))
-    elif os.pwrite(fd, data, place) != len(data):
-        raise OSError("the descriptor is full")
-
-
 def _read_whole(fd: int, size_bytes: int) -> bytes:
     parts: list[bytes] = []
     at = 0
@@ -286,10 +211,3 @@ def _read_whole(fd: int, size_bytes: int) -> bytes:
         parts.append(part)
         at += len(part)
     return b"".join(parts)
-
-
-def _give_back_heap() -> None:
-    """Small storages lie in the heap, which glibc keeps unless told otherwise; other C libraries have no such call."""
-    trim = getattr(_libc, "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -1,0 +1,302 @@
+"""Bytes between this process's memory and a descriptor, in several threads, and the pages that the bytes lie in.
+
+Owns how bytes are copied and pages are freed; which bytes, and where in the descriptor, is `transfer`'s business. What
+it calls lets go of the interpreter (ctypes does), so that threads copy side by side. It never touches memory of the
+descriptor that might not be there: a signal would kill the job where a call would only fail.
+
+Measured on two virtual cores with 4 GiB (kernel 6.18; docs/benchmarks.md):
+
+* Out goes through a mapping where that is of huge pages, a memcpy at the memory's own speed; `pwrite` runs at a third
+  of it, one small page after the other. With small pages in the descriptor a mapping costs more than it saves.
+* In goes through `pread`, which is as fast as memcpy, into huge pages where the node lets us have them: small ones cost
+  three to six times the copy in page faults, and as much as the copy when they are freed again.
+* Pages are freed by the threads too. Freeing each piece as soon as it is copied was no faster than copying all first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from _thread import allocate_lock, start_new_thread
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    Copy = Callable[[int, int, int], None]
+    Progress = Callable[[int], None]
+    #: Address, place in the descriptor, and size.
+    Span = tuple[int, int, int]
+
+PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
+# Small enough to keep several threads busy to the end, large enough for the call not to count.
+PIECE_BYTES = 8 * 1024 * 1024
+MOST_THREADS = 8
+# Less is freed as quickly by the C library alone; less than this holds no huge page for certain.
+LARGE_BYTES = 4 * 1024 * 1024
+# A process may have 65,530 mappings, and advice on a part of one can make three of it: the job needs the rest.
+MOST_ADVISED = 4096
+_PROGRESS_EVERY_S = 0.2
+
+_PROT_NONE, _PROT_READ_WRITE = 0, 3
+_MAP_SHARED, _MAP_FIXED, _MAP_RESERVED = 0x01, 0x10, 0x4022  # the last: private, of nothing, taking nothing
+_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 4, 14, 23
+_F_GET_SEALS, _F_SEAL_SHRINK = 1034, 0x02
+_PAGEMAP_ENTRY_BYTES = 8
+_EINVAL = 22
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.pread.argtypes = _libc.pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
+_libc.pread.restype = _libc.pwrite.restype = ctypes.c_ssize_t
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def round_up(size_bytes: int, border_bytes: int = PAGE_BYTES) -> int:
+    """The next border at or above."""
+    return (size_bytes + border_bytes - 1) // border_bytes * border_bytes
+
+
+def copy_out(fd: int, room_bytes: int, spans: Iterable[Span], progress: Progress) -> None:
+    """Copy the spans into the descriptor, which has at least so much room. Raises OSError."""
+    with Writing(fd, room_bytes) as write:
+        in_threads(write, spans, progress)
+
+
+def copy_in(fd: int, spans: Iterable[Span], progress: Progress) -> None:
+    """Copy the spans out of the descriptor into memory. Raises OSError."""
+    in_threads(reading(fd), spans, progress)
+
+
+class Writing:
+    """The quickest way to copy from memory into a descriptor with so much room, for as long as the context lasts."""
+
+    def __init__(self, fd: int, room_bytes: int) -> None:
+        self._fd = fd
+        self._mapping: _Mapping | None = None
+        self._page_bytes = page_bytes = os.fstatvfs(fd).f_bsize
+        if page_bytes > PAGE_BYTES or _cannot_shrink(fd):
+            self._mapping = _Mapping(fd, room_bytes, page_bytes)
+
+    def __enter__(self) -> Copy:
+        base = 0 if self._mapping is None else self._mapping.base
+        if base and (self._page_bytes > PAGE_BYTES or _comes_in_huge_pages(base)):
+            return _mapped(base)
+        return _called(self._fd, _libc.pwrite)
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._mapping is not None:
+            self._mapping.close()
+
+
+def reading(fd: int) -> Copy:
+    """How to copy from a descriptor into memory."""
+    return _called(fd, _libc.pread)
+
+
+def free_pages(spans: Iterable[Span]) -> None:
+    """Give the pages that lie wholly in large spans back to the node; their bytes are lost, the addresses stay valid.
+
+    Whoever owns the memory frees it afterwards, which is quick when it has no pages. Pages that cannot be given back
+    like this, such as locked ones, are left to that.
+    """
+
+    def free(address: int, _place: int, size_bytes: int) -> None:
+        start, end = round_up(address), (address + size_bytes) // PAGE_BYTES * PAGE_BYTES
+        if start < end:
+            _libc.madvise(start, end - start, _MADV_DONTNEED)
+
+    in_threads(free, (span for span in spans if span[2] >= LARGE_BYTES), ignore)
+
+
+def prefer_huge_pages(spans: Iterable[Span]) -> None:
+    """Ask for huge pages under large spans, for when they are first written; a node that has them off stays without."""
+    large = sorted((span for span in spans if span[2] >= LARGE_BYTES), key=_size_of, reverse=True)
+    for address, _place, size_bytes in large[:MOST_ADVISED]:
+        # Outwards to whole pages: that is just the mapping that the C library made for it, and splits none.
+        start = address // PAGE_BYTES * PAGE_BYTES
+        _libc.madvise(start, round_up(address + size_bytes) - start, _MADV_HUGEPAGE)
+
+
+def _size_of(span: Span) -> int:
+    return span[2]
+
+
+# ---- one piece ------------------------------------------------------------------------------------------------------
+
+
+def _pieces(spans: Iterable[Span]) -> list[Span]:
+    """All of it, in pieces for several threads."""
+    return [
+        (address + start, place + start, min(PIECE_BYTES, size_bytes - start))
+        for address, place, size_bytes in spans
+        for start in range(0, size_bytes, PIECE_BYTES)
+    ]
+
+
+def _called(fd: int, call: Callable[[int, int, int, int], int]) -> Copy:
+    def copy(address: int, place: int, size_bytes: int) -> None:
+        while size_bytes:
+            done = call(fd, address, size_bytes, place)
+            if done <= 0:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number) if done < 0 else "the descriptor ends too early")
+            address, place, size_bytes = address + done, place + done, size_bytes - done
+
+    return copy
+
+
+def _mapped(base: int) -> Copy:
+    def copy(address: int, place: int, size_bytes: int) -> None:
+        _have_pages(base + place, size_bytes)
+        ctypes.memmove(base + place, address, size_bytes)
+
+    return copy
+
+
+def _have_pages(address: int, size_bytes: int) -> None:
+    """Have a mapping's pages present, or fail with an error where touching them would be a signal. Raises OSError."""
+    start = address // PAGE_BYTES * PAGE_BYTES
+    if _libc.madvise(start, round_up(address + size_bytes) - start, _MADV_POPULATE_WRITE):
+        number = ctypes.get_errno()
+        # Before 5.14 the kernel does not know the question. Those of hugetlbfs are ours since they were mapped, and no
+        # others get here then.
+        if number != _EINVAL:
+            raise OSError(number, f"the descriptor's pages cannot be had: {os.strerror(number)}")
+
+
+# ---- the descriptor in memory ---------------------------------------------------------------------------------------
+
+
+class _Mapping:
+    """The descriptor in memory, on a border of huge pages. `base` is 0 where there is no address space for it."""
+
+    def __init__(self, fd: int, size_bytes: int, page_bytes: int) -> None:
+        border_bytes = max(HUGE_PAGE_BYTES, page_bytes)
+        length_bytes = round_up(size_bytes, page_bytes)
+        self._reserved_bytes = length_bytes + border_bytes
+        self._reserved = _libc.mmap(None, self._reserved_bytes, _PROT_NONE, _MAP_RESERVED, -1, 0)
+        self.base = 0
+        if self._reserved == _MAP_FAILED:
+            return
+        base = round_up(self._reserved, border_bytes)
+        if _libc.mmap(base, length_bytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, fd, 0) == base:
+            self.base = base
+
+    def close(self) -> None:
+        if self._reserved != _MAP_FAILED:
+            _libc.munmap(self._reserved, self._reserved_bytes)
+            self._reserved = _MAP_FAILED
+
+
+def _cannot_shrink(fd: int) -> bool:
+    seals: int = _libc.fcntl(fd, _F_GET_SEALS, 0)
+    return seals >= 0 and bool(seals & _F_SEAL_SHRINK)
+
+
+def _comes_in_huge_pages(base: int) -> bool:
+    """Whether the first page, once it is had, is part of a huge one: the middle of that is present with it then."""
+    if _libc.madvise(base, PAGE_BYTES, _MADV_POPULATE_WRITE):
+        return False
+    middle = (base + HUGE_PAGE_BYTES // 2) // PAGE_BYTES
+    try:
+        pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        entry = os.pread(pagemap, _PAGEMAP_ENTRY_BYTES, middle * _PAGEMAP_ENTRY_BYTES)
+    except OSError:
+        return False
+    finally:
+        os.close(pagemap)
+    return len(entry) == _PAGEMAP_ENTRY_BYTES and entry[-1] & 0x80 != 0  # the highest bit: present
+
+
+# ---- threads --------------------------------------------------------------------------------------------------------
+
+
+class _Crew:
+    """Threads that take pieces until there are none left; what fails in one of them ends them all."""
+
+    def __init__(self, copy: Copy, pieces: list[Span]) -> None:
+        self._copy = copy
+        self._left = iter(pieces)
+        self._lock = allocate_lock()
+        self._at_work = 0
+        self.copied_bytes = 0
+        self.ended = allocate_lock()
+        self.failure: BaseException | None = None
+
+    def start(self, threads: int) -> None:
+        """Set that many to work, or as many as can be had; where none can, do all of it here and now."""
+        self.ended.acquire()
+        self._at_work = 1  # this one, until all are started
+        started = 0
+        while started < threads and self._start_one():
+            started += 1
+        if not started:
+            self._take_pieces()
+        self._leave()
+
+    def _start_one(self) -> bool:
+        with self._lock:
+            self._at_work += 1
+        try:
+            start_new_thread(self._work, ())
+        except RuntimeError:
+            self._leave()
+            return False
+        return True
+
+    def _work(self) -> None:
+        self._take_pieces()
+        self._leave()
+
+    def _take_pieces(self) -> None:
+        try:
+            while self.failure is None:
+                with self._lock:
+                    piece = next(self._left, None)
+                if piece is None:
+                    break
+                self._copy(*piece)
+                with self._lock:
+                    self.copied_bytes += piece[2]
+        except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits for this one
+            self.failure = error
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._at_work -= 1
+            if self._at_work == 0:
+                self.ended.release()
+
+
+def in_threads(copy: Copy, spans: Iterable[Span], progress: Progress) -> None:
+    """Have all the spans copied, piece by piece, by as many threads as are of use. Raises what a copy raises."""
+    pieces = _pieces(spans)
+    threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)), len(pieces) // 2))
+    crew = _Crew(copy, pieces)
+    crew.start(threads)
+    while not crew.ended.acquire(timeout=_PROGRESS_EVERY_S):
+        try:
+            progress(crew.copied_bytes)
+        except BaseException as error:  # noqa: BLE001 - raised below, once nobody copies any more
+            crew.failure = error
+    if crew.failure is not None:
+        raise crew.failure
+
+
+def ignore(_copied_bytes: int) -> None:
+    """Progress that nobody follows."""
+
+
+def give_back_heap() -> None:
+    """Small storages lie in the heap, which glibc keeps unless told otherwise; other C libraries have no such call."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
