@@ -100,10 +100,10 @@ class Lane:
             return False
         return True
 
-    def attach_video(self, ordinal: int, sizes: Sequence[int], fds: Sequence[int]) -> None:
-        """Have held video memory of one of its GPUs as the space. Raises CudaError, Refused."""
+    def attach_video(self, ordinal: int, pieces: Sequence[tuple[int, int]], start: int = 0) -> None:
+        """Have held video memory of one of its GPUs as the space, by descriptor and size. Raises CudaError, Refused."""
         self._context(ordinal)
-        self._attach(lambda: VideoSpace(ordinal, self._contexts, sizes, fds, self.peer))
+        self._attach(lambda: VideoSpace(ordinal, self._contexts, pieces, start=start, peer=self.peer))
 
     def attach_host(self, fd: int, size_bytes: int) -> None:
         """Have a piece of the host pool as the space. Raises CudaError, OSError, Refused."""

@@ -148,7 +148,8 @@ class Requests:
         sizes: Sequence[int] = request.args["sizes"]
         if len(sizes) != len(request.fds):
             raise Refused(f"{len(sizes)} sizes came with {len(request.fds)} descriptors", "send one for each size")
-        self._lane(request).attach_video(self._ordinal(request.args["gpu"]), sizes, request.fds.view())
+        pieces = list(zip(request.fds.view(), sizes, strict=True))
+        self._lane(request).attach_video(self._ordinal(request.args["gpu"]), pieces, request.args.get("start", 0))
         return Answer({})
 
     def _detach_video(self, request: Request) -> Answer:

@@ -46,23 +46,28 @@ class VideoSpace:
 
     edge_bytes = None
 
-    def __init__(self, ordinal: int, contexts: Contexts, sizes: Sequence[int], fds: Sequence[int], peer: bool) -> None:
-        """The descriptors stay the caller's. Raises CudaError, with nothing mapped then."""
+    def __init__(
+        self, ordinal: int, contexts: Contexts, pieces: Sequence[tuple[int, int]], *, start: int, peer: bool
+    ) -> None:
+        """`pieces` are descriptors, which stay the caller's, and their sizes; `start` is where the first one begins.
+
+        Raises CudaError, with nothing mapped then.
+        """
         self.context = contexts[ordinal]
-        self._sizes = list(sizes)
-        self._size_bytes = sum(sizes)
-        self._gone_bytes = 0
+        self._sizes = [size_bytes for _, size_bytes in pieces]
+        self._size_bytes = start + sum(self._sizes)
+        self._gone_bytes = start
         self._undo = ExitStack()
         cuda.use(self.context)
         with ExitStack() as undo:
             self._va = cuda.reserve(self._size_bytes)
             undo.callback(cuda.free_va, self._va, self._size_bytes)
             self._mapped = undo.enter_context(ExitStack())
-            at = self._va
-            for size_bytes, fd in zip(sizes, fds, strict=True):
+            at = self._va + start
+            for fd, size_bytes in pieces:
                 self._map(at, size_bytes, fd)
                 at += size_bytes
-            cuda.access(self._va, self._size_bytes, contexts if peer else [ordinal])
+            cuda.access(self._va + start, self._size_bytes - start, contexts if peer else [ordinal])
             self._undo = undo.pop_all()
 
     def _map(self, at: int, size_bytes: int, fd: int) -> None:

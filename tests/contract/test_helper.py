@@ -13,6 +13,7 @@ import pytest
 from hegmd.descriptors import Descriptors
 from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost
+from hegmd.vram import VideoMemory
 from tests.contract.helped import GIB, MIB, SIZE_BYTES, SIZES_MIB, SOON_S, Owner, ask, carry, hold, linked, places
 from tests.stubs.cuda.node import CudaNode
 
@@ -224,6 +225,34 @@ async def test_a_move_in_rounds_gives_the_memory_back_as_it_goes(node: CudaNode,
             os.close(fds[1])
     finally:
         watcher.close()
+
+
+async def test_a_move_in_rounds_goes_on_in_another_helper_with_what_is_left(node: CudaNode, owner: Owner) -> None:
+    here, there = node.uuids
+    async with linked(node) as link:
+        memory = VideoMemory(link)
+        await memory.hold("7.1-1.storages", there, 4 * MIB)
+        await memory.hold("7.1-1.storages", there, SIZE_BYTES)
+
+        async def attach() -> None:
+            pieces = memory.pieces("7.1-1.storages", there)
+            args = {"lane": "7", "gpu": there, "sizes": [piece.size_bytes for piece in pieces], "start": pieces[0].at}
+            await link.call("open", {"lane": "7", "gpus": [here, there]}, deadline_s=SOON_S)
+            await link.call("attach-video", args, deadline_s=SOON_S, fds=[piece.fd for piece in pieces])
+
+        await attach()
+        await carry(link, here, "out", owner, places())
+        owner.come_back()
+        await carry(link, here, "in", owner, places()[:2])
+        await ask(link, "detach-video", lane="7", pieces=1)
+        await memory.give_first("7.1-1.storages", there, 1)
+        link.kill("the test says so")
+        await attach()
+        await carry(link, here, "in", owner, places()[2:])
+        assert owner.ask("digest") == owner.digest
+        with pytest.raises(HegmError, match="is not within the 4194304 to 8388608"):
+            await carry(link, here, "in", owner, places()[:1])
+        memory.close()
 
 
 async def test_one_gpu_that_cannot_reach_the_other_is_carried_all_the_same(node: CudaNode, owner: Owner) -> None:
