@@ -1,0 +1,50 @@
+"""Which threads keep storages from being taken, by where their Python stands. Real threads, blocked in a read."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType
+
+from hegmd.agent.stillness import busy_thread
+
+
+@contextmanager
+def blocked(path: Path) -> Iterator[None]:
+    """A thread that waits in a read, in code of that file, until the context ends."""
+    ours, theirs = os.pipe()
+    begun = threading.Event()
+    code: CodeType = compile("def wait(begun, read, fd):\n    begun.set()\n    read(fd, 1)\n", str(path), "exec")
+    names: dict[str, object] = {}
+    exec(code, names)
+    thread = threading.Thread(target=names["wait"], args=(begun, os.read, ours))  # type: ignore[arg-type]
+    thread.start()
+    try:
+        begun.wait()
+        yield
+    finally:
+        os.write(theirs, b"x")
+        thread.join()
+        os.close(ours)
+        os.close(theirs)
+
+
+def busy() -> str | None:
+    """What is found besides this very thread."""
+    return busy_thread(frozenset((threading.get_ident(),)), frozenset())
+
+
+def test_a_thread_in_code_of_its_own_is_busy(tmp_path: Path) -> None:
+    with blocked(tmp_path / "script.py"):
+        found = busy()
+    assert found is not None
+    assert "script.py:" in found
+
+
+def test_the_compilers_threads_do_not_keep_a_compiled_training_from_parking(tmp_path: Path) -> None:
+    """Seen with torch 2.11 on CUDA: its timer sleeps in a thread of its own, and every order to park was refused."""
+    with blocked(tmp_path / "torch" / "_inductor" / "compile_worker" / "timer.py"):
+        assert busy() is None
