@@ -17,13 +17,20 @@ from hegmd.errors import BAD_REQUEST, HegmError
 from hegmd.helper import cuda
 from hegmd.helper.spaces import Space
 
-# One copy of this size takes 0.7 ms over NVLink and 5 ms over PCIe: enough for what queueing it costs not to matter.
-CHUNK_BYTES = 256 << 20
-# As much is queued before the group before is waited for: 0.08 s over PCIe.
-BATCH_BYTES = 4 << 30
-STREAMS_A_GROUP = 2
-
 OUT, IN = "out", "in"
+
+
+class Pace(NamedTuple):
+    """How copies are cut and spread; a benchmark tries others."""
+
+    #: One copy of this size takes 0.7 ms over NVLink and 5 ms over PCIe: what queueing it costs does not matter then.
+    chunk_bytes: int = 256 << 20
+    #: As much is queued before the group before is waited for: 0.08 s over PCIe.
+    batch_bytes: int = 4 << 30
+    streams_a_group: int = 2
+
+
+PACE = Pace()
 
 
 class Place(NamedTuple):
@@ -70,7 +77,7 @@ def _follows(last: Place, place: Place) -> bool:
     )
 
 
-def chunks(places: Iterable[Place], edge_bytes: int | None, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Place]:
+def chunks(places: Iterable[Place], edge_bytes: int | None, chunk_bytes: int) -> Iterator[Place]:
     """The places cut so that none is larger than a chunk, and none crosses an edge of the space."""
     for place in places:
         done_bytes = 0
@@ -83,7 +90,7 @@ def chunks(places: Iterable[Place], edge_bytes: int | None, chunk_bytes: int = C
             done_bytes += size_bytes
 
 
-def batches(pieces: Iterable[Place], batch_bytes: int = BATCH_BYTES) -> Iterator[list[Place]]:
+def batches(pieces: Iterable[Place], batch_bytes: int) -> Iterator[list[Place]]:
     """The pieces in groups of at least so many bytes; the last may be smaller."""
     batch: list[Place] = []
     held_bytes = 0
@@ -100,13 +107,14 @@ def batches(pieces: Iterable[Place], batch_bytes: int = BATCH_BYTES) -> Iterator
 class Copy:
     """One copy of many places, in one direction, between the process on a GPU and a space. For one thread, once."""
 
-    def __init__(self, context: Any, space: Space, direction: str, handles: Sequence[bytes]) -> None:
+    def __init__(self, context: Any, space: Space, direction: str, handles: Sequence[bytes], pace: Pace = PACE) -> None:
         if direction not in {OUT, IN}:
             raise HegmError(BAD_REQUEST, f"{direction!r} is no direction of a copy", "it is `out` or `in`")
         self._context = context  # of the GPU that the process is on
         self._space = space
         self._direction = direction
         self._handles = handles
+        self._pace = pace
         self._first = {handle: index for index, handle in reversed(list(enumerate(handles)))}
         self._opened: dict[bytes, int] = {}
         self._open_s = 0.0
@@ -128,10 +136,11 @@ class Copy:
     def _copy(self, wanted: Iterable[Place], undo: ExitStack, tell: Callable[[int], None]) -> int:
         # Queued from where the bytes are: the copy engine then writes over the link.
         source = self._space.context if self._direction == IN and self._space.context is not None else self._context
-        groups = [_Group(source, undo) for _ in range(2)]
+        groups = [_Group(source, self._pace.streams_a_group, undo) for _ in range(2)]
         done_bytes = queued_bytes = 0
         waiting = [0, 0]
-        for turn, batch in enumerate(batches(chunks(wanted, self._space.edge_bytes))):
+        pieces = chunks(wanted, self._space.edge_bytes, self._pace.chunk_bytes)
+        for turn, batch in enumerate(batches(pieces, self._pace.batch_bytes)):
             group = groups[turn % 2]
             if waiting[turn % 2]:
                 group.wait()
@@ -174,10 +183,10 @@ class Copy:
 class _Group:
     """Some streams of one context that are filled in turn and waited for together."""
 
-    def __init__(self, context: Any, undo: ExitStack) -> None:
+    def __init__(self, context: Any, streams: int, undo: ExitStack) -> None:
         cuda.use(context)
         self._streams: list[Any] = []
-        for _ in range(STREAMS_A_GROUP):
+        for _ in range(streams):
             stream = cuda.create_stream()
             undo.callback(_end_stream, stream)
             self._streams.append(stream)

@@ -69,6 +69,7 @@ class Link:
         self._idle_after_s = idle_after_s
         self._tasks: anyio.abc.TaskGroup | None = None
         self._session: Session | None = None
+        self._starts = 0
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Let helpers live, until cancelled; then the one that is there has been killed."""
@@ -98,13 +99,16 @@ class Link:
         deadline_s: float,
         fds: Sequence[int] = (),
         on_progress: OnProgress | None = None,
+        helper: int | None = None,
     ) -> Answer:
         """Have the helper do it. The answer owns the descriptors that came; those sent along stay the caller's.
 
-        The deadline counts from when the helper is ready. Raises DriverFailed, Refused or whatever the request failed
-        with; HelperLost when the helper ended first. Cancelled, the request goes on by itself, its deadline too, and
-        its answer is dropped.
+        `helper` is of an earlier answer: what that helper has is needed, so no other will do. The deadline counts from
+        when the helper is ready. Raises DriverFailed, Refused or whatever the request failed with; HelperLost when the
+        helper ended first. Cancelled, the request goes on by itself, its deadline too, and its answer is dropped.
         """
+        if helper is not None and not self._is_there(helper):
+            raise HelperLost("is not the one any more in which this was begun", [op], None, "")
         session = await self._ready()
         return await session.call(op, args or {}, deadline_s, fds, on_progress)
 
@@ -112,6 +116,10 @@ class Link:
         """End the helper now, with everything it has. Fine when there is none."""
         if self._session is not None:
             self._session.lose(f"was ended: {why}")
+
+    def _is_there(self, number: int) -> bool:
+        session = self._session
+        return session is not None and session.number == number and session.lost is None
 
     async def _ready(self) -> Session:
         while True:
@@ -128,6 +136,7 @@ class Link:
     def _begin(self) -> Session:
         if self._tasks is None:
             raise Bug("the GPU helper is called before its link runs")
-        session = self._session = Session(self._idle_after_s)
+        self._starts += 1
+        session = self._session = Session(self._starts, self._idle_after_s)
         self._tasks.start_soon(session.live, self._program, self._environment, self._start_within_s)
         return session

@@ -94,7 +94,8 @@ class Call:
 class Session:
     """One helper, from its start to its end."""
 
-    def __init__(self, idle_after_s: float) -> None:
+    def __init__(self, number: int, idle_after_s: float) -> None:
+        self.number = number
         self.pid: int | None = None
         self.hello: Mapping[str, Any] = {}
         self.lost: str | None = None  # why it is of no more use
@@ -243,7 +244,8 @@ class Session:
                 self.lose(f"was ended: {error.message}, after which every call in that context fails")
             return
         values = mapping(message.get("ok"))
-        call.end(Answer(values, stream.claim(whole(message.get("fds", 0)))), None)
+        fds = stream.claim(whole(message.get("fds", 0)))
+        call.end(Answer(values, fds, self.number), None)
 
     # -- what it is asked ----------------------------------------------------------------------------------------------
 

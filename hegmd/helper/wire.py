@@ -67,13 +67,14 @@ class DriverFailed(HegmError):
 
 
 class Answer:
-    """What a request came to. Owns the descriptors that came with it."""
+    """What a request came to, and in which helper. Owns the descriptors that came with it."""
 
-    __slots__ = ("fds", "values")
+    __slots__ = ("fds", "helper", "values")
 
-    def __init__(self, values: Mapping[str, Any], fds: Descriptors | None = None) -> None:
+    def __init__(self, values: Mapping[str, Any], fds: Descriptors | None = None, helper: int = 0) -> None:
         self.values = dict(values)
         self.fds = Descriptors([]) if fds is None else fds
+        self.helper = helper
 
 
 class Request:

@@ -67,6 +67,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.helper.cuda": (),
     "hegmd.helper.session": (*GROUND, "hegmd.log", "hegmd.external", "hegmd.stream", "hegmd.helper"),
     "hegmd.helper.link": (*GROUND, "hegmd.external", "hegmd.helper"),
+    "hegmd.helper.route": ("hegmd.errors", "hegmd.helper"),
     "hegmd.vram": (*GROUND, "hegmd.log", "hegmd.helper"),
     "hegmd.pool": (*GROUND, "hegmd.log", "hegmd.pieces"),
     "hegmd.rooms": (*GROUND, "hegmd.log", "hegmd.devices"),
