@@ -171,7 +171,7 @@ class App:
             held.enter_context(StateDir(self._config.daemon.state_dir))
             port = self._config.metrics.port
             scrape_sockets = [held.enter_context(one) for one in bind_loopback(port)] if port else []
-            held.callback(self._moving.pool.close)
+            held.callback(self._moving.close)
             await self._moving.open()
             listeners = [self._listener(listening) for listening in self._listening_sockets(held)]
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:

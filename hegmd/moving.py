@@ -16,8 +16,13 @@ import anyio.to_thread
 from hegmd.attendance import Attendance
 from hegmd.devices.simulated import SimulatedProvider
 from hegmd.events import EventLog
-from hegmd.inventory import Inventory
+from hegmd.helper.link import Link
+from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.lookout import Lookout
+from hegmd.methods.base import Carrier, Method
+from hegmd.methods.driver import DriverCarrier, DriverMethod, is_stopped
+from hegmd.methods.gpus import Gpus
+from hegmd.methods.neighbours import Neighbours
 from hegmd.methods.simulated import SimulatedMethod
 from hegmd.methods.worker import WorkerCarrier
 from hegmd.migration.performer import Performer
@@ -27,6 +32,8 @@ from hegmd.pool import STORE_PREFIX, Pool
 from hegmd.protocol.snapshots import Gpu
 from hegmd.rooms import Rooms
 from hegmd.service import PassedDescriptors, ServiceManager
+from hegmd.vram import STORE_PREFIX as VRAM_PREFIX
+from hegmd.vram import VideoMemory
 from hegmd.workers import Workers
 
 
@@ -50,8 +57,15 @@ class Moving:
         self._inventory = inventory
         self.pool = Pool(budget_bytes, store=manager)
         self.rooms = Rooms(simulator, gpus=self._gpus, changed=inventory.expire)
-        methods = {SimulatedMethod.name: SimulatedMethod(self.rooms)}
-        carriers = {WorkerCarrier.name: WorkerCarrier(self.pool)}
+        self.helper = Link()
+        self.memory = VideoMemory(self.helper, manager)
+        self._neighbours = Neighbours(self.helper, state_dir, start_ticks=start_ticks, is_stopped=is_stopped)
+        methods: dict[str, Method] = {SimulatedMethod.name: SimulatedMethod(self.rooms)}
+        carriers: dict[str, Carrier] = {WorkerCarrier.name: WorkerCarrier(self.pool)}
+        if simulator is None:
+            gpus = Gpus(self._look, inventory.expire)
+            methods = {DriverMethod.name: DriverMethod(self.helper, self.memory, gpus, self._neighbours)}
+            carriers[DriverCarrier.name] = DriverCarrier()
         performer = Performer(workers, methods, carriers, start_ticks=start_ticks)
         self.runner = Runner(state_dir, performer, events)
         self.attendance = Attendance(
@@ -67,6 +81,11 @@ class Moving:
         workers.listen(self.attendance.hear)
         workers.listen(self.runner.hear)
 
+    async def _look(self) -> NodeSnapshot:
+        """What is done to real processes rests on what is so now."""
+        self._inventory.expire()
+        return await self._inventory.fresh(0.0)
+
     def _gpus(self) -> tuple[Gpu, ...]:
         latest = self._inventory.latest
         return () if latest is None else latest.gpus
@@ -77,6 +96,9 @@ class Moving:
             if name.startswith(STORE_PREFIX):
                 for descriptor in passed.take(name):
                     self.pool.adopt(name, descriptor)
+            elif name.startswith(VRAM_PREFIX):
+                for descriptor in passed.take(name):
+                    self.memory.adopt(name, descriptor)
 
     async def open(self) -> None:
         """Read the journal, and hold again what it says is held. Raises HegmError for one that cannot be trusted.
@@ -90,11 +112,34 @@ class Moving:
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Watch the workers and run the operations, until cancelled."""
+        over = anyio.Event()
         async with anyio.create_task_group() as tasks:
-            await tasks.start(self._workers.run)
-            await tasks.start(self.runner.run)
-            tasks.start_soon(self.attendance.run)
-            task_status.started()
+            await tasks.start(self._keep_helper, over)
+            try:
+                async with anyio.create_task_group() as inner:
+                    inner.start_soon(self._neighbours.let_go)
+                    await inner.start(self._workers.run)
+                    await inner.start(self.runner.run)
+                    inner.start_soon(self.attendance.run)
+                    task_status.started()
+            finally:
+                over.set()
+
+    async def _keep_helper(
+        self, over: anyio.Event, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+    ) -> None:
+        """The helper outlives the operations: one that is cut off has a process to unlock before it is gone."""
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as tasks:
+                await tasks.start(self.helper.run)
+                task_status.started()
+                await over.wait()
+                tasks.cancel_scope.cancel()
+
+    def close(self) -> None:
+        """Let go of all that is held here; what the service manager keeps, it keeps."""
+        self.pool.close()
+        self.memory.close()
 
     @property
     def busy(self) -> bool:

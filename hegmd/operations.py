@@ -219,10 +219,17 @@ class Operations:
         return [*_operations(resumed), *_operations(moved)]
 
     def _place_of(self, pid: int) -> str:
+        """The one GPU that it is on, by what was settled on simulated GPUs and by the driver's word on others."""
         worker = self._workers.find(pid)
-        if worker is None or worker.gpu is None:
-            raise HegmError(NOT_FOUND, f"process {pid} has no agent, or is on no GPU", "see hegmctl ps", {"pid": pid})
-        return worker.gpu
+        if worker is not None and worker.gpu is not None:
+            return worker.gpu
+        latest = self._inventory.latest
+        places = (
+            [use.gpu for process in latest.processes if process.pid == pid for use in process.gpus] if latest else []
+        )
+        if len(places) != 1:
+            raise HegmError(NOT_FOUND, f"process {pid} is not on one GPU", "see hegmctl ps", {"pid": pid})
+        return places[0]
 
     # -- who may -------------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ QUICK_S = 20.0
 STATE_S = 300.0
 STEP_S = 30.0
 STEP_BYTES_PER_S = 1e9
-_LOOK_AGAIN_S = 0.1
+_LOOK_AGAIN_S = 0.05
 _LAST_WORD_S = 5.0
 _NOT_READY = 600
 
@@ -85,6 +85,7 @@ class DriverMethod:
         uuid = await self._gpus.uuid_of(gpu)
         self._memory.give(rest_of(subject), uuid)
         self._memory.give(storages_of(subject), uuid)
+        self._gpus.changed()
 
     def rooms(self, subject: Subject) -> Mapping[str, int]:
         """Of the GPU that it is on, what it has there is its own; room for storages that are out is besides that."""
@@ -117,6 +118,7 @@ class DriverMethod:
                 if subject.goal is not None:
                     await self._hold(subject, subject.goal, need_bytes, subject.storage_room_bytes)
                 await self._call("checkpoint", subject, deadline_s=STEP_S + need_bytes / STEP_BYTES_PER_S)
+                await self._see_it_gone(subject)
             return Left(room_bytes=await self._keep_way_back(subject, need_bytes), rest_bytes=need_bytes)
 
     async def _lock(self, subject: Subject) -> None:
@@ -158,6 +160,10 @@ class DriverMethod:
                 {"pid": subject.pid, "gpus": [use.gpu for use in uses]},
             )
         return sizes[0] + RESTORE_MARGIN_BYTES
+
+    async def _see_it_gone(self, subject: Subject) -> None:
+        """The driver says so; that the GPU has its memory back is NVML's to show."""
+        await self._until_shown(subject, there=False)
 
     async def _keep_way_back(self, subject: Subject, need_bytes: int) -> int:
         """As far as it can be had: somebody may have been quicker, and the way on is still open then."""
@@ -231,10 +237,7 @@ class DriverMethod:
         """By the driver's own state and by the video memory that NVML shows; then nothing is held for it there."""
         if await self._state(subject) == LOCKED:
             await self._unlock(subject)
-        while True:
-            if subject.gpu in await self._places(subject):
-                break
-            await anyio.sleep(_LOOK_AGAIN_S)
+        await self._until_shown(subject, there=True)
         if subject.gpu is not None:
             await self.give_room(subject, subject.gpu)
 
@@ -260,6 +263,14 @@ class DriverMethod:
                 {"pid": subject.pid},
             )
         return Standing(gpu=place)
+
+    async def _until_shown(self, subject: Subject, *, there: bool) -> None:
+        """Wait until NVML shows it on its GPU, or no longer; the driver tells nobody when."""
+        while True:
+            if (subject.gpu in await self._places(subject)) is there:
+                break
+            await anyio.sleep(_LOOK_AGAIN_S)
+        self._gpus.changed()
 
     async def _places(self, subject: Subject) -> list[str]:
         node = await self._gpus.seen()

@@ -37,10 +37,11 @@ class VideoMemory(Protocol):
 
 
 class Gpus:
-    """Looks at the node by `look`, which is to look now and not to remember."""
+    """Looks at the node by `look`, which is to look now and not to remember; `changed` is called when that is news."""
 
-    def __init__(self, look: Callable[[], Awaitable[Node]]) -> None:
+    def __init__(self, look: Callable[[], Awaitable[Node]], changed: Callable[[], object] = lambda: None) -> None:
         self._look = look
+        self.changed = changed
         self._turns: dict[str, anyio.Lock] = {}
         self._names: dict[str, str] = {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from hegmd.pieces import RESTORE_MARGIN_BYTES
 from hegmd.protocol.record import Record, field
 
 MIGRATE, SUSPEND, RESUME = "migrate", "suspend", "resume"
@@ -101,6 +102,11 @@ class Worker(Record):
     def is_carried(self) -> bool:
         """Whether a carrier takes its storages, so that the driver has only the rest."""
         return self.has_agent and self.carrier != BY_DRIVER
+
+    @property
+    def carried_bytes(self) -> int:
+        """What goes from one place to another: its storages, or all that it has if the driver carries that."""
+        return self.size_bytes if self.is_carried else max(0, self.rest_bytes - RESTORE_MARGIN_BYTES)
 
     @property
     def room_bytes(self) -> int:

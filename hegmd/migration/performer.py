@@ -63,6 +63,10 @@ class Performer:
             effects.Inspect.tag: self._inspect,
         }
 
+    def lives(self, member: Member) -> bool:
+        """Whether the process is there still, and no other one under its pid."""
+        return self._start_ticks(member.pid) == member.start_ticks
+
     def connection(self, member: Member) -> int | None:
         """The number of the connection that its agent is on; None while there is none."""
         worker = self._workers.find(member.pid)
@@ -79,7 +83,8 @@ class Performer:
         try:
             if member is None:
                 raise Bug(f"operation {op.id} has no worker {effect.worker}")
-            if effect.in_worker and not isinstance(effect, effects.Inspect) and self.connection(member) != heard:
+            is_order = effect.in_worker and member.has_agent and not isinstance(effect, effects.Inspect)
+            if is_order and self.connection(member) != heard:
                 raise AgentAway(member.pid, f"it has not been asked how it stands, so it is not told to {effect.tag}")
             return await self._do[effect.tag](op, member, effect, on_progress)
         except HegmError as error:
@@ -209,7 +214,7 @@ class Performer:
         return events.Verified(**_ends(effect), boundary=worker.boundary)
 
     async def _inspect(self, op: Operation, member: Member, effect: effects.Inspect, _: Progress) -> Event:
-        if self._start_ticks(member.pid) != member.start_ticks:
+        if not self.lives(member):
             return events.WorkerGone(worker=member.name, cause=effect.tag, why="it is not there any more")
         subject = self._subject(op, member)
         if not member.has_agent:

@@ -188,7 +188,7 @@ def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate) -> None
             name=named(candidate),
             gpu=None,
             to=to,
-            size_bytes=worker.size_bytes if worker.is_carried else worker.rest_bytes,
+            size_bytes=worker.carried_bytes,
             carrier=worker.carrier,
             method=worker.method,
             rest_bytes=worker.rest_bytes,
@@ -313,7 +313,8 @@ def _slow_ways(draft: Draft) -> Iterator[str]:
     """What a faster way was closed by, for whoever could open it."""
     for worker in draft.moving:
         why = draft.choices[worker.pid].why if worker.pid in draft.choices else ""
-        if why:
+        candidate = candidate_of(draft.snapshot, worker.pid)
+        if why and candidate is not None and candidate.agent is not None:
             yield f"the bytes of process {worker.pid} go by {worker.carrier}: {why}"
 
 

@@ -17,7 +17,7 @@ def description(op: Operation, *, moved_bytes: int = 0, blackout_s: float | None
         processes=tuple(process_of(member) for member in op.workers),
         owner_uid=op.owner_uid,
         created_utc=op.created_utc,
-        size_bytes=sum(_carried_bytes(member) for member in op.workers),
+        size_bytes=sum(member.carried_bytes for member in op.workers),
         moved_bytes=moved_bytes,
         blackout_s=blackout_s,
         failure=None if failure is None else told.Reason(code=failure.code, message=failure.message, hint=failure.hint),
@@ -37,11 +37,6 @@ def process_of(member: Member) -> told.OperationProcess:
         rank=member.rank,
         gpu=member.at,
         to=member.goal,
-        size_bytes=_carried_bytes(member),
+        size_bytes=member.carried_bytes,
         state=state,
     )
-
-
-def _carried_bytes(member: Member) -> int:
-    """What goes from one place to another: the storages, or all that there is if the driver has to carry it."""
-    return member.size_bytes if member.is_carried else member.rest_bytes

@@ -16,6 +16,7 @@ on its standard output, so whoever drives it always knows where it is, and ends 
     drain           drained: once nothing is queued any more
     alloc MIB       allocated, or refused CODE: one more piece
     grab            grabbed BYTES: takes all memory there is, in ever smaller pieces
+    hoard           hoarding: takes all memory there is, again and again without being asked, until the next line
     uuid            uuid GPU-...: what it takes its GPU for
     info            info FREE TOTAL
     open HEX, shut  opened, shut: another process's memory
@@ -176,6 +177,9 @@ class Program:
 
 COMMANDS = {"step", "digest", "fill", "handles", "free", "make", "queue", "drain", "alloc", "grab", "uuid", "info"}
 COMMANDS |= {"open", "ping", "shut"}
+# What it goes on doing until the next line, and what it says to that.
+BY_ITSELF = {"run": "step", "hoard": "grab"}
+SAID = {"run": "running", "hoard": "hoarding"}
 
 
 def say(line: str) -> None:
@@ -186,17 +190,17 @@ def say(line: str) -> None:
 def main() -> None:
     program = Program(int(sys.argv[1]), [int(size) for size in sys.argv[2:]])
     say(f"ready {os.getpid()}")
-    is_running = False
+    by_itself = ""
     while True:
-        while is_running and not select.select([0], [], [], 0)[0]:
-            program.step()
+        while by_itself and not select.select([0], [], [], 0)[0]:
+            getattr(program, BY_ITSELF[by_itself])()
         line = os.read(0, 4096)  # one line at a time: the other side waits for each answer
         if not line:
             return
         command, *arguments = line.decode().split()
-        is_running = command == "run"
-        if is_running:
-            say("running")
+        by_itself = command if command in BY_ITSELF else ""
+        if by_itself:
+            say(SAID[by_itself])
         elif command in COMMANDS:
             say(getattr(program, command)(*arguments))
         else:
