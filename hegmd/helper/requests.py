@@ -157,7 +157,15 @@ class Requests:
 
     def _attach_host(self, request: Request) -> Answer:
         (fd,) = request.fds.view()
-        self._lane(request).attach_host(fd, request.args["size_bytes"])
+        size_bytes: int = request.args["size_bytes"]
+        try:
+            self._lane(request).attach_host(fd, size_bytes)
+        except OSError as error:
+            raise Refused(
+                f"{size_bytes // MIB} MiB of the host pool cannot be mapped: {error.strerror or error}",
+                "look at the node's free memory and huge pages, and at MemoryMax= of hegmd.service",
+                {"size_bytes": size_bytes, "errno": error.errno},
+            ) from error
         return Answer({})
 
     def _copy(self, request: Request) -> Answer:

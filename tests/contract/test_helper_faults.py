@@ -113,6 +113,15 @@ async def test_memory_that_cannot_be_pinned_leaves_the_lane_as_it_was(node: Cuda
             await ask(link, "attach-host", lane="7", size_bytes=2 * MIB, fds=pool.view())
 
 
+async def test_host_memory_that_cannot_be_mapped_is_a_refusal_and_no_fault_of_ours(node: CudaNode) -> None:
+    """It was seen where huge pages were promised twice."""
+    with Descriptors(list(os.pipe())) as pipe:
+        async with linked(node) as link:
+            await ask(link, "open", lane="7", gpus=node.uuids)
+            with pytest.raises(Refused, match="2 MiB of the host pool cannot be mapped"):
+                await ask(link, "attach-host", lane="7", size_bytes=2 * MIB, fds=pipe.view()[:1])
+
+
 async def test_what_makes_no_sense_is_refused_before_the_driver_sees_it(node: CudaNode, owner: Owner) -> None:
     here, there = node.uuids
     async with linked(node) as link:
