@@ -6,8 +6,9 @@ owns what is made. cuda-bindings has every call that is needed, the GPU pairs of
 nothing goes past it to ctypes but the bytes of UUIDs and IPC handles, for which its releases have different names.
 
 The driver's own word on each call was measured; hegmd/testing/driver.py holds what is relied upon, over the stub and on
-real GPUs alike. Two calls can destroy a job and are the caller's to avoid, since from here nothing can be seen of it:
-`restore` onto a GPU without room, and `checkpoint` of a process with live peer-to-peer NCCL communicators.
+real GPUs alike. Three calls destroy a job and are the caller's to avoid, since from here nothing can be seen of it:
+`restore` onto a GPU without room, `checkpoint` of a process with live peer-to-peer NCCL communicators, and `checkpoint`
+of one that has another process's memory open by CUDA IPC.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import ctypes
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 NOT_INITIALIZED = 3  # of the caller, or of a target that does not use CUDA
 NO_DEVICE = 100
@@ -92,7 +94,7 @@ def state(pid: int) -> str:
 
 
 def restore_thread(pid: int) -> int:
-    """The thread of the process that the driver restores it with; 0 where it has none of its own."""
+    """The thread of the process that the driver restores it with: one of the driver's own."""
     return int(_call("cuCheckpointProcessGetRestoreThreadId", pid))
 
 
@@ -176,7 +178,10 @@ def granularity(ordinal: int) -> int:
 
 
 def create(ordinal: int, size_bytes: int) -> Any:
-    """Video memory that has no address yet and can be exported; no context is needed. OUT_OF_MEMORY: nothing taken."""
+    """Video memory that has no address yet and can be exported; no context is needed.
+
+    OUT_OF_MEMORY, or INVALID_VALUE for more than the GPU has at all: nothing is taken.
+    """
     return _call("cuMemCreate", size_bytes, _properties(ordinal), 0)
 
 

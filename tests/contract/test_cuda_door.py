@@ -122,6 +122,19 @@ def test_what_cannot_be_meant_never_reaches_the_driver(node: CudaNode) -> None:
     assert {call.function for call in node.calls()} == {"cuInit"}
 
 
+def test_nothing_is_asked_of_a_process_before_the_driver_is_initialised(node: CudaNode) -> None:
+    """Error 3 from every call of one measurement; none in another, with NVML open beside it. Nobody leans on either."""
+    printed = run(
+        """
+        with DriverRig() as rig:
+            pid = rig.start(0, 1).pid
+            print([code_of(call, pid) for call in (cuda.state, cuda.checkpoint, cuda.restore, cuda.unlock)])
+        """,
+        node,
+    )
+    assert printed == "[3, 3, 3, 3]"
+
+
 def test_devices_are_named_as_nvml_names_them(node: CudaNode) -> None:
     printed = run(
         """
@@ -152,13 +165,12 @@ def test_a_target_that_sees_one_gpu_is_moved_by_the_map_of_all(node: CudaNode) -
         os.environ["CUDA_VISIBLE_DEVICES"] = "0"
         with DriverRig() as rig:
             target = rig.start(0, 4)
-            named = target.ask("uuid")
             take_off(target.pid)
             cuda.restore(target.pid, swapped())
             cuda.unlock(target.pid)
             (on,) = [uuid for pid, uuid in rig.look().by_process if pid == target.pid]
             assert on == cuda.devices()[1].uuid
-            assert target.ask("uuid") == named == "uuid " + cuda.devices()[0].uuid
+            assert target.ask("uuid") == "uuid " + cuda.devices()[1].uuid
         """,
         node,
     )

@@ -82,10 +82,17 @@ CUresult cuCheckpointProcessGetState(int pid, int *state) {
     ASK(pid, ask(pid, ASK_STATE, 0, NULL, state));
 }
 
+static CUresult find_thread(pid_t pid, int *thread) {
+    struct node_process *target;
+    node_lock();
+    CUresult found = find_target(pid, &target);
+    if (!found) *thread = target->thread;
+    node_unlock();
+    return found;
+}
+
 CUresult cuCheckpointProcessGetRestoreThreadId(int pid, int *thread) {
-    int state;
-    *thread = 0;
-    ASK(pid, ask(pid, ASK_STATE, 0, NULL, &state));
+    ASK(pid, find_thread(pid, thread));
 }
 
 CUresult cuCheckpointProcessLock(int pid, const CUcheckpointLockArgs *args) {

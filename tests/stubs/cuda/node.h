@@ -22,6 +22,7 @@ enum ask { ASK_STATE = 1, ASK_LOCK, ASK_CHECKPOINT, ASK_RESTORE, ASK_UNLOCK };
 struct node_process {
     pid_t pid; /* 0: a free place */
     uint64_t start_ticks;
+    pid_t thread;                      /* the driver's, which does what is asked */
     int is_out;                        /* checkpointed: neither its contexts nor itself are on any GPU */
     uint64_t context_bytes[NODE_GPUS]; /* of its contexts, by GPU; 0 where it has none */
     /* The mailbox. `asked` is counted up by the caller once the request is in, `answered` by the process once the

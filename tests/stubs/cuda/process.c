@@ -96,12 +96,10 @@ static CUresult step_restore(const int *map) {
     char pid[16];
     long code;
     snprintf(pid, sizeof pid, "%d", (int)getpid());
-    CUresult restored = CUDA_SUCCESS;
-    if (scenario_has("nccl_p2p", pid, -1, &code) || scenario_has("lose", "step:restore", getpid(), &code))
-        restored = code ? (CUresult)code : CUDA_ERROR_NOT_SUPPORTED;
-    else
-        restored = memory_restore(map);
-    if (restored) return is_lost = 1, restored;
+    int is_doomed = scenario_has("nccl_p2p", pid, -1, &code) || scenario_has("lose", "step:restore", getpid(), &code);
+    CUresult restored = !is_doomed ? memory_restore(map) : code ? (CUresult)code : CUDA_ERROR_NOT_SUPPORTED;
+    is_lost = is_doomed || restored == CUDA_ERROR_OUT_OF_MEMORY;
+    if (restored) return restored;
     for (int i = 0; i < context_count; i++) contexts[i].gpu = map[contexts[i].gpu];
     state = LOCKED;
     return CUDA_SUCCESS;
@@ -132,6 +130,7 @@ static int step(int ask, unsigned int timeout_ms, const int *map) {
 
 static void *answer(void *unused) {
     (void)unused;
+    mailbox->thread = (pid_t)syscall(SYS_gettid);
     for (;;) {
         uint32_t asked = __atomic_load_n(&mailbox->asked, __ATOMIC_SEQ_CST);
         if (asked == mailbox->answered) {
@@ -205,7 +204,7 @@ static void choose_devices(const struct facts *facts) {
         }
     }
     for (int i = 0; i < count; i++)
-        contexts[i] = (struct context){.ordinal = i, .gpu = chosen[i], .uuid = facts->gpus[chosen[i]].uuid};
+        contexts[i] = (struct context){.ordinal = i, .gpu = chosen[i]};
     context_count = count;
 }
 
@@ -248,7 +247,7 @@ static int is_device(CUdevice device) {
 
 CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) {
     ENTER();
-    if (is_device(device)) *uuid = contexts[device].uuid;
+    if (is_device(device)) *uuid = scenario_facts().gpus[contexts[device].gpu].uuid; /* after a move, the new one's */
     LEAVE(is_device(device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE);
 }
 

@@ -19,7 +19,6 @@ enum { MAX_BLOCKS = 1 << 16, MAX_REGIONS = 1 << 16, MAX_HOST = 4096 };
 struct context {
     int ordinal, gpu, users;
     unsigned int peers; /* ordinals whose memory it may reach */
-    CUuuid uuid;        /* what it calls itself: stays as it was at the start */
 };
 
 /* A piece of video memory that this process holds. */
