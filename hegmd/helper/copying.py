@@ -54,11 +54,7 @@ class Done(NamedTuple):
 def joined(places: Iterable[Sequence[int]], handles: int) -> list[Place]:
     """The places in order of handle and offset, neighbours on both sides joined. Raises HegmError for what is none."""
     found: list[Place] = []
-    for place in sorted(Place(*place) for place in places):
-        if not (0 <= place.handle < handles and min(place) >= 0):
-            raise HegmError(
-                BAD_REQUEST, f"{place} is no place within {handles} allocations", "look at the agent's report"
-            )
+    for place in sorted(_place(place, handles) for place in places):
         if place.size_bytes == 0:
             continue
         last = found[-1] if found else None
@@ -67,6 +63,12 @@ def joined(places: Iterable[Sequence[int]], handles: int) -> list[Place]:
         else:
             found.append(place)
     return found
+
+
+def _place(told: Sequence[int], handles: int) -> Place:
+    if len(told) != len(Place._fields) or min(told) < 0 or told[0] >= handles:
+        raise HegmError(BAD_REQUEST, f"{told!r} is no place within {handles} allocations", "look at the agent's report")
+    return Place(*told)
 
 
 def _follows(last: Place, place: Place) -> bool:
@@ -115,15 +117,12 @@ class Copy:
         self._direction = direction
         self._handles = handles
         self._pace = pace
-        self._first = {handle: index for index, handle in reversed(list(enumerate(handles)))}
         self._opened: dict[bytes, int] = {}
         self._open_s = 0.0
 
     def run(self, places: Iterable[Sequence[int]], tell: Callable[[int], None]) -> Done:
         """Copy it all; `tell` hears how many bytes are done. Raises CudaError; nothing stays open or queued then."""
-        # The same allocation may be named more than once: its places are neighbours all the same.
-        known = [self._first[handle] for handle in self._handles]
-        wanted = joined(((known[place[0]], *place[1:]) for place in _checked(places, len(known))), len(known))
+        wanted = joined(places, len(self._handles))
         with ExitStack() as undo:
             undo.callback(self._close)
             started = time.monotonic()
@@ -206,10 +205,3 @@ def _end_stream(stream: Any) -> None:
     with suppress(cuda.CudaError):
         cuda.synchronize(stream)
     cuda.destroy_stream(stream)
-
-
-def _checked(places: Iterable[Sequence[int]], handles: int) -> Iterator[Sequence[int]]:
-    for place in places:
-        if len(place) != len(Place._fields) or not 0 <= place[0] < handles:
-            raise HegmError(BAD_REQUEST, f"{place!r} is no place within {handles} allocations", "look at the report")
-        yield place

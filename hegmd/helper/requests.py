@@ -118,6 +118,8 @@ class Requests:
         ordinal = self._ordinal(request.args["gpu"])
         unit_bytes = cuda.granularity(ordinal)
         sizes: list[int] = [-(-size_bytes // unit_bytes) * unit_bytes for size_bytes in request.args["sizes"]]
+        if sum(sizes) > self.gpus[request.args["gpu"]].total_bytes:  # the driver calls a piece of that size senseless
+            raise _no_room(request.args["gpu"], sizes, 0)
         made = Descriptors([])
         try:
             for size_bytes in sizes:
@@ -205,7 +207,7 @@ def _exported(ordinal: int, size_bytes: int) -> int:
 
 def _no_room(gpu: str, sizes: Sequence[int], got_bytes: int) -> Refused:
     return Refused(
-        f"{gpu} has no room for {sum(sizes) // MIB} MiB: after {got_bytes // MIB} MiB there was no more",
+        f"{gpu} has no room for {sum(sizes) // MIB} MiB: there were {got_bytes // MIB} MiB to be had",
         "free video memory there, choose another GPU, or suspend a job that is on it",
         {"asked_bytes": sum(sizes), "got_bytes": got_bytes, "gpu": gpu},
     )

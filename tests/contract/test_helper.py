@@ -133,11 +133,19 @@ async def test_held_memory_is_taken_at_once_outlives_the_helper_and_goes_with_th
 async def test_memory_is_held_whole_or_not_at_all(node: CudaNode, watcher: Owner) -> None:
     before_bytes = watcher.free_bytes()
     async with linked(node) as link:
-        with pytest.raises(Refused, match=r"has no room for 9216 MiB") as refused:
-            await hold(link, node.uuids[1], [GIB] * 9)
-        assert refused.value.facts["asked_bytes"] == 9 * GIB
+        with pytest.raises(Refused, match=r"has no room for 8192 MiB: there were 7168 MiB") as refused:
+            await hold(link, node.uuids[1], [GIB] * 8)
+        assert refused.value.facts["asked_bytes"] == 8 * GIB
         assert refused.value.facts["got_bytes"] == before_bytes // GIB * GIB
         assert watcher.free_bytes() == before_bytes
+
+
+async def test_more_than_a_gpu_has_at_all_is_no_room_and_no_failure(node: CudaNode) -> None:
+    """Driver 580.159.04 answers cuMemCreate with 1, an invalid value, and not with 2 there."""
+    node.order("error cuMemCreate 1")
+    async with linked(node) as link:
+        with pytest.raises(Refused, match="has no room for 9216 MiB"):
+            await hold(link, node.uuids[1], [9 * GIB])
 
 
 async def test_an_unknown_gpu_is_refused(node: CudaNode) -> None:
@@ -298,6 +306,18 @@ async def test_contexts_are_there_only_while_a_lane_uses_them(node: CudaNode, wa
         await ask(link, "close", lane="8")
         with pytest.raises(Refused, match="there is no lane 8"):
             await ask(link, "detach-video", lane="8", pieces=1)
+
+
+async def test_a_closed_lane_keeps_no_memory_from_being_freed(node: CudaNode, watcher: Owner) -> None:
+    before_bytes = watcher.free_bytes()
+    async with linked(node) as link:
+        held, sizes = await hold(link, node.uuids[1], [GIB, GIB])
+        with held:
+            await ask(link, "open", lane="7", gpus=node.uuids)
+            await ask(link, "attach-video", lane="7", gpu=node.uuids[1], sizes=sizes, fds=held.view())
+            await ask(link, "detach-video", lane="7", pieces=1)
+            await ask(link, "close", lane="7")
+        assert watcher.free_bytes() == before_bytes
 
 
 async def test_a_lane_that_cannot_be_opened_leaves_no_context(node: CudaNode, watcher: Owner) -> None:

@@ -33,8 +33,8 @@ import pynvml
 from hegmd.helper.link import PROGRAM, Link
 from hegmd.helper.route import Place, Route
 from hegmd.vram import VideoMemory, piece_sizes
+from tests.gpu.helper_rig import MIB, Node, Owner, Pool, linked
 
-MIB = 1 << 20
 GIB = 1 << 30
 LIMIT_S = 120.0
 # What the links of two H200 give at best; bytes over this is the least time a copy can take.
@@ -43,75 +43,9 @@ HOST_BYTES_PER_S = 55.4e9
 ENOUGH = 0.95
 PIECES = 64
 NOBODY = 65534
-OWNER = Path(__file__).with_name("vram_owner.py")
 CONFINE = Path(__file__).with_name("confined.py")
 SWEEP = Path(__file__).with_name("copy_sweep.py")
 UNIT = Path(__file__).resolve().parents[2] / "systemd" / "hegmd.service"
-
-
-class Node:
-    """The GPUs by NVML, and how much each step is to move."""
-
-    def __init__(self, size_bytes: int) -> None:
-        pynvml.nvmlInit()
-        self.size_bytes = size_bytes
-        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        self.uuids = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in self._handles]
-
-    def used_bytes(self, gpu: int) -> int:
-        return int(pynvml.nvmlDeviceGetMemoryInfo(self._handles[gpu]).used)
-
-
-class Owner:
-    """A process that holds video memory on the first GPU."""
-
-    def __init__(self, count: int, size_bytes: int, gpu: int = 0, user: int | None = None) -> None:
-        self.count, self.size_bytes = count, size_bytes
-        argv = [sys.executable, str(OWNER), str(gpu), str(count), str(size_bytes)]
-        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, user=user)
-        self.pid = int(self._answer())
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        if not line:
-            raise RuntimeError(f"the owner ended with {self._process.wait()}")
-        return line
-
-    def ask(self, line: str) -> str:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def handles(self) -> list[bytes]:
-        return [bytes.fromhex(text) for text in self.ask("handles").split()]
-
-    def places(self) -> list[Place]:
-        return [(index, 0, self.size_bytes, index * self.size_bytes) for index in range(self.count)]
-
-    def come_back_empty(self) -> None:
-        self.ask("free")
-        self.ask("make")
-
-    def whole(self) -> bool:
-        good = int(self.ask("check"))
-        print(f"    {good} of {self.count} pieces are what they were")
-        return good == self.count
-
-    def close(self) -> None:
-        self._process.kill()
-        with self._process:
-            pass
-
-
-@asynccontextmanager
-async def linked(program: Sequence[str] = PROGRAM) -> AsyncIterator[Link]:
-    link = Link(program=program)
-    async with anyio.create_task_group() as tasks:
-        await tasks.start(link.run)
-        yield link
-        tasks.cancel_scope.cancel()
 
 
 async def ask(link: Link, op: str, args: Mapping[str, object]) -> dict[str, Any]:
@@ -261,43 +195,13 @@ def small_places() -> list[Place]:
     return [(index % 20, index // 20 * room_bytes, size_bytes, index * room_bytes) for index in range(1000)]
 
 
-class Pool:
-    """Host memory as the daemon's pool has it: huge pages where they can be had."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = -(-size_bytes // (2 * MIB)) * 2 * MIB
-        flags = os.MFD_CLOEXEC | (os.MFD_HUGETLB if _reserve_huge(self.size_bytes) else 0)
-        self.fd = os.memfd_create("pool", flags)
-        os.ftruncate(self.fd, self.size_bytes)
-        os.posix_fallocate(self.fd, 0, self.size_bytes)  # pages present, as in the daemon's pool
-        self._huge = bool(flags & os.MFD_HUGETLB)
-        print(f"    host memory of {'huge' if self._huge else 'ordinary'} pages")
-
-    def close(self) -> None:
-        os.close(self.fd)
-        if self._huge:
-            _let_huge_go()
-
-
-def _reserve_huge(size_bytes: int) -> bool:
-    pages = Path("/proc/sys/vm/nr_hugepages")
-    free = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
-    try:
-        wanted = int(pages.read_text()) + max(0, size_bytes // (2 * MIB) - int(free.read_text()))
-        pages.write_text(str(wanted))
-        return int(free.read_text()) * 2 * MIB >= size_bytes
-    except OSError:
-        return False
-
-
-def _let_huge_go() -> None:
-    Path("/proc/sys/vm/nr_hugepages").write_text("0")  # those in use go when they are free
-
-
 async def through_host(link: Link, lane: str, gpu: str, pool: Pool) -> Route:
     route = await Route.open(link, lane, [gpu])
     attach_s = await timed(route.attach_host(pool.fd, pool.size_bytes))
-    print(f"    {pool.size_bytes / GIB:.2f} GiB of host memory attached in {attach_s:.3f} s", flush=True)
+    pages = "huge" if pool.huge else "ordinary"
+    print(
+        f"    {pool.size_bytes / GIB:.2f} GiB of host memory of {pages} pages attached in {attach_s:.3f} s", flush=True
+    )
     return route
 
 
