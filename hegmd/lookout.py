@@ -43,6 +43,7 @@ class Lookout:
         count: Callable[[Worker, float], Coroutine[object, object, None]],
         running: Callable[[], tuple[Operation, ...]],
         rates: Callable[[], Rates] = Rates,
+        outlived: bool = True,
     ) -> None:
         self._inventory = inventory
         self._workers = workers
@@ -50,6 +51,7 @@ class Lookout:
         self._count = count
         self._running = running
         self._rates = rates
+        self._outlived = outlived
 
     async def snapshot(self, pids: Sequence[int]) -> Snapshot:
         """The node for a plan on those processes, with what they hold now as far as they say so in time."""
@@ -62,6 +64,7 @@ class Lookout:
             pool=PoolRoom(budget_bytes=self._pool.budget_bytes(), free_bytes=self._pool.free_bytes()),
             running=self._running(),
             rates=self._rates(),
+            outlived=self._outlived,
             uid=os.geteuid(),
             available_bytes=read_available_bytes(),
         )

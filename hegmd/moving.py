@@ -22,7 +22,9 @@ from hegmd.lookout import Lookout
 from hegmd.methods.base import Carrier, Method
 from hegmd.methods.driver import DriverCarrier, DriverMethod, is_stopped
 from hegmd.methods.gpus import Gpus
+from hegmd.methods.host import HostCarrier
 from hegmd.methods.neighbours import Neighbours
+from hegmd.methods.peer import PeerCarrier
 from hegmd.methods.simulated import SimulatedMethod
 from hegmd.methods.worker import WorkerCarrier
 from hegmd.migration.performer import Performer
@@ -65,7 +67,12 @@ class Moving:
         if simulator is None:
             gpus = Gpus(self._look, inventory.expire)
             methods = {DriverMethod.name: DriverMethod(self.helper, self.memory, gpus, self._neighbours)}
-            carriers[DriverCarrier.name] = DriverCarrier()
+            for carrier in (
+                DriverCarrier(),
+                HostCarrier(self.helper, gpus, self.pool),
+                PeerCarrier(self.helper, gpus, self.memory),
+            ):
+                carriers[carrier.name] = carrier
         performer = Performer(workers, methods, carriers, start_ticks=start_ticks)
         self.runner = Runner(state_dir, performer, events)
         self.attendance = Attendance(
@@ -76,7 +83,15 @@ class Moving:
             out_bytes=self.runner.held_bytes,
             changed=inventory.expire,
         )
-        lookout = Lookout(inventory, workers, self.pool, count=self.attendance.count, running=self.runner.under_way)
+        lookout = Lookout(
+            inventory,
+            workers,
+            self.pool,
+            count=self.attendance.count,
+            running=self.runner.under_way,
+            rates=performer.paces.rates,
+            outlived=manager.present,
+        )
         self.operations = Operations(inventory, workers, lookout, self.runner)
         workers.listen(self.attendance.hear)
         workers.listen(self.runner.hear)

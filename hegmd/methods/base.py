@@ -47,6 +47,8 @@ class Subject:
     size_bytes: int = 0
     storage_room_bytes: int = 0
     rest_bytes: int = 0
+    #: Whether there is not room for all of its storages before its carrier gives memory back.
+    in_rounds: bool = False
     #: Whether the room on the GPU that it leaves is to be kept for the way back.
     keeps_room: bool = True
     #: Its agent, if it has one that has attended since the daemon was started.
@@ -116,6 +118,10 @@ class Method(Protocol):
         """Bring it back on that GPU; what is held for it there becomes its own. Raises NoRoom before it is too late."""
         ...
 
+    async def make_way(self, subject: Subject) -> None:
+        """Its storages are made now: the room that is held for them, on the GPU that it is on, becomes its own."""
+        ...
+
     async def verify(self, subject: Subject) -> None:
         """Wait until it is seen to run on the GPU that it is believed to be on."""
         ...
@@ -140,6 +146,14 @@ class Carrier(Protocol):
 
     def held_bytes(self, subject: Subject) -> int:
         """For how many bytes of storages it holds memory."""
+        ...
+
+    async def arm(self, subject: Subject) -> None:
+        """Be ready to carry, with all that this takes on GPUs, before room is relied upon. Raises HegmError."""
+        ...
+
+    async def disarm(self, subject: Subject) -> None:
+        """Have nothing on any GPU any more but the memory that is held."""
         ...
 
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:

@@ -29,7 +29,7 @@ from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost, Link
 from hegmd.log import fields
 from hegmd.methods.base import Left, NoRoom, Progress, Standing, Subject
-from hegmd.methods.gpus import Gpus, VideoMemory
+from hegmd.methods.gpus import Gpus, VideoMemory, rest_of, storages_of
 from hegmd.methods.neighbours import Neighbours
 from hegmd.pieces import RESTORE_MARGIN_BYTES
 
@@ -231,6 +231,12 @@ class DriverMethod:
             if any(use.gpu == gpu and use.kind == "compute" for use in process.gpus)
         ]
 
+    async def make_way(self, subject: Subject) -> None:
+        """Whoever is quicker than the process gets it; then its bytes wait for the next attempt, and none is lost."""
+        if subject.gpu is not None:
+            async with self._gpus.turn(subject.gpu):
+                self._memory.give(storages_of(subject), await self._gpus.uuid_of(subject.gpu))
+
     # -- how it stands -------------------------------------------------------------------------------------------------
 
     async def verify(self, subject: Subject) -> None:
@@ -324,21 +330,17 @@ class DriverCarrier:
     def held_bytes(self, subject: Subject) -> int:
         return 0
 
+    async def arm(self, subject: Subject) -> None:
+        """Nothing has to be ready."""
+
+    async def disarm(self, subject: Subject) -> None:
+        """Nothing is."""
+
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
         return 0
 
     async def put_back(self, subject: Subject, on_progress: Progress) -> int:
         return 0
-
-
-def rest_of(subject: Subject) -> str:
-    """Under what name the room that the driver needs is held."""
-    return f"{subject.operation}.{subject.name}.rest"
-
-
-def storages_of(subject: Subject) -> str:
-    """Under what name the room for its storages is held."""
-    return f"{subject.operation}.{subject.name}.storages"
 
 
 def is_stopped(pid: int) -> bool:

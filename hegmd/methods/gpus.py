@@ -6,15 +6,18 @@ of ours would take what another has just let go of. Nothing is believed of a dri
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
 import anyio
 
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
+from hegmd.methods.base import Subject
 from hegmd.protocol.snapshots import Gpu, GpuProcess, Vendor
+from hegmd.vram import Piece
 
-__all__ = ["Gpus", "Node", "VideoMemory"]
+__all__ = ["Gpus", "Node", "VideoMemory", "bytes_of", "rest_of", "storages_of"]
 
 
 class Node(Protocol):
@@ -32,8 +35,11 @@ class VideoMemory(Protocol):
     """Video memory that is held by descriptor, by owner and by the GPU's UUID: `hegmd.vram`."""
 
     async def hold(self, who: str, gpu: str, size_bytes: int) -> None: ...
+    def keep(self, who: str, gpu: str) -> bool: ...
     def give(self, who: str, gpu: str) -> None: ...
+    async def give_first(self, who: str, gpu: str, count: int) -> int: ...
     def of(self, who: str) -> Mapping[str, int]: ...
+    def pieces(self, who: str, gpu: str) -> Sequence[Piece]: ...
 
 
 class Gpus:
@@ -79,3 +85,26 @@ class Gpus:
     def turn(self, name: str) -> anyio.Lock:
         """Held while room on that GPU is taken, or goes over to a process."""
         return self._turns.setdefault(name, anyio.Lock())
+
+    @asynccontextmanager
+    async def turns(self, names: Iterable[str]) -> AsyncGenerator[None]:
+        """The turn on all of these GPUs; whoever wants several gets them in one order."""
+        async with AsyncExitStack() as held:
+            for name in sorted(set(names)):
+                await held.enter_async_context(self.turn(name))
+            yield
+
+
+def rest_of(subject: Subject) -> str:
+    """Under what name the room that the driver needs is held."""
+    return f"{subject.operation}.{subject.name}.rest"
+
+
+def storages_of(subject: Subject) -> str:
+    """Under what name the room for its storages is held."""
+    return f"{subject.operation}.{subject.name}.storages"
+
+
+def bytes_of(subject: Subject) -> str:
+    """Under what name the memory is held that its bytes are in while they are out."""
+    return f"{subject.operation}.{subject.name}.bytes"

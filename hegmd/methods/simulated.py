@@ -42,6 +42,9 @@ class SimulatedMethod:
     async def restore(self, subject: Subject, gpu: str) -> None:
         subject.worker.gpu = gpu
 
+    async def make_way(self, subject: Subject) -> None:
+        """The room in the books is the worker's as it stands."""
+
     async def verify(self, subject: Subject) -> None:
         """The next boundary, which the agent tells, proves all that there is."""
 

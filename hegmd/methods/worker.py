@@ -30,6 +30,12 @@ class WorkerCarrier:
     def held_bytes(self, subject: Subject) -> int:
         return self._pool.held_for(key_of(subject))
 
+    async def arm(self, subject: Subject) -> None:
+        """Nothing has to be ready."""
+
+    async def disarm(self, subject: Subject) -> None:
+        """Nothing is."""
+
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
         """Raises OrderFailed, AgentAway."""
         memory = self._pool.memory(key_of(subject))

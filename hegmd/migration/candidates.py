@@ -109,6 +109,7 @@ class Snapshot(Record):
     rates: Rates = field("how fast bytes go", default=Rates())
     uid: int = field("as which user hegmd runs", default=0)
     available_bytes: int | None = field("memory of the node that can still be taken", default=None)
+    outlived: bool = field("whether somebody keeps what hegmd holds when it ends", default=True)
 
 
 class Request(Record):

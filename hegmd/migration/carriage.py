@@ -85,7 +85,8 @@ def _choice(candidate: Candidate, to: GpuRoom | None, carrier: str) -> Choice:
     size_bytes = candidate.agent.size_bytes or 0 if candidate.agent is not None else 0
     if carrier == PEER and to is not None:
         return Choice(PEER, target_bytes=size_bytes + CONTEXT_BYTES, overlap_bytes=_overlap(candidate, to))
-    return Choice(carrier, pool_bytes=0 if carrier == BY_DRIVER else size_bytes)
+    context_bytes = CONTEXT_BYTES if carrier == HOST and to is not None else 0
+    return Choice(carrier, target_bytes=context_bytes, pool_bytes=0 if carrier == BY_DRIVER else size_bytes)
 
 
 def _overlap(candidate: Candidate, to: GpuRoom) -> int:
@@ -116,6 +117,8 @@ def _against(
     if "graphs" in told.hazards:
         yield "it has captured CUDA graphs, whose addresses have to stay"
     if carrier in {PEER, HOST}:
+        if not snapshot.outlived:  # the bytes would be in no place but its memory
+            yield "nobody would keep the bytes if hegmd were killed, as systemd does for its services"
         if told.expandable or told.allocator != _NATIVE:
             how = "expandable segments" if told.expandable else told.allocator
             yield f"its allocator uses {how}, which CUDA IPC cannot show to another process"

@@ -18,6 +18,8 @@ KINDS = (MIGRATE, SUSPEND, RESUME)
 # Where the operation is heading: to what was asked, back to how it was, or nowhere, because neither way is open.
 FORWARD, BACK, HOLD = "forward", "back", "hold"
 
+# The method of GPUs that are only simulated.
+SIMULATED = "simulated"
 # The carrier of those whose bytes all go with the driver's checkpoint.
 BY_DRIVER = "driver"
 

@@ -19,8 +19,9 @@ from hegmd.methods.base import Carrier, Method, NoRoom, Progress, Standing, Subj
 from hegmd.migration import effects, events
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
-from hegmd.migration.operation import Operation
+from hegmd.migration.operation import BY_DRIVER, SIMULATED, Operation
 from hegmd.migration.operation import Worker as Member
+from hegmd.migration.paces import IN, OUT, Paces
 from hegmd.workers import AgentAway, Given, OrderFailed, Worker, Workers
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class Performer:
         self._methods = methods
         self._carriers = carriers
         self._start_ticks = start_ticks
+        #: How fast bytes went, for the next estimate.
+        self.paces = Paces()
         self._released: dict[tuple[int, int], Given] = {}
         self._do: dict[str, Callable[[Operation, Member, Any, Progress], Awaitable[Event]]] = {
             effects.TakeRoom.tag: self._take_room,
@@ -126,11 +129,18 @@ class Performer:
     # -- room and pool -------------------------------------------------------------------------------------------------
 
     async def _take_room(self, op: Operation, member: Member, effect: effects.TakeRoom, _: Progress) -> Event:
-        await self._method(member).hold_room(self._subject(op, member), effect.gpu, effect.size_bytes)
+        """For bytes that are out the carrier is made ready too: what that takes has to be there before a restore."""
+        subject = self._subject(op, member)
+        await self._method(member).hold_room(subject, effect.gpu, effect.size_bytes)
+        if member.out:
+            await self._carrier(member).arm(subject)
         return events.RoomTaken(**_ends(effect))
 
     async def _give_room(self, op: Operation, member: Member, effect: effects.GiveRoom, _: Progress) -> Event:
-        await self._method(member).give_room(self._subject(op, member), effect.gpu)
+        subject = self._subject(op, member)
+        if member.goal is None:
+            await self._carrier(member).disarm(subject)
+        await self._method(member).give_room(subject, effect.gpu)
         return events.RoomGiven(**_ends(effect))
 
     async def _take_pool(self, op: Operation, member: Member, effect: effects.TakePool, _: Progress) -> Event:
@@ -179,20 +189,30 @@ class Performer:
         worker = self._worker(member)
         if worker.held_bytes:
             return events.Evacuated(**_ends(effect), size_bytes=worker.held_bytes)
+        began = anyio.current_time()
         size_bytes = await self._carrier(member).take_out(self._subject(op, member), tell)
+        self._note_pace(member, member.carrier, OUT, size_bytes, began)
         return events.Evacuated(**_ends(effect), size_bytes=size_bytes)
 
     async def _checkpoint(self, op: Operation, member: Member, effect: effects.Checkpoint, _: Progress) -> Event:
+        began = anyio.current_time()
         left = await self._method(member).checkpoint(self._subject(op, member))
+        self._note_pace(member, BY_DRIVER, OUT, left.rest_bytes or 0, began)
         return events.Checkpointed(**_ends(effect), room_bytes=left.room_bytes, rest_bytes=left.rest_bytes)
 
     async def _restore(self, op: Operation, member: Member, effect: effects.Restore, _: Progress) -> Event:
+        began = anyio.current_time()
         await self._method(member).restore(self._subject(op, member), effect.gpu)
+        self._note_pace(member, BY_DRIVER, IN, member.rest_bytes, began)
         return events.Restored(**_ends(effect))
 
     async def _refill(self, op: Operation, member: Member, effect: effects.Refill, tell: Progress) -> Event:
         if self._worker(member).held_bytes:
-            await self._carrier(member).put_back(self._subject(op, member), tell)
+            subject = self._subject(op, member)
+            await self._method(member).make_way(subject)
+            began = anyio.current_time()
+            size_bytes = await self._carrier(member).put_back(subject, tell)
+            self._note_pace(member, member.carrier, IN, size_bytes, began)
         return events.Refilled(**_ends(effect))
 
     async def _release(self, op: Operation, member: Member, effect: effects.Release, _: Progress) -> Event:
@@ -244,6 +264,10 @@ class Performer:
             failed=standing.failed,
         )
 
+    def _note_pace(self, member: Member, carrier: str, direction: str, size_bytes: int, began: float) -> None:
+        if member.method != SIMULATED:
+            self.paces.note(carrier, direction, size_bytes, anyio.current_time() - began)
+
     # -- whom and by what ----------------------------------------------------------------------------------------------
 
     def _method(self, member: Member) -> Method:
@@ -271,6 +295,7 @@ class Performer:
             size_bytes=member.size_bytes,
             storage_room_bytes=member.room_bytes - member.rest_bytes,
             rest_bytes=member.rest_bytes,
+            in_rounds=member.overlap_bytes > 0,
             keeps_room=member.goal is not None or len(op.workers) > 1,
             agent=self._agent(member),
         )

@@ -19,7 +19,7 @@ from hegmd.migration.draft import Draft, candidate_of
 from hegmd.migration.members import NVIDIA, can_be_stopped, members_of
 from hegmd.migration.operation import BY_DRIVER, MIGRATE, RESUME, SUSPEND, Operation, Worker
 from hegmd.migration.wording import gigabytes, listed, named
-from hegmd.pieces import whole_size
+from hegmd.pieces import CONTEXT_BYTES, whole_size
 from hegmd.protocol.operations import PlannedProcess, Reason
 
 SIMULATED = "simulated"
@@ -182,6 +182,8 @@ def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate) -> None
     for reason in driver_rules.against_moving(left) if left is not None and worker.left != to else ():
         if worker.method == DRIVER:
             draft.against(*reason, pid=candidate.pid, gpu=to)
+    helped = worker.carrier in {carriage.PEER, carriage.HOST}
+    draft.choices[worker.pid] = Choice(worker.carrier, target_bytes=CONTEXT_BYTES if helped else 0)
     draft.workers.append(
         PlannedProcess(
             pid=worker.pid,

@@ -264,6 +264,9 @@ class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgre
     limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
     wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plan is wanted", default=False)
+    carrier: str | None = field(
+        "peer, host, worker or driver, where the choice of how the bytes go is not hegmd's", default=None
+    )
 
 
 class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgress, changes_state=True):
@@ -273,6 +276,9 @@ class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgre
     limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
     wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plan is wanted", default=False)
+    carrier: str | None = field(
+        "peer, host, worker or driver, where the choice of how the bytes go is not hegmd's", default=None
+    )
 
 
 class Resume(Request, op="resume", reply=OperationReply, event=OperationProgress, changes_state=True):

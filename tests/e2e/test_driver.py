@@ -11,7 +11,6 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hegmctl.connection import Connection
@@ -23,10 +22,8 @@ from hegmd.protocol.messages import (
     OperationReply,
     Operations,
     OperationsReply,
-    Story,
-    StoryReply,
 )
-from tests.e2e.driven import GIB, DrivenNode, DrivenProgram
+from tests.e2e.driven import GIB, DrivenNode, Watched, at_rest, helper_of, only_its_own
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
@@ -41,47 +38,10 @@ def node(tmp_path: Path) -> Iterator[DrivenNode]:
         yield made
 
 
-class Watched:
-    """A program that has worked, and what it has to say after whatever was done to it."""
-
-    def __init__(self, program: DrivenProgram) -> None:
-        self.program = program
-        self.pid = program.pid
-        self.digest = program.tell("digest")
-        self.steps = 1
-        assert program.tell("step") == "step 1"
-
-    def is_whole(self) -> None:
-        """It goes on where it was, with all it had."""
-        self.steps += 1
-        assert self.program.tell("step") == f"step {self.steps}"
-        assert self.program.tell("digest") == self.digest
-
-
 def begin(connection: Connection, pid: int, to: str = "gpu1") -> told.Operation:
     reply = connection.call(Migrate(pids=(pid,), to=to, wait=False), OperationReply)
     assert reply.operation is not None
     return reply.operation
-
-
-def at_rest(node: DrivenNode) -> told.Operation:
-    """The newest operation, once it is over or suspended."""
-    with node.connect() as connection:
-        newest = connection.call(Operations(), OperationsReply).operations[-1]
-        return connection.call(Story(id=newest.id, follow=True), StoryReply).operation
-
-
-def only_its_own(node: DrivenNode, watched: Watched) -> None:
-    """No video memory is held but the program's, on one GPU."""
-    own = node.vram(watched.pid)
-    assert len(own) == 1
-    assert node.used() == {"gpu0": 0, "gpu1": 0, **own}
-
-
-def helper_of(node: DrivenNode) -> psutil.Process:
-    children = psutil.Process(node.daemon.process.pid).children()
-    (helper,) = (child for child in children if "hegmd.helper.child" in child.cmdline())
-    return helper
 
 
 def test_a_process_without_an_agent_is_moved_suspended_and_resumed(node: DrivenNode) -> None:

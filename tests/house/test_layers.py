@@ -74,7 +74,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.attendance": (*GROUND, "hegmd.rooms", "hegmd.workers"),
     "hegmd.methods": (
         *(*GROUND, "hegmd.log", "hegmd.agent_orders", "hegmd.helper", "hegmd.pieces", "hegmd.pool", "hegmd.rooms"),
-        *("hegmd.workers",),
+        *("hegmd.vram", "hegmd.workers"),
     ),
     "hegmd.migration": (*GROUND, "hegmd.pieces"),
     "hegmd.migration.performer": (*MOVING, "hegmd.migration"),
@@ -138,6 +138,7 @@ PURE = (
     "hegmd.migration.machine",
     "hegmd.migration.members",
     "hegmd.migration.operation",
+    "hegmd.migration.paces",
     "hegmd.migration.plan",
     "hegmd.migration.stages",
     "hegmd.migration.tagged",
