@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hegmd.errors import HegmError
@@ -57,6 +57,7 @@ def test_no_copy_crosses_an_edge_or_is_larger_than_a_chunk() -> None:
     ]
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 5 * UNIT), max_size=30),
     handles=st.integers(1, 4),
