@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -258,7 +259,7 @@ class Performer:
             boundary=0 if worker is None else worker.boundary,
             out_bytes=0 if worker is None else worker.held_bytes,
             gpu=standing.gpu,
-            rooms=self._method(member).rooms(subject),
+            rooms=self._method(member).rooms(replace(subject, gpu=standing.gpu)),
             pool_bytes=self._carrier(member).held_bytes(subject),
             busy=standing.busy or (worker is not None and worker.busy),
             failed=standing.failed,
