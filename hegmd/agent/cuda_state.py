@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-from bisect import bisect_right
 
 from ..protocol.messages import CudaFacts
 from .notes import note
@@ -67,10 +66,14 @@ class Segments:
         return 0 if segment is None else int(segment["stream"])
 
     def _segment_of(self, address: int) -> Any:
-        index = bisect_right(self._addresses, address) - 1
-        if index < 0:
+        """The segment that the address lies in; they are in the order of their addresses."""
+        low, high = 0, len(self._addresses)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self._addresses[middle] <= address else (low, middle)
+        if not low:
             return None
-        segment = self._segments[index]
+        segment = self._segments[low - 1]
         return segment if address < int(segment["address"]) + int(segment["total_size"]) else None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 from hegmd.agent.stillness import busy_thread
 
@@ -18,9 +19,9 @@ def blocked(path: Path) -> Iterator[None]:
     ours, theirs = os.pipe()
     begun = threading.Event()
     code: CodeType = compile("def wait(begun, read, fd):\n    begun.set()\n    read(fd, 1)\n", str(path), "exec")
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     exec(code, names)
-    thread = threading.Thread(target=names["wait"], args=(begun, os.read, ours))  # type: ignore[arg-type]
+    thread = threading.Thread(target=names["wait"], args=(begun, os.read, ours))
     thread.start()
     try:
         begun.wait()
