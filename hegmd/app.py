@@ -50,10 +50,10 @@ from hegmd.server.handlers import FRESH_S, Handlers, Services
 from hegmd.server.listener import Admission, Listener, bind, take_away
 from hegmd.server.scrape import ScrapePort, bind_loopback
 from hegmd.server.session import Session, SessionLimits
-from hegmd.server.stream import PeerStream
 from hegmd.server.textfile import Textfile
 from hegmd.service import Offer
 from hegmd.state_dir import StateDir
+from hegmd.stream import PeerStream
 from hegmd.ways import NodeMeans
 from hegmd.workers import Workers
 
@@ -171,7 +171,7 @@ class App:
             held.enter_context(StateDir(self._config.daemon.state_dir))
             port = self._config.metrics.port
             scrape_sockets = [held.enter_context(one) for one in bind_loopback(port)] if port else []
-            held.callback(self._moving.pool.close)
+            held.callback(self._moving.close)
             await self._moving.open()
             listeners = [self._listener(listening) for listening in self._listening_sockets(held)]
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:

@@ -9,7 +9,8 @@ thread. A child that ignores SIGTERM, grandchildren that keep a pipe open, an ex
 that even SIGKILL does not end: all of that stays in the thread, which can be left behind.
 
 Callers use the function of a program, further down; `run` is for the programs that have none because their path is data
-(an interpreter that was found on the node). What the output means is decided by the caller.
+(an interpreter that was found on the node). What the output means is decided by the caller. `Companion` is for a part
+of ours that has to be a process of its own, and is talked to over a descriptor that it is given.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ import socket
 import stat
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import anyio
 
+from hegmd.descriptors import Descriptors
 from hegmd.detached import run_detached
 from hegmd.errors import ExternalError
 
@@ -156,10 +158,50 @@ async def systemd_run(argv: Sequence[str], *, deadline_s: float, path: str = SYS
     return await run(whole, deadline_s=deadline_s, path=path)
 
 
+class Companion:
+    """A program that lives beside the daemon until it ends, or until nobody wants it: then it is killed at once.
+
+    The thread that starts it stays until it is reaped. So the program may ask the kernel to be killed when its parent
+    is gone (PR_SET_PDEATHSIG): to the kernel, the parent is that thread.
+    """
+
+    def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], fds: Sequence[int] = ()) -> None:
+        """The descriptors are this object's from here on: passed on under their numbers, closed here after that."""
+        self._fds = Descriptors(list(fds))
+        self._child = _Child(tuple(argv), SYSTEM_PATH, env, b"", fds=tuple(fds), grace_s=0.0)
+
+    async def live(self) -> int:
+        """Start it and see it to its end; its status. Raises ExternalError when it cannot be started.
+
+        Cancelled, it gets SIGKILL and has been reaped, unless the kernel does not let go of it.
+        """
+        try:
+            return await run_detached(self._live, name=f"program {self._child.argv[0]}", linger_s=_KILL_GRACE_S)
+        finally:
+            self._fds.close()
+
+    @property
+    def output_tail(self) -> str:
+        """The end of what it had to say so far, complaints first."""
+        return _end_of(self._child.stdout.text(), self._child.stderr.text())
+
+    def _live(self, unwanted: socket.socket) -> int:
+        return self._child.live(unwanted, self._fds.close)
+
+
 class _Child:
     """One program from fork to reaping. `live` runs in a thread; what it leaves is read when that thread is done."""
 
-    def __init__(self, argv: tuple[str, ...], path: str, env: Mapping[str, str], stdin: bytes) -> None:
+    def __init__(
+        self,
+        argv: tuple[str, ...],
+        path: str,
+        env: Mapping[str, str],
+        stdin: bytes,
+        *,
+        fds: tuple[int, ...] = (),
+        grace_s: float = _TERM_GRACE_S,
+    ) -> None:
         self.argv = argv
         self.stdout = _Tail()
         self.stderr = _Tail()
@@ -167,10 +209,13 @@ class _Child:
         self._path = path
         self._env = env
         self._stdin = stdin
+        self._fds = fds
+        self._grace_s = grace_s
 
-    def live(self, unwanted: socket.socket) -> int:
+    def live(self, unwanted: socket.socket, on_started: Callable[[], object] = lambda: None) -> int:
         """The program's status. Ends it as soon as `unwanted` is readable, and reaps it in any case."""
         process = self._start()
+        on_started()
         with ExitStack() as held:
             tails: dict[int, _Tail] = {}
             for pipe, tail in ((process.stdout, self.stdout), (process.stderr, self.stderr)):
@@ -180,7 +225,7 @@ class _Child:
                     tails[pipe.fileno()] = tail
             pidfd = self._hold(process)
             held.callback(os.close, pidfd)
-            self.status = _see_through(process, _Watch(pidfd, tails), unwanted)
+            self.status = _see_through(process, _Watch(pidfd, tails), unwanted, self._grace_s)
         return self.status
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -199,6 +244,7 @@ class _Child:
                 cwd="/",
                 env=dict(self._env),
                 start_new_session=True,
+                pass_fds=self._fds,
             )
         except OSError as error:
             message = f"{program} cannot be started: {error.strerror or error}"
@@ -220,10 +266,10 @@ class _Child:
         return ExternalError(message, hint, argv=self.argv, status=None, output_tail="")
 
 
-def _see_through(process: subprocess.Popen[bytes], watch: _Watch, unwanted: socket.socket) -> int:
-    if not watch.until_exit(cut_by=unwanted):
+def _see_through(process: subprocess.Popen[bytes], watch: _Watch, unwanted: socket.socket, grace_s: float) -> int:
+    if not watch.until_exit(cut_by=unwanted) and grace_s:
         _signal_group(process.pid, signal.SIGTERM)
-        watch.until_exit(limit_s=_TERM_GRACE_S)
+        watch.until_exit(limit_s=grace_s)
     # The child may be a zombie by now, but it is not reaped: so its group's number cannot belong to anyone else.
     _signal_group(process.pid, signal.SIGKILL)
     watch.until_exit()

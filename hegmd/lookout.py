@@ -6,15 +6,19 @@ so that a plan's bytes are of now and no rank is left out. Decides nothing about
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+import os
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 import anyio
 
+from hegmd.detached import run_detached
 from hegmd.errors import NOT_FOUND, HegmError
 from hegmd.inventory import Inventory, NodeSnapshot
-from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, PoolRoom, Snapshot
+from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, PoolRoom, Rates, Snapshot, Surroundings
 from hegmd.migration.operation import Operation
-from hegmd.pool import Pool
+from hegmd.pool import Pool, read_available_bytes
+from hegmd.processes.surroundings import nearest_ancestor, read_outside
 from hegmd.protocol.snapshots import Gpu
 from hegmd.workers import Worker, Workers
 
@@ -23,6 +27,9 @@ FRESH_S = 0.0
 # are given a little less, so that it is they who say that no boundary came.
 SURVEY_S = 1.0
 AGENT_SHARE = 0.8
+# Looking at a process from outside waits for it; one that does not let itself be looked at in time stays unknown.
+OUTSIDE_S = 2.0
+NVIDIA = "nvidia"
 
 
 class Lookout:
@@ -36,22 +43,31 @@ class Lookout:
         *,
         count: Callable[[Worker, float], Coroutine[object, object, None]],
         running: Callable[[], tuple[Operation, ...]],
+        rates: Callable[[], Rates] = Rates,
+        outlived: bool = True,
     ) -> None:
         self._inventory = inventory
         self._workers = workers
         self._pool = pool
         self._count = count
         self._running = running
+        self._rates = rates
+        self._outlived = outlived
 
     async def snapshot(self, pids: Collection[int]) -> Snapshot:
         """The node for a plan on those processes, with what they hold now as far as they say so in time."""
         await self._survey(pids)
         node = await self._inventory.fresh(FRESH_S)
+        candidates = await _seen_from_outside(tuple(self._candidates(node)), node)
         return Snapshot(
-            gpus=tuple(_room(gpu) for gpu in node.gpus),
-            candidates=tuple(self._candidates(node)),
+            gpus=tuple(_room(gpu, node.gpus) for gpu in node.gpus),
+            candidates=candidates,
             pool=PoolRoom(budget_bytes=self._pool.budget_bytes(), free_bytes=self._pool.free_bytes()),
             running=self._running(),
+            rates=self._rates(),
+            outlived=self._outlived,
+            uid=os.geteuid(),
+            available_bytes=read_available_bytes(),
         )
 
     async def snapshot_for(self, gpu: str) -> Snapshot:
@@ -94,6 +110,8 @@ class Lookout:
                 name=process.name,
                 job=None if worker is None else _run(worker),
                 gpus=tuple(use.gpu for use in process.gpus),
+                kinds=tuple(use.kind for use in process.gpus),
+                vram_bytes=_sum([use.vram_bytes for use in process.gpus]),
                 agent=None if worker is None else _told(worker),
             )
         for worker in self._missing_ranks(attending):
@@ -139,17 +157,55 @@ def _told(worker: Worker) -> AgentSurvey:
         boundary=worker.boundary,
         rank=worker.about.rank,
         world_size=worker.about.world_size,
+        cuda=worker.cuda,
     )
 
 
-def _room(gpu: Gpu) -> GpuRoom:
+def _sum(sizes: Sequence[int | None]) -> int | None:
+    """All of them together; unknown if any is."""
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+async def _seen_from_outside(candidates: tuple[Candidate, ...], node: NodeSnapshot) -> tuple[Candidate, ...]:
+    """The candidates, and of those that the driver would have to move what is seen from outside in time."""
+    driven = {gpu.id for gpu in node.gpus if gpu.vendor == NVIDIA}
+    pids = [candidate.pid for candidate in candidates if driven.intersection(candidate.gpus)]
+    if not pids:
+        return candidates
+    looked: dict[int, tuple[int | None, Surroundings]] = {}
+    with anyio.move_on_after(OUTSIDE_S):
+        await run_detached(lambda _: _look_at(pids, looked), name="hegmd-outside")
+    found = dict(looked)  # the thread may go on
+    return tuple([_with(candidate, found) for candidate in candidates])
+
+
+def _look_at(pids: Sequence[int], looked: dict[int, tuple[int | None, Surroundings]]) -> None:
+    """Fills `looked`, one after the other, so that what hangs leaves the others known. Blocks."""
+    for pid in pids:
+        looked[pid] = (nearest_ancestor(pid, pids), Surroundings(**asdict(read_outside(pid))))
+
+
+def _with(candidate: Candidate, found: Mapping[int, tuple[int | None, Surroundings]]) -> Candidate:
+    if candidate.pid not in found:
+        return candidate
+    parent, around = found[candidate.pid]
+    return candidate.replace(parent=parent, around=around)
+
+
+def _room(gpu: Gpu, gpus: Sequence[Gpu]) -> GpuRoom:
     known = gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
+    left_bytes = (gpu.memory_total_bytes or 0) - (gpu.memory_used_bytes or 0) if known else None
+    reached = {link.to_uuid for link in gpu.links if link.kind == "nvlink"}
     return GpuRoom(
         id=gpu.id,
         vendor=gpu.vendor,
         chip=gpu.chip,
         state=gpu.state,
-        free_bytes=(gpu.memory_total_bytes or 0) - (gpu.memory_used_bytes or 0) if known else None,
+        free_bytes=gpu.memory_free_bytes if gpu.memory_free_bytes is not None else left_bytes,
         mig=gpu.mig,
         mps=gpu.mps,
+        uuid=gpu.uuid,
+        driver_version=gpu.driver_version,
+        nvlinks=tuple(other.id for other in gpus if other.uuid in reached),
     )

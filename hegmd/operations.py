@@ -40,6 +40,7 @@ class Asked:
     wait: bool = True
     dry_run: bool = False
     limit_s: float | None = None
+    carrier: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Operations:
 
     async def migrate(self, pids: Sequence[int], to: str, asked: Asked) -> Answer:
         """Move jobs to another GPU. Raises HegmError with every reason why not."""
-        return await self._perform(Request(kind=MIGRATE, pids=tuple(pids), to=to), asked)
+        return await self._perform(Request(kind=MIGRATE, pids=tuple(pids), to=to, carrier=asked.carrier), asked)
 
     async def place(self, pids: Sequence[int], placement: Mapping[str, str], asked: Asked) -> Answer:
         """Move jobs so that each of these processes is on the GPU named for its pid. Raises HegmError as `migrate`."""
@@ -80,7 +81,7 @@ class Operations:
 
     async def suspend(self, pids: Sequence[int], asked: Asked) -> Answer:
         """Take jobs off their GPUs. Raises HegmError with every reason why not."""
-        return await self._perform(Request(kind=SUSPEND, pids=tuple(pids)), asked)
+        return await self._perform(Request(kind=SUSPEND, pids=tuple(pids), carrier=asked.carrier), asked)
 
     async def resume(self, pid: int, to: str | None, asked: Asked) -> Answer:
         """Let a suspended job go on. Raises HegmError with every reason why not."""

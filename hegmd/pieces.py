@@ -1,7 +1,7 @@
-"""How large a piece of the host pool is for so many bytes of storages.
+"""How much is taken for so many bytes: of the host pool for storages, of a GPU besides what a process has there.
 
-Owns that one figure, because two have to agree on it: the plan that says whether a job fits, and the pool that takes
-the pages. Pure.
+Owns these figures, because two have to agree on each: the plan that says whether a job fits, and those who take the
+pages or the video memory. Pure.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ HUGE_PAGE_BYTES = 2 * MIB
 # The agent writes a table of its storages before the bytes, and starts each on a page.
 TABLE_BYTES = 4 * MIB
 TABLE_SHARE = 32
+# What a process needs on its GPU for the moment of a restore, beyond what NVML showed of it.
+RESTORE_MARGIN_BYTES = 256 * MIB
+# What a context of the helper takes on each GPU where it copies.
+CONTEXT_BYTES = 512 * MIB
 
 
 def whole_size(size_bytes: int) -> int:

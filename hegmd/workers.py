@@ -16,6 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -23,7 +24,7 @@ import anyio.abc
 from hegmd.agent_orders import DONE, AgentAway, Given, Link, OrderFailed, Progress, Send
 from hegmd.errors import DENIED, Bug, HegmError, Refused
 from hegmd.log import fields
-from hegmd.protocol.messages import AgentAttend, AgentReport, LeftAlone, Order
+from hegmd.protocol.messages import AgentAttend, AgentReport, CudaFacts, LeftAlone, Order
 from hegmd.protocol.snapshots import AgentInfo
 
 __all__ = ["AgentAway", "Given", "Identity", "OrderFailed", "Worker", "Workers"]
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 CAME, LEFT, BACK, ENDED = "came", "left", "back", "ended"
 # Orders that move bytes: while one is under way in a worker, nothing else is to be believed of it.
-MOVING = frozenset({"evacuate", "refill"})
+MOVING = frozenset({"evacuate", "refill", "free", "make"})
 
 Listener = Callable[[str, "Worker"], object]
 
@@ -63,6 +64,8 @@ class Worker:
         #: Bytes of the storages that its agent vouches for; None before it has counted them.
         self.size_bytes: int | None = about.size_bytes or None
         self.left_alone: tuple[LeftAlone, ...] = ()
+        #: Its use of CUDA by its own word; None if it uses none or has not said.
+        self.cuda: CudaFacts | None = None
         self._link: Link | None = None
         #: Counts its agent's connections, so that an order can be meant for one of them and no later one.
         self.connection = 0
@@ -87,29 +90,16 @@ class Worker:
         return self._link is not None and any(given.do in MOVING for given in self._link.given.values())
 
     async def order(
-        self,
-        do: str,
-        *,
-        at: int | None = None,
-        limit_s: float | None = None,
-        exact: bool = False,
-        fds: Sequence[int] = (),
-        on_progress: Progress | None = None,
+        self, do: str, *, fds: Sequence[int] = (), on_progress: Progress | None = None, **how: Any
     ) -> AgentReport:
-        """Give an order and wait for its end. Raises OrderFailed, AgentAway. Cancelled, the order goes on by itself."""
-        given = await self.give(do, at=at, limit_s=limit_s, exact=exact, fds=fds, on_progress=on_progress)
+        """Give an order and wait for its end. Raises OrderFailed, AgentAway. Cancelled, the order goes on by itself.
+
+        `how` are the other fields of `Order`, such as `limit_s`.
+        """
+        given = await self.give(do, fds=fds, on_progress=on_progress, **how)
         return await given.report()
 
-    async def give(
-        self,
-        do: str,
-        *,
-        at: int | None = None,
-        limit_s: float | None = None,
-        exact: bool = False,
-        fds: Sequence[int] = (),
-        on_progress: Progress | None = None,
-    ) -> Given:
+    async def give(self, do: str, *, fds: Sequence[int] = (), on_progress: Progress | None = None, **how: Any) -> Given:
         """Give an order without waiting for its end. The descriptors stay the caller's. Raises AgentAway.
 
         An agent waits for one boundary at a time: an order waits for those before it, but for `withdraw`, which ends
@@ -124,7 +114,7 @@ class Worker:
         given = Given(self.pid, do, on_progress)
         number = link.enter(given)
         try:
-            await link.send(Order(order=number, do=do, at=at, limit_s=limit_s, exact=exact), fds)
+            await link.send(Order(order=number, do=do, **how), fds)
         except (OSError, anyio.ClosedResourceError, HegmError) as error:
             link.given.pop(number, None)
             given.end()
@@ -156,9 +146,12 @@ class Worker:
         if do == "survey":
             self.size_bytes = self.size_bytes if report.size_bytes is None else report.size_bytes
             self.left_alone = report.left_alone
+            self.cuda = report.cuda
             self.parked = self.parked if report.parked is None else report.parked
             self.held_bytes = self.held_bytes if report.held_bytes is None else report.held_bytes
-        if do == "evacuate":
+        if do == "filled" and report.held_bytes is not None:
+            self.held_bytes = report.held_bytes
+        if do in {"evacuate", "free"}:
             self.held_bytes = report.size_bytes or 0
         if do == "refill":
             self.held_bytes = 0

@@ -63,19 +63,39 @@ def round_up(size_bytes: int, border_bytes: int = PAGE_BYTES) -> int:
 
 def copy_out(fd: int, room_bytes: int, spans: Iterable[Span], progress: Progress) -> None:
     """Copy the spans into the descriptor, which has at least so much room. Raises OSError."""
-    pieces = _pieces(spans)
-    page_bytes = os.fstatvfs(fd).f_bsize
-    if page_bytes > PAGE_BYTES or _cannot_shrink(fd):
-        with _Mapping(fd, room_bytes, page_bytes) as base:
-            if base and (page_bytes > PAGE_BYTES or _comes_in_huge_pages(base)):
-                _in_threads(_mapped(base), pieces, progress)
-                return
-    _in_threads(_called(fd, _libc.pwrite), pieces, progress)
+    with Writing(fd, room_bytes) as write:
+        in_threads(write, spans, progress)
 
 
 def copy_in(fd: int, spans: Iterable[Span], progress: Progress) -> None:
     """Copy the spans out of the descriptor into memory. Raises OSError."""
-    _in_threads(_called(fd, _libc.pread), _pieces(spans), progress)
+    in_threads(reading(fd), spans, progress)
+
+
+class Writing:
+    """The quickest way to copy from memory into a descriptor with so much room, for as long as the context lasts."""
+
+    def __init__(self, fd: int, room_bytes: int) -> None:
+        self._fd = fd
+        self._mapping: _Mapping | None = None
+        self._page_bytes = page_bytes = os.fstatvfs(fd).f_bsize
+        if page_bytes > PAGE_BYTES or _cannot_shrink(fd):
+            self._mapping = _Mapping(fd, room_bytes, page_bytes)
+
+    def __enter__(self) -> Copy:
+        base = 0 if self._mapping is None else self._mapping.base
+        if base and (self._page_bytes > PAGE_BYTES or _comes_in_huge_pages(base)):
+            return _mapped(base)
+        return _called(self._fd, _libc.pwrite)
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._mapping is not None:
+            self._mapping.close()
+
+
+def reading(fd: int) -> Copy:
+    """How to copy from a descriptor into memory."""
+    return _called(fd, _libc.pread)
 
 
 def free_pages(spans: Iterable[Span]) -> None:
@@ -90,7 +110,7 @@ def free_pages(spans: Iterable[Span]) -> None:
         if start < end:
             _libc.madvise(start, end - start, _MADV_DONTNEED)
 
-    _in_threads(free, _pieces(span for span in spans if span[2] >= LARGE_BYTES), _ignore)
+    in_threads(free, (span for span in spans if span[2] >= LARGE_BYTES), ignore)
 
 
 def prefer_huge_pages(spans: Iterable[Span]) -> None:
@@ -153,27 +173,21 @@ def _have_pages(address: int, size_bytes: int) -> None:
 
 
 class _Mapping:
-    """The descriptor in memory, on a border of huge pages, for as long as the context lasts.
-
-    Gives the address; 0 where there is no address space for it.
-    """
+    """The descriptor in memory, on a border of huge pages. `base` is 0 where there is no address space for it."""
 
     def __init__(self, fd: int, size_bytes: int, page_bytes: int) -> None:
         border_bytes = max(HUGE_PAGE_BYTES, page_bytes)
         length_bytes = round_up(size_bytes, page_bytes)
         self._reserved_bytes = length_bytes + border_bytes
         self._reserved = _libc.mmap(None, self._reserved_bytes, _PROT_NONE, _MAP_RESERVED, -1, 0)
-        self._base = 0
+        self.base = 0
         if self._reserved == _MAP_FAILED:
             return
         base = round_up(self._reserved, border_bytes)
         if _libc.mmap(base, length_bytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, fd, 0) == base:
-            self._base = base
+            self.base = base
 
-    def __enter__(self) -> int:
-        return self._base
-
-    def __exit__(self, *_exc: object) -> None:
+    def close(self) -> None:
         if self._reserved != _MAP_FAILED:
             _libc.munmap(self._reserved, self._reserved_bytes)
             self._reserved = _MAP_FAILED
@@ -262,7 +276,9 @@ class _Crew:
                 self.ended.release()
 
 
-def _in_threads(copy: Copy, pieces: list[Span], progress: Progress) -> None:
+def in_threads(copy: Copy, spans: Iterable[Span], progress: Progress) -> None:
+    """Have all the spans copied, piece by piece, by as many threads as are of use. Raises what a copy raises."""
+    pieces = _pieces(spans)
     threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)), len(pieces) // 2))
     crew = _Crew(copy, pieces)
     crew.start(threads)
@@ -275,5 +291,12 @@ def _in_threads(copy: Copy, pieces: list[Span], progress: Progress) -> None:
         raise crew.failure
 
 
-def _ignore(_copied_bytes: int) -> None:
-    pass
+def ignore(_copied_bytes: int) -> None:
+    """Progress that nobody follows."""
+
+
+def give_back_heap() -> None:
+    """Small storages lie in the heap, which glibc keeps unless told otherwise; other C libraries have no such call."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -13,9 +13,11 @@ from __future__ import annotations
 import os
 from time import monotonic
 
-from ..errors import REFUSED, HegmError
+from ..errors import HegmError
 from ..protocol.messages import AgentReport, LeftAlone, Order
 from . import torch_state
+from .carrying import Carrying
+from .carrying import refusal as _refusal
 from .notes import note
 from .quiesce import CALL, PARK, Asked, Gate
 from .stillness import busy_thread
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from .transfer import Evacuated
+    from .shown import Shown, View
 
 SURVEY_LIMIT_S = 5.0
 PARK_LIMIT_S = 300.0
@@ -54,7 +56,7 @@ class Orders:
         self._gate = gate
         self._report: Callable[[AgentReport], None] | None = None
         self._pending: Pending | None = None
-        self._evacuated: Evacuated | None = None
+        self._carrying = Carrying()
         self._found: torch_state.Found | None = None
         self._alone_deadline: float | None = None
         self._signal: int | None = None
@@ -66,13 +68,17 @@ class Orders:
             "withdraw": self._withdraw,
             "evacuate": self._evacuate,
             "refill": self._refill,
+            "export": self._export,
+            "free": self._free,
+            "make": self._make,
+            "filled": self._filled,
             "release": self._release,
         }
 
     @property
     def held_bytes(self) -> int:
         """Bytes that are out of the process now."""
-        return 0 if self._evacuated is None else self._evacuated.size_bytes
+        return self._carrying.held_bytes
 
     # ---- the daemon comes and goes ----------------------------------------------------------------------------------
 
@@ -117,13 +123,14 @@ class Orders:
             self._failed(order.order, _refusal(f"the agent failed at {order.do}: {error!r}", _DEBUG_HINT))
             self._come_back("an error in the agent")
         finally:
-            if fd is not None and (self._evacuated is None or self._evacuated.fd != fd):
+            if fd is not None and not self._carrying.keeps(fd):
                 os.close(fd)
 
     def _survey(self, order: Order, _fd: int | None) -> None:
-        if self._evacuated is not None:
-            storages, size_bytes = len(self._evacuated), self._evacuated.room_bytes
-            self._done(order.order, parked=True, held_bytes=self.held_bytes, storages=storages, size_bytes=size_bytes)
+        out = self._carrying.out
+        if out is not None:
+            held_bytes, size_bytes = out.size_bytes, out.room_bytes
+            self._done(order.order, parked=True, held_bytes=held_bytes, storages=len(out), size_bytes=size_bytes)
         elif self._gate.parked:
             self._found = torch_state.find()
             self._tell_found(order.order, self._found)
@@ -137,7 +144,7 @@ class Orders:
         if self._gate.parked and self._pending is None and (not order.exact or self._gate.count == at):
             self._done(order.order)
             return
-        if self._evacuated is not None:
+        if self._carrying.out is not None:
             raise _refusal("the bytes of this process are out of it", "refill it first")
         before = self._pending
         if before is not None and before.do == "park":
@@ -156,7 +163,7 @@ class Orders:
             self._failed(order.order, _refusal(passed, "name a later one"))
 
     def _withdraw(self, order: Order, _fd: int | None) -> None:
-        if self._evacuated is not None:
+        if self._carrying.out is not None:
             raise _refusal("the bytes of this process are out of it", "refill it first, then release it")
         pending, self._pending = self._pending, None
         self._let_go()
@@ -165,38 +172,40 @@ class Orders:
         self._done(order.order)
 
     def _evacuate(self, order: Order, fd: int | None) -> None:
-        transfer = _transfer()
-        if self._evacuated is not None:
-            raise _refusal("the bytes of this process are out already", "refill it before the next evacuation")
-        self._require_parked("evacuate")
-        busy = busy_thread(self._gate.parked_threads, self._gate.trainers)
-        if busy is not None:
-            raise _refusal(f"{busy} and may be using storages", _BUSY_HINT)
-        if fd is None:
-            raise _refusal("no descriptor came with the order", "send the memory to copy to with it")
-        found = self._found or torch_state.find()
-        self._found = None
-        found.keep_what_fits(os.fstat(fd).st_size, transfer.room_bytes)
-        if not found.storages:  # nothing is out then, so nothing has to come back before the process may go on
-            self._done(order.order, storages=0, size_bytes=0, left_alone=_counted(found))
-            return
-        progress = self._progress_of(order.order)
-        self._evacuated = evacuated = transfer.evacuate(fd, found.storages, found.sizes, progress)
+        found = self._found_at_rest("evacuate")
+        storages = self._carrying.evacuate(fd, found, self._progress_of(order.order))
         left_alone = _counted(found)
-        self._done(order.order, storages=len(evacuated), size_bytes=evacuated.size_bytes, left_alone=left_alone)
+        self._done(order.order, storages=storages, size_bytes=self.held_bytes, left_alone=left_alone)
 
     def _refill(self, order: Order, fd: int | None) -> None:
-        evacuated = self._evacuated
-        if evacuated is None:
-            raise _refusal("nothing of this process is out of it", "evacuate it first")
-        evacuated.bring_back(evacuated.fd if fd is None else fd, self._progress_of(order.order))
-        self._forget()
+        evacuated = self._carrying.refill(fd, self._progress_of(order.order))
         self._done(order.order, storages=len(evacuated), size_bytes=evacuated.size_bytes)
 
+    def _export(self, order: Order, _fd: int | None) -> None:
+        self._tell_view(order.order, *self._carrying.show(self._found_at_rest("export")))
+
+    def _free(self, order: Order, _fd: int | None) -> None:
+        self._require_parked("free")
+        shown = self._carrying.shown("free")
+        shown.free()
+        self._done(order.order, storages=len(shown), size_bytes=shown.size_bytes)
+
+    def _make(self, order: Order, _fd: int | None) -> None:
+        self._require_parked("make")
+        shown = self._carrying.shown("make")
+        self._tell_view(order.order, shown, shown.make(order.size_bytes))
+
+    def _filled(self, order: Order, _fd: int | None) -> None:
+        self._require_parked("filled")
+        shown = self._carrying.shown("filled")
+        shown.fill(order.first or 0, len(shown) if order.count is None else order.count)
+        self._done(order.order, held_bytes=self.held_bytes)
+
     def _release(self, order: Order, _fd: int | None) -> None:
-        if self._evacuated is not None:
+        if self._carrying.out is not None:
             raise _refusal("the bytes of this process are out of it", "refill it first")
         self._require_parked("release")
+        self._carrying.forget()
         self._found = None
         self._wait_for(order, order.limit_s)
         self._gate.release_and_watch()
@@ -262,14 +271,13 @@ class Orders:
         """Bring everything back without being told to, and let the training go on. Tried again until it succeeds."""
         note(f"coming back by itself: {why}")
         pending, self._pending = self._pending, None
-        if self._evacuated is not None:
+        if self._carrying.out is not None:
             try:
-                self._evacuated.bring_back(self._evacuated.fd, _no_progress)
+                self._carrying.refill(None, _no_progress)
             except HegmError as error:
                 note(f"{error.message}; trying again")
                 self._alone_deadline = monotonic() + _TRY_AGAIN_S
                 return
-            self._forget()
         self._let_go()
         self.changed_by_itself = True
         if pending is not None:
@@ -285,13 +293,9 @@ class Orders:
             note(f"no survey: {error!r}")
 
     def _let_go(self) -> None:
+        self._carrying.forget()
         self._found = None
         self._gate.withdraw()
-
-    def _forget(self) -> None:
-        if self._evacuated is not None:
-            self._evacuated.close()
-            self._evacuated = None
 
     def _wait_for(self, order: Order, limit_s: float | None) -> None:
         if self._pending is not None:
@@ -302,8 +306,31 @@ class Orders:
         if not self._gate.parked or self._pending is not None:
             raise _refusal(f"{what} needs a parked training thread, and it is not parked", "park it first")
 
+    def _found_at_rest(self, what: str) -> torch_state.Found:
+        """The storages that are to leave, with nobody using them. Raises HegmError."""
+        if self._carrying.out is not None:
+            raise _refusal("the bytes of this process are out already", "bring them back before they are taken again")
+        self._require_parked(what)
+        busy = busy_thread(self._gate.parked_threads, self._gate.trainers)
+        if busy is not None:
+            raise _refusal(f"{busy} and may be using storages", _BUSY_HINT)
+        found, self._found = self._found or torch_state.find(), None
+        return found
+
+    def _tell_view(self, order: int, shown: Shown, view: View) -> None:
+        self._done(
+            order,
+            storages=len(shown),
+            size_bytes=shown.size_bytes,
+            handles=tuple(view.handles),
+            places=tuple(view.places),
+            first=view.first,
+            at_bytes=view.at_bytes,
+            left=view.left,
+        )
+
     def _tell_found(self, order: int, found: torch_state.Found) -> None:
-        self.known_bytes = _transfer().room_bytes(found.sizes)
+        self.known_bytes = self._carrying.room_bytes(found)
         self._done(
             order,
             parked=self._gate.parked,
@@ -311,6 +338,7 @@ class Orders:
             storages=len(found.storages),
             size_bytes=self.known_bytes,
             left_alone=_counted(found),
+            cuda=found.cuda,
         )
 
     def _progress_of(self, order: int) -> Callable[[int], None]:
@@ -343,10 +371,6 @@ def _counted(found: torch_state.Found) -> tuple[LeftAlone, ...]:
     )
 
 
-def _refusal(message: str, hint: str) -> HegmError:
-    return HegmError(REFUSED, f"process {os.getpid()}: {message}", hint)
-
-
 def _no_boundary(pending: Pending, when: str) -> HegmError:
     return _refusal(
         " ".join(f"no batch boundary within {pending.limit_s:g} s {when}".split()),
@@ -359,14 +383,3 @@ def _park_limit_s() -> float:
         return float(os.environ["HEGM_PARK_LIMIT_S"])
     except (KeyError, ValueError):
         return PARK_LIMIT_S
-
-
-def _transfer() -> Any:
-    """The module, which needs ctypes; a Python that was built without it trains as well."""
-    try:
-        from . import transfer
-    except ImportError as error:
-        raise _refusal(
-            f"its Python has no ctypes ({error})", "the worker carrier needs it; use another Python"
-        ) from None
-    return transfer

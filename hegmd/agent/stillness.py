@@ -4,7 +4,8 @@ PyTorch works on a storage without holding the interpreter, so a thread that is 
 told from the outside; what can be seen is where each thread's Python stands. A thread is at rest if it is parked at the
 gate, or waits inside one of the standard library's waiting places. One that trains has to be parked, and one inside a
 loader's iterator is about to get a batch: neither is at rest in a wait. Anything else counts as busy, a thread in a
-`sleep` of its own included: what it does when it wakes is not known, and a refusal harms nobody.
+`sleep` of its own included: what it does when it wakes is not known, and a refusal harms nobody. The threads of
+PyTorch's compiler are known: they talk with its worker processes, of source code and never of storages.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _WAITING_FILES = frozenset(
 )
 _WAITING_FOLDERS = ("asyncio/", "concurrent/futures/", "multiprocessing/")
 _ITERATOR_FILE = "/torch/utils/data/dataloader.py"
+_COMPILER_FOLDER = "/torch/_inductor/compile_worker/"
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + "/"
 _OURS = os.path.dirname(os.path.abspath(__file__)) + "/"
 
@@ -44,7 +46,7 @@ def busy_threads(parked: frozenset[int], trainers: frozenset[int]) -> Iterator[s
             continue
         elif ident in trainers:
             yield f"{_name_of(ident)}, which trains too, is at {_place(frame)}"
-        elif not _is_at_rest(frame):
+        elif not _is_at_rest(frame) and _COMPILER_FOLDER not in frame.f_code.co_filename:
             yield f"{_name_of(ident)} is at {_place(frame)}"
 
 

@@ -3,7 +3,8 @@
 Reads `sys.modules` and never imports torch. Finds every tensor and storage that Python knows of, each storage once:
 what is freed and made again is the memory of the storage, while the storage object, its tensors, views and versions
 stay. Vouched for is only what can be freed and made again without anybody noticing; the rest is counted with a reason.
-On a simulated GPU the CPU's storages play video memory.
+Where CUDA is in use its storages are meant, and `cuda_state` has a say; elsewhere the CPU's play video memory, on
+simulated GPUs.
 
 Tensors that only C++ knows of, as the saved ones of a graph that has not been backwarded, are not found and stay where
 they are. A storage that they share with a tensor found here has more owners than Python knows of and is left alone.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import gc
 import sys
 
+from . import cuda_state
 from .notes import note
 
 TYPE_CHECKING = False
@@ -23,13 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from ..protocol.messages import CudaFacts
+
 OTHER_OWNER = "their memory belongs to something else, such as a numpy array or a mapped file"
 SHARED = "they are shared with other processes"
 OTHER_DEVICE = "they are on a device whose bytes the agent does not carry yet"
 UNSEEN_OWNER = "something outside of Python holds on to them, such as a graph that waits for its backward"
 NO_MEMORY = "they have no memory of their own, as wrapped tensors"
 SAME_MEMORY = "two storages are over the same memory"
-PINNED = "they are pinned"
 OLD_TORCH = "this PyTorch is too old to say who holds on to a storage"
 UNREADABLE = "they cannot be looked at"
 NO_ROOM = "there is no room for them where the others go"
@@ -39,12 +42,14 @@ NO_STORAGE = "they have no storage, as sparse tensors"
 class Found:
     """The storages of this process: those vouched for, with their sizes, and the others by reason."""
 
-    __slots__ = ("left_alone", "sizes", "storages")
+    __slots__ = ("cuda", "left_alone", "sizes", "storages")
 
     def __init__(self) -> None:
         self.storages: list[Any] = []
         self.sizes: list[int] = []
         self.left_alone: dict[str, list[int]] = {}
+        #: What it does with CUDA; None where CUDA is not in use.
+        self.cuda: CudaFacts | None = None
 
     def take(self, storage: Any, size_bytes: int) -> None:
         """Vouch for one."""
@@ -79,8 +84,14 @@ def find() -> Found:
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return found
+    segments = cuda_state.Segments(torch) if cuda_state.in_use() is not None else None
     with torch._C.DisableTorchFunctionSubclass():
-        _judge_all(torch, _owners(torch, found), found)
+        _judge_all(torch, _owners(torch, found), found, segments)
+    if segments is not None:
+        sizes: dict[int, list[int]] = {}
+        for storage, size_bytes in zip(found.storages, found.sizes):
+            sizes.setdefault(int(storage.device.index), []).append(size_bytes)
+        found.cuda = cuda_state.facts(torch, segments, sizes, shares=cuda_state.SHARED_IPC in found.left_alone)
     return found
 
 
@@ -134,7 +145,9 @@ def _with_relatives(tensors: list[Any]) -> list[Any]:
     return [*tensors, *relatives]
 
 
-def _judge_all(torch: Any, storages: dict[int, tuple[Any, set[int]]], found: Found) -> None:
+def _judge_all(
+    torch: Any, storages: dict[int, tuple[Any, set[int]]], found: Found, segments: cuda_state.Segments | None
+) -> None:
     addresses: dict[int, int] = {}
     judged: list[tuple[Any, int, int, str | None]] = []
     for storage, tensors in storages.values():
@@ -142,7 +155,9 @@ def _judge_all(torch: Any, storages: dict[int, tuple[Any, set[int]]], found: Fou
             size_bytes = storage.nbytes()
             if size_bytes == 0 or storage.device.type == "meta":
                 continue
-            why = _reason_against(torch, storage, len(tensors))
+            if segments is not None and storage.device.type == "cpu":
+                continue  # it is not on the GPU, so it is not in the way
+            why = _reason_against(torch, storage, len(tensors), segments)
             address = storage.data_ptr() if why is None else 0
         except Exception as error:  # noqa: BLE001 - storages of any class and make; this one is left alone
             note(f"a storage cannot be looked at: {error!r}")
@@ -160,11 +175,11 @@ def _judge_all(torch: Any, storages: dict[int, tuple[Any, set[int]]], found: Fou
             found.leave(reason, size_bytes)
 
 
-def _reason_against(torch: Any, storage: Any, tensors: int) -> str | None:
+def _reason_against(torch: Any, storage: Any, tensors: int, segments: cuda_state.Segments | None) -> str | None:
     """Why this storage is left alone; None if it need not be."""
-    if storage.device.type != "cpu":
+    if storage.device.type != ("cpu" if segments is None else "cuda"):
         return OTHER_DEVICE
-    if storage.is_shared():
+    if segments is None and storage.is_shared():  # one of CUDA says so of itself always
         return SHARED
     if not storage.resizable():
         return OTHER_OWNER
@@ -173,7 +188,4 @@ def _reason_against(torch: Any, storage: Any, tensors: int) -> str | None:
         return OLD_TORCH
     if count_owners(storage._cdata) > tensors + 1:  # the one is the Python object of the storage itself
         return UNSEEN_OWNER
-    cuda = getattr(torch, "cuda", None)
-    if cuda is not None and cuda.is_initialized() and storage.is_pinned():
-        return PINNED
-    return None
+    return None if segments is None else segments.reason_against(storage)

@@ -15,7 +15,8 @@ import os
 import struct
 
 from ..errors import REFUSED, HegmError
-from .copying import PAGE_BYTES, copy_in, copy_out, free_pages, prefer_huge_pages, round_up
+from . import copying
+from .copying import PAGE_BYTES, round_up
 from .notes import note
 
 TYPE_CHECKING = False
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .copying import Span
+    from .video_memory import VideoMemory
 
 MAGIC = b"HEGMWRK1"
 _HEADER = struct.Struct("<8s16sQQ")
@@ -60,13 +62,11 @@ class Evacuated:
                 made.append(storage)
                 if storage.nbytes() != size_bytes:  # it has its memory when it could not be freed
                     storage.resize_(size_bytes)
-            spans = _spans(self._storages, self._sizes)
-            prefer_huge_pages(spans)
-            copy_in(fd, spans, progress)
+            _medium(self._storages).copy_in(fd, _spans(self._storages, self._sizes), progress)
         except BaseException as error:
             for storage in made:
                 storage.resize_(0)
-            _give_back_heap()
+            _medium(self._storages).give_back()
             if isinstance(error, HegmError):
                 raise
             raise HegmError(
@@ -99,8 +99,10 @@ def evacuate(fd: int, storages: list[Any], sizes: list[int], progress: Callable[
     nonce = os.urandom(_NONCE_BYTES)
     header = ctypes.create_string_buffer(_header(nonce, sizes))
     spans = _spans(storages, sizes)
+    medium = _medium(storages)
     try:
-        copy_out(fd, needed_bytes, [(ctypes.addressof(header), 0, len(header) - 1), *spans], progress)
+        copying.copy_out(fd, needed_bytes, [(ctypes.addressof(header), 0, len(header) - 1)], copying.ignore)
+        medium.copy_out(fd, needed_bytes, spans, progress)
     except OSError as error:
         raise HegmError(
             REFUSED,
@@ -109,12 +111,12 @@ def evacuate(fd: int, storages: list[Any], sizes: list[int], progress: Callable[
         ) from error
     evacuated = Evacuated(fd, storages, sizes, nonce)
     try:
-        free_pages(spans)
+        medium.before_freeing(spans)
         for storage in storages:
             storage.resize_(0)
     except Exception as error:  # noqa: BLE001 - whatever it is, the bytes are in the descriptor and go back
         return _stay_out_or_undo(evacuated, error)
-    _give_back_heap()
+    medium.give_back()
     return evacuated
 
 
@@ -122,7 +124,7 @@ def _stay_out_or_undo(evacuated: Evacuated, error: Exception) -> Evacuated:
     """A storage could not be freed: all as it was, or, without memory for that, all out, where the bytes are held."""
     note(f"a storage could not be freed: {error!r}")
     try:
-        evacuated.bring_back(evacuated.fd, _no_progress)
+        evacuated.bring_back(evacuated.fd, copying.ignore)
     except HegmError as undoing:
         note(f"{undoing.message}; the process stays with its bytes out")
         return evacuated
@@ -133,8 +135,34 @@ def _stay_out_or_undo(evacuated: Evacuated, error: Exception) -> Evacuated:
     ) from error
 
 
-def _no_progress(_so_far_bytes: int) -> None:
-    pass
+def _medium(storages: list[Any]) -> HostMemory | VideoMemory:
+    """What the storages' memory is; all of them are of one kind."""
+    if storages and storages[0].device.type == "cuda":
+        from .video_memory import VideoMemory
+
+        return VideoMemory(storages)
+    return HostMemory()
+
+
+class HostMemory:
+    """Storages in the process's own memory."""
+
+    def copy_out(self, fd: int, room_bytes: int, spans: list[Span], progress: Callable[[int], None]) -> None:
+        """Copy the spans into the descriptor. Raises OSError."""
+        copying.copy_out(fd, room_bytes, spans, progress)
+
+    def copy_in(self, fd: int, spans: list[Span], progress: Callable[[int], None]) -> None:
+        """Copy them back, into memory that has just been made. Raises OSError."""
+        copying.prefer_huge_pages(spans)
+        copying.copy_in(fd, spans, progress)
+
+    def before_freeing(self, spans: list[Span]) -> None:
+        """Make freeing quick, once the bytes are elsewhere."""
+        copying.free_pages(spans)
+
+    def give_back(self) -> None:
+        """Let go of what is kept after freeing."""
+        copying.give_back_heap()
 
 
 # ---- layout ---------------------------------------------------------------------------------------------------------
@@ -183,10 +211,3 @@ def _read_whole(fd: int, size_bytes: int) -> bytes:
         parts.append(part)
         at += len(part)
     return b"".join(parts)
-
-
-def _give_back_heap() -> None:
-    """Small storages lie in the heap, which glibc keeps unless told otherwise; other C libraries have no such call."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -1,1 +1,4 @@
-"""How bytes leave a process and come back. Each carrier is one module; who decides between them is the planner."""
+"""How processes leave their GPUs and how their bytes are carried. Each method and each carrier is one module.
+
+What they have in common is in `base`; which of them is used is the planner's to say, and when, the machine's.
+"""

@@ -6,27 +6,60 @@ memory is the daemon's and goes over by descriptor. Both ways the agent copies e
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from hegmd.pool import Memory
-from hegmd.workers import Worker
+from hegmd.errors import Refused
+from hegmd.methods.base import Progress, Subject
+from hegmd.pool import Key, Memory, Pool
 
 NAME = "worker"
 
-Progress = Callable[[int], object]
+
+class WorkerCarrier:
+    """Memory of the pool, and orders to the agent."""
+
+    name = NAME
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    async def hold(self, subject: Subject, size_bytes: int) -> None:
+        await self._pool.take(key_of(subject), size_bytes)
+
+    async def give(self, subject: Subject) -> None:
+        self._pool.give(key_of(subject))
+
+    def held_bytes(self, subject: Subject) -> int:
+        return self._pool.held_for(key_of(subject))
+
+    async def arm(self, subject: Subject) -> None:
+        """Nothing has to be ready."""
+
+    async def disarm(self, subject: Subject) -> None:
+        """Nothing is."""
+
+    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+        """Raises OrderFailed, AgentAway."""
+        memory = self._pool.memory(key_of(subject))
+        report = await subject.worker.order("evacuate", fds=[memory.fd], on_progress=on_progress)
+        return report.size_bytes or 0
+
+    async def put_back(self, subject: Subject, on_progress: Progress) -> int:
+        """Raises OrderFailed, AgentAway. The bytes stay in the memory too.
+
+        Memory that went with an earlier daemon is not needed: the agent keeps a descriptor of its own as long as its
+        bytes are out.
+        """
+        memory = self._memory(subject)
+        fds = () if memory is None else [memory.fd]
+        report = await subject.worker.order("refill", fds=fds, on_progress=on_progress)
+        return report.size_bytes or 0
+
+    def _memory(self, subject: Subject) -> Memory | None:
+        try:
+            return self._pool.memory(key_of(subject))
+        except Refused:
+            return None
 
 
-async def take_out(worker: Worker, memory: Memory, on_progress: Progress) -> int:
-    """Have the worker's bytes in that memory and no longer in the process; how many. Raises OrderFailed, AgentAway."""
-    report = await worker.order("evacuate", fds=[memory.fd], on_progress=on_progress)
-    return report.size_bytes or 0
-
-
-async def put_back(worker: Worker, memory: Memory | None, on_progress: Progress) -> int:
-    """Have the worker's bytes in the process again, and still in that memory. Raises OrderFailed, AgentAway.
-
-    Without a memory the agent takes them from where it put them: it keeps a descriptor of its own as long as they are
-    out.
-    """
-    report = await worker.order("refill", fds=() if memory is None else [memory.fd], on_progress=on_progress)
-    return report.size_bytes or 0
+def key_of(subject: Subject) -> Key:
+    """Whose the memory in the pool is."""
+    return Key(subject.operation, subject.name)

@@ -155,7 +155,7 @@ def _forgotten(op: Operation, pending: Pending) -> Operation:
 
 def room_taken(op: Operation, worker: Worker, pending: Pending, event: events.RoomTaken) -> Operation:
     rooms = {**worker.rooms, str(pending.gpu): pending.size_bytes or 0}
-    return op.with_worker(worker.replace(rooms=rooms))
+    return op.replace(lacks=None).with_worker(worker.replace(rooms=rooms))
 
 
 def room_given(op: Operation, worker: Worker, pending: Pending, event: events.RoomGiven) -> Operation:
@@ -175,6 +175,8 @@ def surveyed(op: Operation, worker: Worker, pending: Pending, event: events.Surv
     """While it stands, what is counted is what will be carried; before, it is only a boundary count."""
     if not worker.parked:
         return op.with_worker(worker.replace(boundary=event.boundary))
+    if not worker.is_carried:  # the driver carries them all, and measures for itself
+        return op.with_worker(worker.replace(measured=True))
     rooms = dict(worker.rooms)
     if worker.at is not None:
         rooms[worker.at] = max(event.size_bytes, rooms.get(worker.at, 0))
@@ -214,11 +216,16 @@ def evacuated(op: Operation, worker: Worker, pending: Pending, event: events.Eva
 
 
 def checkpointed(op: Operation, worker: Worker, pending: Pending, event: events.Checkpointed) -> Operation:
-    return op.with_worker(worker.replace(at=None))
+    """What was measured counts from now on; the way back rests on the room that is really held."""
+    rooms = dict(worker.rooms)
+    if event.room_bytes is not None and worker.at is not None:
+        rooms[worker.at] = event.room_bytes
+    rest_bytes = worker.rest_bytes if event.rest_bytes is None else event.rest_bytes
+    return op.with_worker(worker.replace(at=None, left=worker.at, rooms=rooms, rest_bytes=rest_bytes))
 
 
 def restored(op: Operation, worker: Worker, pending: Pending, event: events.Restored) -> Operation:
-    return op.with_worker(worker.replace(at=pending.gpu))
+    return op.replace(lacks=None).with_worker(worker.replace(at=pending.gpu))
 
 
 def refilled(op: Operation, worker: Worker, pending: Pending, event: events.Refilled) -> Operation:
@@ -237,6 +244,8 @@ def inspected(op: Operation, worker: Worker, pending: Pending, event: events.Ins
     """What was believed of the worker gives way to what is."""
     if event.busy:
         return op.with_worker(worker.replace(waits=FOR_RETRY))
+    if event.failed:
+        return _ruined(op, worker, event.failed)
     was_standing = worker.parked and (op.heading == HOLD or is_away(op))
     whole = event.gpu is not None and not event.out_bytes
     passed = not event.parked and whole and worker.boundary is not None and event.boundary > worker.boundary
@@ -248,6 +257,7 @@ def inspected(op: Operation, worker: Worker, pending: Pending, event: events.Ins
         boundary=event.boundary if event.parked or not worker.touched else worker.boundary,
         out=event.out_bytes > 0,
         at=event.gpu,
+        left=worker.left if event.gpu is not None or worker.at is None else worker.at,
         verified=worker.verified or (worker.touched and passed),
         rooms=event.rooms if worker.recount else worker.rooms,
         pool_bytes=event.pool_bytes if worker.recount else worker.pool_bytes,
@@ -269,6 +279,8 @@ def failed(op: Operation, worker: Worker, pending: Pending, event: events.Failed
     in_worker = Effect.register[pending.effect].in_worker
     if in_worker and event.fault == events.DISCONNECTED:
         return op.with_worker(worker.replace(unsure=True, waits=FOR_AGENT))
+    if event.fault == events.NO_ROOM and worker.at is None and op.heading == BACK:
+        return _waiting_for_room(op, worker, pending, event)
     if pending.effect in _HARMLESS:
         changed = {"asked": False} if pending.effect == effects.Park.tag else {}
         return _astray(op.with_worker(worker.replace(**changed)), event)
@@ -299,6 +311,25 @@ def _split(op: Operation, name: str, event: events.Failed) -> Operation:
     if worker is None or worker.at is None:
         return _astray(op, event)
     return _because(op.with_worker(worker.replace(goal=worker.at)), event.code, event.message, event.hint)
+
+
+def _waiting_for_room(op: Operation, worker: Worker, pending: Pending, event: events.Failed) -> Operation:
+    """It is off its GPU and the way home has no room: it stands with all its bytes, and is brought back once there is.
+
+    Nothing of the room that was believed in is counted upon: without room held, nobody is ever restored.
+    """
+    rooms = {**worker.rooms, str(pending.gpu): 0}
+    lacks = Failure(code=event.code, message=event.message, hint=event.hint)
+    return op.replace(lacks=lacks).with_worker(worker.replace(rooms=rooms, unsure=True, waits=FOR_RETRY))
+
+
+def _ruined(op: Operation, worker: Worker, why: str) -> Operation:
+    """The driver will never bring it back: nothing that is held for it is of use to anybody any more."""
+    op = _without_orders(op, worker.name).with_worker(
+        worker.replace(gone=True, lost=True, unsure=False, waits=None, parked=False, asked=False)
+    )
+    op = _because(op, REFUSED.name, f"process {worker.pid} cannot be brought back: {why}", "end it, and start it anew")
+    return course.turned_back(op) if op.heading == FORWARD and is_away(op) else op
 
 
 # ---- turning round ---------------------------------------------------------------------------------------------------

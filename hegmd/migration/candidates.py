@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hegmd.migration.operation import Limits, Operation, Worker
-from hegmd.protocol.messages import LeftAlone
+from hegmd.migration.operation import BY_DRIVER, Limits, Operation, Worker
+from hegmd.protocol.messages import CudaFacts, LeftAlone
 from hegmd.protocol.operations import PlannedProcess
 from hegmd.protocol.record import Record, field
 
@@ -28,6 +28,9 @@ class GpuRoom(Record):
     free_bytes: int | None = field("memory that nobody holds; nil if not known")
     mig: bool | None = field("whether it is cut into MIG instances", default=None)
     mps: bool | None = field("whether processes share it through MPS", default=None)
+    uuid: str = field("what the driver calls it", default="")
+    driver_version: str | None = field("version of the kernel driver", default=None)
+    nvlinks: tuple[str, ...] = field("the GPUs that it reaches over NVLink", default=())
 
 
 class AgentSurvey(Record):
@@ -41,6 +44,17 @@ class AgentSurvey(Record):
     boundary: int | None = field("batch boundaries that it has passed", default=None)
     rank: int | None = field("its rank in a distributed job", default=None)
     world_size: int | None = field("how many ranks the job has", default=None)
+    cuda: CudaFacts | None = field("its use of CUDA; nil if it uses none, or the agent does not know", default=None)
+
+
+class Surroundings(Record):
+    """What is seen of a process from outside, where the driver would not say it before it is too late."""
+
+    stopped: bool = field("whether a signal or a debugger has stopped it", default=False)
+    nccl_shared: bool | None = field("whether it maps memory that NCCL shares between ranks", default=None)
+    nccl_p2p_disabled: bool = field("whether it was started with NCCL_P2P_DISABLE=1", default=False)
+    memory_room_bytes: int | None = field("how much its control groups let it grow; nil for no limit", default=None)
+    same_ipc: bool | None = field("whether it is in the IPC namespace of hegmd", default=None)
 
 
 class Candidate(Record):
@@ -54,6 +68,10 @@ class Candidate(Record):
         "the `hegmctl run` that it belongs to: one id for each run, whatever it is called", default=None
     )
     gpus: tuple[str, ...] = field("the GPUs that it is on; empty for a rank that is on none yet")
+    kinds: tuple[str, ...] = field("how it uses each of them: compute, graphics or mps", default=())
+    vram_bytes: int | None = field("what it holds on them by the driver's word; nil if that is not known", default=None)
+    parent: int | None = field("the nearest of its ancestors that is a candidate too", default=None)
+    around: Surroundings = field("what is seen of it from outside", default=Surroundings())
     agent: AgentSurvey | None = field("its agent, if one is connected", default=None)
 
 
@@ -67,9 +85,18 @@ class PoolRoom(Record):
 class Rates(Record):
     """How fast bytes go on this node, by what was measured before or by assumption."""
 
-    out_bytes_per_s: float = field("out of a worker", default=2.0e9)
-    in_bytes_per_s: float = field("into a worker", default=2.0e9)
+    out_bytes_per_s: float = field("out of a worker by its own hands", default=2.0e9)
+    in_bytes_per_s: float = field("into a worker by its own hands", default=2.0e9)
     fixed_s: float = field("what a move takes without any bytes", default=0.05)
+    peer_bytes_per_s: float = field("from GPU to GPU over NVLink", default=3.94e11)
+    host_bytes_per_s: float = field("between a GPU and the pool, either way", default=5.54e10)
+    cuda_out_bytes_per_s: float = field("from a GPU to the pool by the worker's own hands", default=2.4e10)
+    cuda_in_bytes_per_s: float = field("from the pool to a GPU by the worker's own hands", default=2.3e10)
+    driver_out_bytes_per_s: float = field("by the driver's checkpoint", default=2.8e9)
+    driver_in_bytes_per_s: float = field("by the driver's restore", default=8.0e9)
+    driver_out_s: float = field("a checkpoint with next to nothing to carry", default=0.33)
+    driver_in_s: float = field("a restore with next to nothing to carry", default=0.25)
+    exchange_s: float = field("opening, freeing and making the storages, once out and once in", default=0.08)
 
 
 class Snapshot(Record):
@@ -80,6 +107,9 @@ class Snapshot(Record):
     pool: PoolRoom = field("the pool")
     running: tuple[Operation, ...] = field("operations that are not over", default=())
     rates: Rates = field("how fast bytes go", default=Rates())
+    uid: int = field("as which user hegmd runs", default=0)
+    available_bytes: int | None = field("memory of the node that can still be taken", default=None)
+    outlived: bool = field("whether somebody keeps what hegmd holds when it ends", default=True)
 
 
 class Request(Record):
@@ -89,13 +119,14 @@ class Request(Record):
     pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
     to: str | None = field("the GPU for all of them; for resume nil is where they were", default=None)
     placement: Mapping[str, str] = field("a GPU for single ones, by pid; before `to`", default={})
+    carrier: str | None = field("peer, host, worker or driver, where it is not to be chosen", default=None)
 
 
 class Plan(Record):
     """What would be done."""
 
     kind: str = field("migrate, suspend or resume")
-    way: str = field("agent")
+    way: str = field("agent, or driver for processes without one")
     workers: tuple[PlannedProcess, ...] = field("one for each process of the job")
     size_bytes: int = field("bytes to carry, in all")
     room_needed_bytes: Mapping[str, int] = field("room to take, by GPU")
@@ -142,12 +173,16 @@ def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, s
         pid=planned.pid,
         start_ticks=candidate.start_ticks,
         token=candidate.agent.token if candidate.agent else "",
+        method=planned.method,
+        carrier=planned.carrier if planned.carrier != "none" else "worker" if candidate.agent else "driver",
         rank=candidate.agent.rank if candidate.agent else None,
         chip=chips.get(gpu) if gpu else None,
         was_on=gpu,
         origin=gpu,
         goal=planned.to,
         at=gpu,
-        size_bytes=planned.size_bytes,
-        rooms={gpu: planned.size_bytes} if gpu else {},
+        size_bytes=0 if planned.carrier == BY_DRIVER else planned.size_bytes,
+        rest_bytes=planned.rest_bytes,
+        overlap_bytes=planned.overlap_bytes,
+        rooms={gpu: planned.room_bytes} if gpu else {},
     )

@@ -112,6 +112,7 @@ def _emit(op: Operation, name: str, want: Want) -> tuple[Operation, Effect]:
 _MEANS: dict[type[Effect], dict[str, Any]] = {
     effects.Park: {"asked": True, "parked": False},
     effects.Evacuate: {"touched": True, "verified": False},
+    effects.Checkpoint: {"touched": True, "verified": False},
 }
 
 

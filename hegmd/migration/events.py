@@ -13,7 +13,7 @@ from hegmd.migration.tagged import Tagged
 from hegmd.protocol.record import field
 
 # Why an effect failed, as far as the machine has to tell them apart.
-REFUSED, DISCONNECTED, BROKEN = "refused", "disconnected", "broken"
+REFUSED, DISCONNECTED, BROKEN, NO_ROOM = "refused", "disconnected", "broken", "no-room"
 
 
 class Event(Tagged):
@@ -85,7 +85,10 @@ class Ending(Event):
 class Failed(Ending, tag="failed"):
     """The effect did not do what it is for. What it did do is to be found out by `inspect`."""
 
-    fault: str = field("refused: it was understood and nothing changed; disconnected; or broken: anything else")
+    fault: str = field(
+        "refused: it was understood and nothing changed; no-room: refused because a GPU has none; disconnected; "
+        "or broken: anything else"
+    )
     code: str = field("code of the error, as in hegmd/errors.py", default="refused")
     message: str = field("what failed, with numbers")
     hint: str = field("the next step")
@@ -139,6 +142,13 @@ class Evacuated(Ending, tag="evacuated"):
 class Checkpointed(Ending, tag="checkpointed"):
     """The process has nothing on any GPU any more."""
 
+    room_bytes: int | None = field(
+        "room that is held for it on the GPU that it left; nil if all that it had is still its own", default=None
+    )
+    rest_bytes: int | None = field(
+        "what it had there besides its storages, with a margin; nil if it was not measured", default=None
+    )
+
 
 class Restored(Ending, tag="restored"):
     """The process can use its GPU again."""
@@ -168,3 +178,4 @@ class Inspected(Ending, tag="inspected"):
     rooms: Mapping[str, int] = field("room that is held for it now, by GPU, its own included")
     pool_bytes: int = field("bytes of the pool that are held for it now")
     busy: bool = field("whether an order is still under way in it", default=False)
+    failed: str = field("why it can never be brought back; empty as long as it can", default="")

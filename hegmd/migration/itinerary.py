@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 
 from hegmd.errors import REFUSED
 from hegmd.migration.candidates import Plan, Request, Snapshot
+from hegmd.migration.draft import candidate_of
 from hegmd.migration.forecast import after
+from hegmd.migration.members import members_of
 from hegmd.migration.operation import MIGRATE, SUSPEND
-from hegmd.migration.plan import candidate_of, members_of, planned, planned_return
+from hegmd.migration.plan import planned, planned_return
 from hegmd.migration.wording import listed
 from hegmd.protocol.operations import Reason
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from hegmd.pieces import RESTORE_MARGIN_BYTES
 from hegmd.protocol.record import Record, field
 
 MIGRATE, SUSPEND, RESUME = "migrate", "suspend", "resume"
@@ -16,6 +17,11 @@ KINDS = (MIGRATE, SUSPEND, RESUME)
 
 # Where the operation is heading: to what was asked, back to how it was, or nowhere, because neither way is open.
 FORWARD, BACK, HOLD = "forward", "back", "hold"
+
+# The method of GPUs that are only simulated.
+SIMULATED = "simulated"
+# The carrier of those whose bytes all go with the driver's checkpoint.
+BY_DRIVER = "driver"
 
 # What a worker waits for before anything is tried again.
 FOR_AGENT, FOR_RETRY = "agent", "retry"
@@ -56,14 +62,23 @@ class Worker(Record):
     name: str = field("what events and effects call it; unique in the operation")
     pid: int = field("process id")
     start_ticks: int = field("start time in clock ticks since boot: with the pid, its identity")
-    token: str = field("what its agent calls itself")
+    token: str = field("what its agent calls itself; empty for a process without one")
+    method: str = field("how it leaves its GPU and comes back: simulated or driver", default="simulated")
+    carrier: str = field(
+        "how the bytes of its storages go: peer, host, worker, or driver with the rest", default="worker"
+    )
     rank: int | None = field("its rank in a distributed job", default=None)
     chip: str | None = field("identity of the chip that it began on; it can only go to an equal one", default=None)
     was_on: str | None = field("the GPU that it began on, where people expect it back", default=None)
     origin: str | None = field("the GPU to bring it back to; nil when the way back is to be suspended")
     goal: str | None = field("the GPU that it is to be on; nil for none")
     at: str | None = field("the GPU that it is on; nil while it is checkpointed")
+    left: str | None = field("the GPU that it was taken off last", default=None)
     size_bytes: int = field("bytes of the storages that its agent vouches for")
+    rest_bytes: int = field("what it needs on a GPU besides them: what the driver carries, with a margin", default=0)
+    overlap_bytes: int = field(
+        "of the room for its storages, what the carrier's own memory on that GPU makes free bit by bit", default=0
+    )
     rooms: Mapping[str, int] = field("room that is held for it, by GPU, its own included; 0: perhaps")
     pool_bytes: int = field("bytes of the pool that are held for it", default=0)
     boundary: int | None = field("batch boundaries that it had passed when it was last heard of", default=None)
@@ -79,6 +94,26 @@ class Worker(Record):
     keeps: str | None = field("a GPU whose room is kept while it is suspended", default=None)
     gone: bool = field("whether the process has ended", default=False)
     lost: bool = field("whether it ended while its bytes were out", default=False)
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether it can be stopped between two batches. Without, the driver alone has a hold on it."""
+        return bool(self.token)
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether a carrier takes its storages, so that the driver has only the rest."""
+        return self.has_agent and self.carrier != BY_DRIVER
+
+    @property
+    def carried_bytes(self) -> int:
+        """What goes from one place to another: its storages, or all that it has if the driver carries that."""
+        return self.size_bytes if self.is_carried else max(0, self.rest_bytes - RESTORE_MARGIN_BYTES)
+
+    @property
+    def room_bytes(self) -> int:
+        """What has to be held on a GPU before it may go there."""
+        return self.rest_bytes + max(0, self.size_bytes - self.overlap_bytes)
 
 
 class Operation(Record):
@@ -101,6 +136,7 @@ class Operation(Record):
     deadline: float | None = field("the monotonic instant at which `deadline-passed` is due", default=None)
     tries: int = field("how often the deadline passed in this part", default=0)
     failure: Failure | None = field("why it does not get to what was asked", default=None)
+    lacks: Failure | None = field("what it waits for now, such as room on a GPU", default=None)
 
     @property
     def live(self) -> Iterator[Worker]:

@@ -1,32 +1,31 @@
-"""Performs one effect and says how it ended: the only place where operations touch workers, rooms and the pool.
+"""Performs one effect and says how it ended: the only place where operations touch workers, methods and carriers.
 
-One method for each effect, by its name; a name that is missing here is a bug and not a failure. Decides nothing: what
-an ending means is the machine's. Each may be asked for twice and finds its work done the second time.
+One function for each effect, by its name; a name that is missing here is a bug and not a failure. Decides nothing: what
+an ending means is the machine's, and which method and which carrier a worker has stands in the operation. Each may be
+asked for twice and finds its work done the second time.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import anyio
 
-from hegmd.errors import INTERNAL, TIMEOUT, Bug, HegmError, Refused
+from hegmd.errors import INTERNAL, TIMEOUT, UNAVAILABLE, Bug, HegmError, Refused
 from hegmd.log import error_ref, fields
-from hegmd.methods import worker as carrier
+from hegmd.methods.base import Carrier, Method, NoRoom, Progress, Standing, Subject
 from hegmd.migration import effects, events
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
-from hegmd.migration.operation import Operation
+from hegmd.migration.operation import BY_DRIVER, SIMULATED, Operation
 from hegmd.migration.operation import Worker as Member
-from hegmd.pool import Key, Memory, Pool
-from hegmd.rooms import Rooms
+from hegmd.migration.paces import IN, OUT, Paces
 from hegmd.workers import AgentAway, Given, OrderFailed, Worker, Workers
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int], object]
 
 # The agent answers a survey at its next boundary; without one in this time it tells its count alone.
 SURVEY_LIMIT_S = 5.0
@@ -39,15 +38,17 @@ class Performer:
     def __init__(
         self,
         workers: Workers,
-        rooms: Rooms,
-        pool: Pool,
+        methods: Mapping[str, Method],
+        carriers: Mapping[str, Carrier],
         *,
         start_ticks: Callable[[int], int | None],
     ) -> None:
         self._workers = workers
-        self._rooms = rooms
-        self._pool = pool
+        self._methods = methods
+        self._carriers = carriers
         self._start_ticks = start_ticks
+        #: How fast bytes went, for the next estimate.
+        self.paces = Paces()
         self._released: dict[tuple[int, int], Given] = {}
         self._do: dict[str, Callable[[Operation, Member, Any, Progress], Awaitable[Event]]] = {
             effects.TakeRoom.tag: self._take_room,
@@ -66,6 +67,10 @@ class Performer:
             effects.Inspect.tag: self._inspect,
         }
 
+    def lives(self, member: Member) -> bool:
+        """Whether the process is there still, and no other one under its pid."""
+        return self._start_ticks(member.pid) == member.start_ticks
+
     def connection(self, member: Member) -> int | None:
         """The number of the connection that its agent is on; None while there is none."""
         worker = self._workers.find(member.pid)
@@ -82,7 +87,8 @@ class Performer:
         try:
             if member is None:
                 raise Bug(f"operation {op.id} has no worker {effect.worker}")
-            if effect.in_worker and not isinstance(effect, effects.Inspect) and self.connection(member) != heard:
+            is_order = effect.in_worker and member.has_agent and not isinstance(effect, effects.Inspect)
+            if is_order and self.connection(member) != heard:
                 raise AgentAway(member.pid, f"it has not been asked how it stands, so it is not told to {effect.tag}")
             return await self._do[effect.tag](op, member, effect, on_progress)
         except HegmError as error:
@@ -107,6 +113,8 @@ class Performer:
         fault = events.BROKEN
         if isinstance(error, AgentAway):
             fault = events.DISCONNECTED
+        elif isinstance(error, NoRoom):
+            fault = events.NO_ROOM
         elif isinstance(error, Refused):
             fault = events.REFUSED
         return events.Failed(
@@ -122,19 +130,26 @@ class Performer:
     # -- room and pool -------------------------------------------------------------------------------------------------
 
     async def _take_room(self, op: Operation, member: Member, effect: effects.TakeRoom, _: Progress) -> Event:
-        self._rooms.hold(_who(member), effect.gpu, effect.size_bytes)
+        """For bytes that are out the carrier is made ready too: what that takes has to be there before a restore."""
+        subject = self._subject(op, member)
+        await self._method(member).hold_room(subject, effect.gpu, effect.size_bytes)
+        if member.out:
+            await self._carrier(member).arm(subject)
         return events.RoomTaken(**_ends(effect))
 
     async def _give_room(self, op: Operation, member: Member, effect: effects.GiveRoom, _: Progress) -> Event:
-        self._rooms.give(_who(member), effect.gpu)
+        subject = self._subject(op, member)
+        if member.goal is None:
+            await self._carrier(member).disarm(subject)
+        await self._method(member).give_room(subject, effect.gpu)
         return events.RoomGiven(**_ends(effect))
 
     async def _take_pool(self, op: Operation, member: Member, effect: effects.TakePool, _: Progress) -> Event:
-        await self._pool.take(_key(op, member), effect.size_bytes)
+        await self._carrier(member).hold(self._subject(op, member), effect.size_bytes)
         return events.PoolTaken(**_ends(effect))
 
     async def _give_pool(self, op: Operation, member: Member, effect: effects.GivePool, _: Progress) -> Event:
-        self._pool.give(_key(op, member))
+        await self._carrier(member).give(self._subject(op, member))
         return events.PoolGiven(**_ends(effect))
 
     # -- orders --------------------------------------------------------------------------------------------------------
@@ -143,8 +158,8 @@ class Performer:
         worker = self._worker(member)
         report = await worker.order("survey", limit_s=SURVEY_LIMIT_S)
         size_bytes = member.size_bytes if report.size_bytes is None else report.size_bytes
-        if worker.gpu is not None:
-            self._rooms.hold_what_fits(_who(member), worker.gpu, max(size_bytes, member.rooms.get(worker.gpu, 0)))
+        had_bytes = member.rooms.get(member.at, 0) if member.at is not None else 0
+        self._method(member).note_size(self._subject(op, member), max(size_bytes, had_bytes))
         return events.Surveyed(**_ends(effect), boundary=worker.boundary, size_bytes=size_bytes)
 
     async def _park(self, op: Operation, member: Member, effect: effects.Park, _: Progress) -> Event:
@@ -175,21 +190,30 @@ class Performer:
         worker = self._worker(member)
         if worker.held_bytes:
             return events.Evacuated(**_ends(effect), size_bytes=worker.held_bytes)
-        size_bytes = await carrier.take_out(worker, self._pool.memory(_key(op, member)), tell)
+        began = anyio.current_time()
+        size_bytes = await self._carrier(member).take_out(self._subject(op, member), tell)
+        self._note_pace(member, member.carrier, OUT, size_bytes, began)
         return events.Evacuated(**_ends(effect), size_bytes=size_bytes)
 
     async def _checkpoint(self, op: Operation, member: Member, effect: effects.Checkpoint, _: Progress) -> Event:
-        self._worker(member).gpu = None  # nothing of it is left on a simulated GPU; the room there stays held
-        return events.Checkpointed(**_ends(effect))
+        began = anyio.current_time()
+        left = await self._method(member).checkpoint(self._subject(op, member))
+        self._note_pace(member, BY_DRIVER, OUT, left.rest_bytes or 0, began)
+        return events.Checkpointed(**_ends(effect), room_bytes=left.room_bytes, rest_bytes=left.rest_bytes)
 
     async def _restore(self, op: Operation, member: Member, effect: effects.Restore, _: Progress) -> Event:
-        self._worker(member).gpu = effect.gpu
+        began = anyio.current_time()
+        await self._method(member).restore(self._subject(op, member), effect.gpu)
+        self._note_pace(member, BY_DRIVER, IN, member.rest_bytes, began)
         return events.Restored(**_ends(effect))
 
     async def _refill(self, op: Operation, member: Member, effect: effects.Refill, tell: Progress) -> Event:
-        worker = self._worker(member)
-        if worker.held_bytes:
-            await carrier.put_back(worker, self._memory(op, member), tell)
+        if self._worker(member).held_bytes:
+            subject = self._subject(op, member)
+            await self._method(member).make_way(subject)
+            began = anyio.current_time()
+            size_bytes = await self._carrier(member).put_back(subject, tell)
+            self._note_pace(member, member.carrier, IN, size_bytes, began)
         return events.Refilled(**_ends(effect))
 
     async def _release(self, op: Operation, member: Member, effect: effects.Release, _: Progress) -> Event:
@@ -199,6 +223,9 @@ class Performer:
         return events.Released(**_ends(effect))
 
     async def _verify(self, op: Operation, member: Member, effect: effects.Verify, _: Progress) -> Event:
+        await self._method(member).verify(self._subject(op, member))
+        if not member.has_agent:
+            return events.Verified(**_ends(effect), boundary=effect.beyond)
         worker = self._worker(member)
         released = self._released.pop(_who(member), None)
         if released is not None:
@@ -208,39 +235,94 @@ class Performer:
         return events.Verified(**_ends(effect), boundary=worker.boundary)
 
     async def _inspect(self, op: Operation, member: Member, effect: effects.Inspect, _: Progress) -> Event:
-        if self._start_ticks(member.pid) != member.start_ticks:
+        if not self.lives(member):
             return events.WorkerGone(worker=member.name, cause=effect.tag, why="it is not there any more")
+        subject = self._subject(op, member)
+        if not member.has_agent:
+            standing = await self._method(member).inspect(subject)
+            return self._inspected(effect, member, subject, standing)
         known = self._workers.find(member.pid)
         if known is not None and known.token != member.token:  # the agent that is waited for will never come
             return events.WorkerGone(worker=member.name, cause=effect.tag, why="it runs another program now")
         worker = self._worker(member)
-        standing = worker.parked or worker.held_bytes > 0
-        if not worker.busy and not standing:
+        standing = await self._method(member).inspect(subject)
+        stands = worker.parked or worker.held_bytes > 0
+        if not worker.busy and not stands and not standing.busy:
             await worker.order("survey", limit_s=SURVEY_LIMIT_S)
+        return self._inspected(effect, member, subject, standing)
+
+    def _inspected(self, effect: effects.Inspect, member: Member, subject: Subject, standing: Standing) -> Event:
+        worker = subject.worker if member.has_agent else None
         return events.Inspected(
             **_ends(effect),
-            parked=standing,
-            boundary=worker.boundary,
-            out_bytes=worker.held_bytes,
-            gpu=worker.gpu,
-            rooms=self._rooms.of(_who(member)),
-            pool_bytes=self._pool.held_for(_key(op, member)),
-            busy=worker.busy,
+            parked=worker is not None and (worker.parked or worker.held_bytes > 0),
+            boundary=0 if worker is None else worker.boundary,
+            out_bytes=0 if worker is None else worker.held_bytes,
+            gpu=standing.gpu,
+            rooms=self._method(member).rooms(replace(subject, gpu=standing.gpu)),
+            pool_bytes=self._carrier(member).held_bytes(subject),
+            busy=standing.busy or (worker is not None and worker.busy),
+            failed=standing.failed,
         )
+
+    def _note_pace(self, member: Member, carrier: str, direction: str, size_bytes: int, began: float) -> None:
+        if member.method != SIMULATED:
+            self.paces.note(carrier, direction, size_bytes, anyio.current_time() - began)
+
+    # -- whom and by what ----------------------------------------------------------------------------------------------
+
+    def _method(self, member: Member) -> Method:
+        """Raises HegmError for one that this daemon does not have, as after a start without its GPUs."""
+        method = self._methods.get(member.method)
+        if method is None:
+            raise _not_here(member, "method", member.method)
+        return method
+
+    def _carrier(self, member: Member) -> Carrier:
+        carrier = self._carriers.get(member.carrier)
+        if carrier is None:
+            raise _not_here(member, "carrier", member.carrier)
+        return carrier
+
+    def _subject(self, op: Operation, member: Member) -> Subject:
+        return Subject(
+            operation=op.id,
+            name=member.name,
+            pid=member.pid,
+            start_ticks=member.start_ticks,
+            gpu=member.at,
+            goal=member.goal,
+            left=member.left,
+            size_bytes=member.size_bytes,
+            storage_room_bytes=member.room_bytes - member.rest_bytes,
+            rest_bytes=member.rest_bytes,
+            in_rounds=member.overlap_bytes > 0,
+            keeps_room=member.goal is not None or len(op.workers) > 1,
+            agent=self._agent(member),
+        )
+
+    def _agent(self, member: Member) -> Worker | None:
+        """The handle of that process and program, if there is one."""
+        worker = self._workers.find(member.pid)
+        if worker is None or worker.identity.start_ticks != member.start_ticks or worker.token != member.token:
+            return None
+        return worker
 
     def _worker(self, member: Member) -> Worker:
         """The handle of that process and program. Raises AgentAway."""
-        worker = self._workers.find(member.pid)
-        if worker is None or worker.identity.start_ticks != member.start_ticks or worker.token != member.token:
+        worker = self._agent(member)
+        if worker is None:
             raise AgentAway(member.pid, "it has not attended since hegmd was started")
         return worker
 
-    def _memory(self, op: Operation, member: Member) -> Memory | None:
-        """The worker's piece of the pool; None if it went with an earlier daemon: the agent has its own hold on it."""
-        try:
-            return self._pool.memory(_key(op, member))
-        except Refused:
-            return None
+
+def _not_here(member: Member, kind: str, name: str) -> HegmError:
+    return HegmError(
+        UNAVAILABLE,
+        f"process {member.pid} is moved by the {kind} {name}, which this run of hegmd does not have",
+        "start hegmd as it was when the operation began: with the same GPUs, and simulated or not as then",
+        {"pid": member.pid},
+    )
 
 
 def _ends(effect: Effect) -> dict[str, Any]:
@@ -249,7 +331,3 @@ def _ends(effect: Effect) -> dict[str, Any]:
 
 def _who(member: Member) -> tuple[int, int]:
     return member.pid, member.start_ticks
-
-
-def _key(op: Operation, member: Member) -> Key:
-    return Key(op.id, member.name)

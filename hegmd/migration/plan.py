@@ -9,18 +9,22 @@ All reasons are given at once, each with the next step, so that nobody has to fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 
-from hegmd.errors import BUSY, NOT_FOUND, REFUSED, Code
+from hegmd.errors import BUSY, NOT_FOUND, REFUSED
+from hegmd.migration import carriage, driver_rules
 from hegmd.migration.candidates import Candidate, GpuRoom, Plan, Request, Snapshot
+from hegmd.migration.carriage import Choice, Refusal
+from hegmd.migration.draft import Draft, candidate_of
 from hegmd.migration.forecast import expected
-from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Operation, Worker
+from hegmd.migration.members import NVIDIA, can_be_stopped, members_named
+from hegmd.migration.operation import BY_DRIVER, MIGRATE, RESUME, SUSPEND, Operation, Worker
 from hegmd.migration.wording import gigabytes, listed, named
-from hegmd.pieces import whole_size
+from hegmd.pieces import CONTEXT_BYTES, whole_size
 from hegmd.protocol.operations import PlannedProcess, Reason
 
 SIMULATED = "simulated"
+DRIVER = "driver"
 # A suspend that leaves more than this share of the bytes where they are would not be worth the name.
 MOST_LEFT_PERCENT = 50
 
@@ -29,32 +33,23 @@ _STEPS = {
     SUSPEND: "take pool; stop at a boundary; take the bytes out; give the GPU's room back",
     RESUME: "take room; put the bytes back; let it go on; see a boundary; give the pool back",
 }
-
-
-@dataclass(slots=True)
-class _Draft:
-    """What is being planned, and what was found against it so far."""
-
-    snapshot: Snapshot
-    request: Request
-    workers: list[PlannedProcess] = field(default_factory=list[PlannedProcess])
-    reasons: list[Reason] = field(default_factory=list[Reason])
-
-    def against(self, code: Code, message: str, hint: str, *, pid: int | None = None, gpu: str | None = None) -> None:
-        reason = Reason(code=code.name, message=message, hint=hint, pid=pid, gpu=gpu)
-        if reason not in self.reasons:
-            self.reasons.append(reason)
-
-    def gpu(self, name: str | None) -> GpuRoom | None:
-        return next((gpu for gpu in self.snapshot.gpus if gpu.id == name), None)
+_DRIVER_STEPS = {
+    MIGRATE: "take room; {out}lock and checkpoint; restore on the other GPU and unlock; {in}see it run there",
+    SUSPEND: "{out}lock and checkpoint; see its GPU free of it",
+    RESUME: "take room; restore and unlock; {in}see it run there",
+}
+_AROUND = {
+    "out": "stop at a boundary; take the bytes out by {carrier}; ",
+    "in": "put the bytes back; let it go on; see a boundary; ",
+}
 
 
 def planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
     """The plan for a migration or a suspension, or every reason why there is none."""
-    draft = _Draft(expected(snapshot), request)
-    members = tuple(_members(draft))
+    draft = Draft(expected(snapshot), request)
+    members = tuple(members_named(draft))
     for candidate in members:
-        if _can_be_stopped(draft, candidate):
+        if can_be_stopped(draft, candidate):
             _place(draft, candidate)
     if members and not draft.reasons:
         _judge_whole(draft, members)
@@ -65,7 +60,7 @@ def planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
 
 def planned_resume(snapshot: Snapshot, request: Request, op: Operation) -> Plan | tuple[Reason, ...]:
     """The plan for going on with a suspended operation, or every reason why it cannot."""
-    draft = _Draft(expected(snapshot), request)
+    draft = Draft(expected(snapshot), request)
     if op.phase != "suspended":
         hint = f"watch it with: hegmctl op {op.id}"
         draft.against(REFUSED, f"operation {op.id} is {op.phase}; only a suspended one can be resumed", hint)
@@ -73,7 +68,7 @@ def planned_resume(snapshot: Snapshot, request: Request, op: Operation) -> Plan 
     members: list[Candidate] = []
     for worker in op.live:
         candidate = candidate_of(snapshot, worker.pid)
-        if candidate is None or candidate.agent is None:
+        if candidate is None or (candidate.agent is None and worker.has_agent):
             hint = "it connects by itself within seconds; if it does not, see the log of the job"
             draft.against(REFUSED, f"the agent of process {worker.pid} is not connected", hint, pid=worker.pid)
             continue
@@ -89,79 +84,17 @@ def planned_resume(snapshot: Snapshot, request: Request, op: Operation) -> Plan 
 def planned_return(snapshot: Snapshot, suspended: Plan, to: str) -> Plan | tuple[Reason, ...]:
     """The plan for the return of what that plan is going to suspend, to that GPU, or every reason why it cannot be."""
     pids = tuple([worker.pid for worker in suspended.workers])
-    draft = _Draft(expected(snapshot), Request(kind=RESUME, pids=pids, to=to))
+    draft = Draft(expected(snapshot), Request(kind=RESUME, pids=pids, to=to))
     draft.workers += [worker.replace(gpu=None, to=to) for worker in suspended.workers]
     _judge_room(draft, _room_needed(draft, {}))
     members = tuple([candidate for candidate in snapshot.candidates if candidate.pid in pids])
     return tuple(draft.reasons) or _plan(draft, RESUME, members)
 
 
-# ---- who moves -------------------------------------------------------------------------------------------------------
-
-
-def candidate_of(snapshot: Snapshot, pid: int) -> Candidate | None:
-    """The process of that pid."""
-    return next((candidate for candidate in snapshot.candidates if candidate.pid == pid), None)
-
-
-def members_of(snapshot: Snapshot, candidate: Candidate) -> tuple[Candidate, ...]:
-    """The processes of its job, itself among them."""
-    return tuple([c for c in snapshot.candidates if c.pid == candidate.pid or _is_same_job(c, candidate)])
-
-
-def _members(draft: _Draft) -> Iterator[Candidate]:
-    """The processes that were named, and with each the others of its job: a job moves as one."""
-    seen: set[int] = set()
-    for pid in draft.request.pids:
-        candidate = candidate_of(draft.snapshot, pid)
-        if candidate is None:
-            draft.against(NOT_FOUND, f"process {pid} is on no GPU", "see who is with: hegmctl ps", pid=pid)
-            continue
-        for member in members_of(draft.snapshot, candidate):
-            if member.pid not in seen:
-                seen.add(member.pid)
-                yield member
-
-
-def _is_same_job(one: Candidate, other: Candidate) -> bool:
-    return one.job is not None and one.job == other.job and one.uid == other.uid
-
-
-def _can_be_stopped(draft: _Draft, candidate: Candidate) -> bool:
-    before = len(draft.reasons)
-    who = f"process {candidate.pid}"
-    for op in draft.snapshot.running:
-        if any(worker.pid == candidate.pid for worker in op.live):
-            next_step = f"hegmctl resume {candidate.pid}" if op.phase == "suspended" else f"hegmctl op {op.id}"
-            message = f"operation {op.id} ({op.kind}, {op.phase}) has {who} already"
-            draft.against(BUSY, message, f"see: {next_step}", pid=candidate.pid)
-            return False  # where it is and what it holds is that operation's doing, and no reason of its own
-    if candidate.agent is not None and candidate.agent.rank is not None and not candidate.gpus:
-        # It is among the candidates for its job's sake: the others must not leave without it.
-        hint = "its ranks move together: ask again when all of them train"
-        message = f"rank {candidate.agent.rank} ({who}) has not said yet what it holds"
-        draft.against(REFUSED, message, hint, pid=candidate.pid)
-        return False
-    if candidate.agent is None:
-        hint = "start the job with `hegmctl run`; a process without an agent cannot be stopped between two batches"
-        draft.against(REFUSED, f"{who} has no agent", hint, pid=candidate.pid)
-    elif candidate.agent.size_bytes is None:
-        hint = "it has not trained yet, or its agent is just connecting; ask again in a moment"
-        draft.against(REFUSED, f"the agent of {who} has not said yet what it holds", hint, pid=candidate.pid)
-    if not candidate.gpus and candidate.agent is not None and candidate.agent.size_bytes == 0:
-        hint = "a job can be moved once it has storages of PyTorch; hegmctl ps shows who is on the GPUs"
-        draft.against(REFUSED, f"{who} holds nothing that could be moved", hint, pid=candidate.pid)
-    elif len(candidate.gpus) != 1:
-        where = f"on {listed(candidate.gpus)}" if candidate.gpus else "on no GPU that is known"
-        hint = "only processes on one GPU can be moved"
-        draft.against(REFUSED, f"{who} is {where}", hint, pid=candidate.pid)
-    return len(draft.reasons) == before
-
-
 # ---- where to --------------------------------------------------------------------------------------------------------
 
 
-def _place(draft: _Draft, candidate: Candidate) -> None:
+def _place(draft: Draft, candidate: Candidate) -> None:
     request, source = draft.request, candidate.gpus[0]
     to = None if request.kind == SUSPEND else request.placement.get(str(candidate.pid), request.to or source)
     own = draft.gpu(source)
@@ -170,28 +103,67 @@ def _place(draft: _Draft, candidate: Candidate) -> None:
         hint = "nothing can be fetched from a GPU that does not answer; see hegmctl doctor"
         draft.against(REFUSED, f"{source} is {state}", hint, gpu=source)
         return
-    if own.vendor != SIMULATED:
-        hint = "this version moves processes between simulated GPUs only"
-        draft.against(REFUSED, f"{source} is of vendor {own.vendor}, which no carrier serves yet", hint, gpu=source)
     if to is not None:
         _judge_target(draft, to, own.vendor, own.chip, stays=to == source)
+    if own.vendor == NVIDIA:
+        _place_by_driver(draft, candidate, own, to)
+    elif own.vendor == SIMULATED and candidate.agent is not None:
+        _place_simulated(draft, candidate, to)
+    else:
+        hint = "this version moves processes between NVIDIA's GPUs and between simulated ones"
+        draft.against(REFUSED, f"{source} is of vendor {own.vendor}, which no carrier serves yet", hint, gpu=source)
+
+
+def _place_simulated(draft: Draft, candidate: Candidate, to: str | None) -> None:
     agent = candidate.agent
-    assert agent is not None  # noqa: S101 - `_can_be_stopped` has seen it; for the type checkers
-    left = sum(item.size_bytes for item in agent.left_alone)
+    size_bytes = 0 if agent is None else agent.size_bytes or 0
+    draft.choices[candidate.pid] = Choice(carriage.WORKER, pool_bytes=size_bytes)
     draft.workers.append(
         PlannedProcess(
             pid=candidate.pid,
             name=named(candidate),
-            gpu=source,
+            gpu=candidate.gpus[0],
             to=to,
-            size_bytes=agent.size_bytes or 0,
-            left_alone_bytes=left,
-            carrier="none" if to == source else "worker",
+            size_bytes=size_bytes,
+            left_alone_bytes=0 if agent is None else sum(item.size_bytes for item in agent.left_alone),
+            carrier="none" if to == candidate.gpus[0] else carriage.WORKER,
         )
     )
 
 
-def _judge_target(draft: _Draft, to: str, vendor: str, chip: str | None, *, stays: bool) -> None:
+def _place_by_driver(draft: Draft, candidate: Candidate, own: GpuRoom, to: str | None) -> None:
+    """One whose context only NVIDIA's driver can take off; its storages go by the fastest carrier that can."""
+    stays = to == own.id
+    for reason in () if stays else driver_rules.against_leaving(draft.snapshot, candidate, own):
+        draft.against(*reason, pid=candidate.pid, gpu=own.id)
+    for reason in () if stays or to is None else driver_rules.against_moving(own):
+        draft.against(*reason, pid=candidate.pid, gpu=own.id)
+    choice = carriage.choose_as_asked(draft.snapshot, draft.request, candidate, own, draft.gpu(to))
+    if isinstance(choice, Refusal):
+        draft.against(REFUSED, choice.message, choice.hint, pid=candidate.pid)
+        return
+    vouched_bytes = 0 if candidate.agent is None else candidate.agent.size_bytes or 0
+    by_driver = choice.carrier == BY_DRIVER
+    rest_bytes = driver_rules.rest_of(candidate) + (vouched_bytes if by_driver and candidate.agent is not None else 0)
+    for reason in () if stays else driver_rules.against_memory(draft.snapshot, candidate, rest_bytes):
+        draft.against(*reason, pid=candidate.pid)
+    draft.choices[candidate.pid] = choice
+    draft.workers.append(
+        PlannedProcess(
+            pid=candidate.pid,
+            name=named(candidate),
+            gpu=own.id,
+            to=to,
+            size_bytes=candidate.vram_bytes or 0 if by_driver else vouched_bytes,
+            carrier="none" if stays else choice.carrier,
+            method=DRIVER,
+            rest_bytes=rest_bytes,
+            overlap_bytes=choice.overlap_bytes,
+        )
+    )
+
+
+def _judge_target(draft: Draft, to: str, vendor: str, chip: str | None, *, stays: bool) -> None:
     target = draft.gpu(to)
     if target is None:
         here = listed(tuple(gpu.id for gpu in draft.snapshot.gpus)) or "none"
@@ -208,7 +180,7 @@ def _judge_target(draft: _Draft, to: str, vendor: str, chip: str | None, *, stay
         draft.against(REFUSED, f"{to} has another chip: {target.chip or 'unknown'}, not {chip}", hint, gpu=to)
 
 
-def _place_suspended(draft: _Draft, worker: Worker, candidate: Candidate) -> None:
+def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate) -> None:
     request = draft.request
     to = request.placement.get(str(worker.pid), request.to or worker.keeps or worker.was_on)
     if to is None:
@@ -217,9 +189,23 @@ def _place_suspended(draft: _Draft, worker: Worker, candidate: Candidate) -> Non
         return
     target = draft.gpu(to)
     _judge_target(draft, to, target.vendor if target else SIMULATED, worker.chip, stays=False)
+    left = draft.gpu(worker.left)
+    for reason in driver_rules.against_moving(left) if left is not None and worker.left != to else ():
+        if worker.method == DRIVER:
+            draft.against(*reason, pid=candidate.pid, gpu=to)
+    helped = worker.carrier in {carriage.PEER, carriage.HOST}
+    draft.choices[worker.pid] = Choice(worker.carrier, target_bytes=CONTEXT_BYTES if helped else 0)
     draft.workers.append(
         PlannedProcess(
-            pid=worker.pid, name=named(candidate), gpu=None, to=to, size_bytes=worker.size_bytes, carrier="worker"
+            pid=worker.pid,
+            name=named(candidate),
+            gpu=None,
+            to=to,
+            size_bytes=worker.carried_bytes,
+            carrier=worker.carrier,
+            method=worker.method,
+            rest_bytes=worker.rest_bytes,
+            overlap_bytes=worker.overlap_bytes,
         )
     )
 
@@ -227,8 +213,8 @@ def _place_suspended(draft: _Draft, worker: Worker, candidate: Candidate) -> Non
 # ---- whether it fits -------------------------------------------------------------------------------------------------
 
 
-def _judge_whole(draft: _Draft, members: tuple[Candidate, ...]) -> None:
-    moving = [worker for worker in draft.workers if worker.to != worker.gpu]
+def _judge_whole(draft: Draft, members: tuple[Candidate, ...]) -> None:
+    moving = draft.moving
     if not moving:
         where = listed(tuple(dict.fromkeys(str(worker.to) for worker in draft.workers)))
         pids = listed(tuple(str(worker.pid) for worker in draft.workers))
@@ -236,8 +222,11 @@ def _judge_whole(draft: _Draft, members: tuple[Candidate, ...]) -> None:
         draft.against(REFUSED, f"{who} on {where} already", "name another GPU with --to; see hegmctl gpus")
         return
     _judge_room(draft, _room_needed(draft, {}))
-    _judge_pool(draft, sum(worker.size_bytes for worker in moving), _pool_needed(moving))
+    pooled_bytes = sum(draft.choices[worker.pid].pool_bytes for worker in moving)
+    _judge_pool(draft, pooled_bytes, _pool_needed(draft))
     for worker in moving:
+        if worker.method == DRIVER:
+            continue  # what no carrier takes goes with the driver
         whole = worker.size_bytes + worker.left_alone_bytes
         if draft.request.kind == SUSPEND and worker.left_alone_bytes * 100 > whole * MOST_LEFT_PERCENT:
             candidate = candidate_of(draft.snapshot, worker.pid)
@@ -246,15 +235,17 @@ def _judge_whole(draft: _Draft, members: tuple[Candidate, ...]) -> None:
             draft.against(REFUSED, message, f"they are left alone because: {why}", pid=worker.pid)
 
 
-def _room_needed(draft: _Draft, held: Mapping[int, int]) -> dict[str, int]:
+def _room_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
     needed: dict[str, int] = {}
-    for worker in draft.workers:
-        if worker.to is not None and worker.to != worker.gpu:
-            needed[worker.to] = needed.get(worker.to, 0) + worker.size_bytes - held.get(worker.pid, 0)
+    for worker in draft.moving:
+        if worker.to is not None:
+            own_bytes = draft.choices.get(worker.pid, Choice("")).target_bytes
+            more_bytes = worker.room_bytes + own_bytes - held.get(worker.pid, 0)
+            needed[worker.to] = needed.get(worker.to, 0) + more_bytes
     return needed
 
 
-def _judge_room(draft: _Draft, needed: Mapping[str, int]) -> None:
+def _judge_room(draft: Draft, needed: Mapping[str, int]) -> None:
     for name, size_bytes in needed.items():
         gpu = draft.gpu(name)
         if gpu is None:
@@ -272,12 +263,13 @@ def _judge_room(draft: _Draft, needed: Mapping[str, int]) -> None:
             draft.against(REFUSED, message, hint, gpu=name)
 
 
-def _pool_needed(moving: Iterable[PlannedProcess]) -> int:
-    """What the pool will be asked for: a piece for each that has any bytes, as large as pieces are made."""
-    return sum(whole_size(worker.size_bytes) for worker in moving if worker.size_bytes)
+def _pool_needed(draft: Draft) -> int:
+    """What the pool will be asked for: a piece for each that has any bytes for it, as large as pieces are made."""
+    sizes = [draft.choices[worker.pid].pool_bytes for worker in draft.moving]
+    return sum(whole_size(size_bytes) for size_bytes in sizes if size_bytes)
 
 
-def _judge_pool(draft: _Draft, carried_bytes: int, needed_bytes: int) -> None:
+def _judge_pool(draft: Draft, carried_bytes: int, needed_bytes: int) -> None:
     pool = draft.snapshot.pool
     needed = f"{gigabytes(needed_bytes)} of the pool are needed for the {gigabytes(carried_bytes)} to be carried"
     if needed_bytes > pool.budget_bytes:
@@ -291,29 +283,52 @@ def _judge_pool(draft: _Draft, carried_bytes: int, needed_bytes: int) -> None:
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
 
-def _plan(draft: _Draft, kind: str, members: tuple[Candidate, ...]) -> Plan:
-    moving = [worker for worker in draft.workers if worker.to != worker.gpu]
-    size_bytes = sum(worker.size_bytes for worker in moving)
+def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> Plan:
+    moving = draft.moving
     needed = _room_needed(draft, {})
-    rates = draft.snapshot.rates
-    out_s = size_bytes / rates.out_bytes_per_s if kind != RESUME else 0.0
-    in_s = size_bytes / rates.in_bytes_per_s if kind != SUSPEND else 0.0
     world = max((c.agent.world_size or 1 for c in members if c.agent), default=1)
     free = {gpu.id: gpu.free_bytes for gpu in draft.snapshot.gpus if gpu.id in needed and gpu.free_bytes is not None}
     return Plan(
         kind=kind,
-        way="agent",
+        way="agent" if any(candidate.agent is not None for candidate in members) else DRIVER,
         workers=tuple(draft.workers),
-        size_bytes=size_bytes,
+        size_bytes=sum(worker.size_bytes for worker in moving),
         room_needed_bytes=needed,
         room_free_bytes=free,
-        pool_needed_bytes=0 if kind == RESUME else _pool_needed(moving),
+        pool_needed_bytes=0 if kind == RESUME else _pool_needed(draft),
         pool_free_bytes=draft.snapshot.pool.free_bytes,
-        estimate_s=out_s + in_s + rates.fixed_s,
+        estimate_s=_estimate_s(draft, kind),
         lockstep=world > 1,
-        hazards=tuple(_hazards(members, world)),
-        steps=tuple(_STEPS[kind].split("; ")),
+        hazards=(*_hazards(members, world), *_slow_ways(draft)),
+        steps=tuple(_steps(moving, kind).split("; ")),
     )
+
+
+def _estimate_s(draft: Draft, kind: str) -> float:
+    rates = draft.snapshot.rates
+    by_driver = [worker for worker in draft.moving if worker.method == DRIVER]
+    size_bytes = sum(worker.size_bytes for worker in draft.moving if worker.method != DRIVER)
+    driver_s = sum(carriage.estimate_s(kind, w.carrier, w.size_bytes, w.rest_bytes, rates) for w in by_driver)
+    out_s = size_bytes / rates.out_bytes_per_s if kind != RESUME else 0.0
+    in_s = size_bytes / rates.in_bytes_per_s if kind != SUSPEND else 0.0
+    return out_s + in_s + driver_s + (0.0 if by_driver else rates.fixed_s)
+
+
+def _steps(moving: list[PlannedProcess], kind: str) -> str:
+    if all(worker.method != DRIVER for worker in moving):
+        return _STEPS[kind]
+    carriers = listed(tuple(dict.fromkeys(w.carrier for w in moving if w.carrier != BY_DRIVER)))
+    around = {name: text.format(carrier=carriers) if carriers else "" for name, text in _AROUND.items()}
+    return _DRIVER_STEPS[kind].format(**around)
+
+
+def _slow_ways(draft: Draft) -> Iterator[str]:
+    """What a faster way was closed by, for whoever could open it."""
+    for worker in draft.moving:
+        why = draft.choices[worker.pid].why if worker.pid in draft.choices else ""
+        candidate = candidate_of(draft.snapshot, worker.pid)
+        if why and candidate is not None and candidate.agent is not None:
+            yield f"the bytes of process {worker.pid} go by {worker.carrier}: {why}"
 
 
 def _hazards(members: tuple[Candidate, ...], world: int) -> Iterator[str]:

@@ -12,7 +12,9 @@ it can: nothing is done that is not on disk.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
@@ -25,7 +27,7 @@ import anyio.to_thread
 from hegmd.errors import NOT_FOUND, Bug, HegmError
 from hegmd.events import EventLog
 from hegmd.log import fields, limited
-from hegmd.migration import events, journal
+from hegmd.migration import effects, events, journal
 from hegmd.migration.course import TERMINAL
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
@@ -139,7 +141,8 @@ class Runner:
         """Listens to the workers: hands on what concerns an operation."""
         for running in tuple(self._running.values()):
             for member in running.op.live:
-                if (member.pid, member.start_ticks) == (worker.pid, worker.identity.start_ticks):
+                identity = (worker.pid, worker.identity.start_ticks)
+                if member.has_agent and (member.pid, member.start_ticks) == identity:
                     running.put(_news_event(news, worker, member), worker.connection)
 
     # -- what is told --------------------------------------------------------------------------------------------------
@@ -217,6 +220,9 @@ class Runner:
     async def _drive(self, running: Running) -> None:
         """Take one event after the other until the operation is over."""
         async with anyio.create_task_group() as tasks:
+            for member in running.op.live:
+                if not member.has_agent:
+                    tasks.start_soon(self._watch, running, member)
             while running.op.phase not in TERMINAL:
                 asking = await running.next(self._clock)
                 try:
@@ -233,6 +239,18 @@ class Runner:
                 running.tell()
             tasks.cancel_scope.cancel()
         self._finish(running)
+
+    async def _watch(self, running: Running, member: Member) -> None:
+        """Wait for the end of a process that has no agent whose handle would tell of it."""
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(member.pid)
+            try:
+                if self._performer.lives(member):
+                    await anyio.wait_readable(pidfd)
+            finally:
+                anyio.notify_closing(pidfd)
+                os.close(pidfd)
+        running.put(events.WorkerGone(worker=member.name, cause="the process"))
 
     async def _take(self, running: Running, event: Event) -> tuple[Effect, ...]:
         """Handle one event and have what follows on disk. Raises Refused, with nothing changed."""
@@ -275,9 +293,21 @@ class Runner:
             running.blackout_s = self._clock() - running.stood_since
             if not any(member.parked for member in after.live):
                 running.stood_since = None
+        self._note_driver(running, event, after)
         if before.phase != after.phase:
             running.moved.clear()
             logger.info("operation %s: %s", after.id, after.phase, extra=fields(operation=after.id, phase=after.phase))
+
+    def _note_driver(self, running: Running, event: Event, after: Operation) -> None:
+        """The same for processes without an agent, which stand from their checkpoint to their restore."""
+        alone = not any(member.has_agent for member in after.workers)
+        starts = any(pending.effect == effects.Checkpoint.tag for pending in after.pending)
+        if alone and starts and running.stood_since is None:
+            running.stood_since, running.blackout_s = self._clock(), None
+        if alone and isinstance(event, events.Restored) and running.stood_since is not None:
+            running.blackout_s = self._clock() - running.stood_since
+            if all(member.at is not None for member in after.live):
+                running.stood_since = None
 
     async def _perform(self, running: Running, errand: Errand) -> None:
         effect = errand.effect

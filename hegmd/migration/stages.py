@@ -51,10 +51,11 @@ def _settling(op: Operation, worker: Worker) -> Iterator[Want]:
 def _arming(op: Operation, worker: Worker) -> Iterator[Want]:
     if worker.gone or is_arrived(worker):
         return
-    if worker.goal is not None and worker.rooms.get(worker.goal, -1) < worker.size_bytes:
-        yield effects.TakeRoom, {"gpu": worker.goal, "size_bytes": worker.size_bytes}
+    if worker.goal is not None and worker.rooms.get(worker.goal, -1) < worker.room_bytes:
+        yield effects.TakeRoom, {"gpu": worker.goal, "size_bytes": worker.room_bytes}
     # Never for one whose bytes are out: theirs is the pool that it was evacuated to, or none.
-    if _is_to_leave(op, worker) and worker.pool_bytes < worker.size_bytes and not worker.out:
+    short = worker.is_carried and worker.pool_bytes < worker.size_bytes
+    if _is_to_leave(op, worker) and short and not worker.out:
         yield effects.TakePool, {"size_bytes": worker.size_bytes}
 
 
@@ -65,7 +66,7 @@ def _counting(op: Operation, worker: Worker) -> Iterator[Want]:
 
 def _quiescing(op: Operation, worker: Worker) -> Iterator[Want]:
     # On the way back nobody is stopped any more, whoever runs has what it needs; and who has left cannot be let go on.
-    if worker.gone or worker.out or worker.at is None or op.heading != FORWARD:
+    if worker.gone or worker.out or worker.at is None or op.heading != FORWARD or not worker.has_agent:
         return
     if not any(_is_to_leave(op, other) and not other.out for other in op.workers):
         return
@@ -75,17 +76,17 @@ def _quiescing(op: Operation, worker: Worker) -> Iterator[Want]:
 
 
 def _measuring(op: Operation, worker: Worker) -> Iterator[Want]:
-    if _is_to_leave(op, worker) and not worker.out and not worker.measured:
+    if _is_to_leave(op, worker) and worker.has_agent and not worker.out and not worker.measured:
         yield effects.Survey, {}
 
 
 def _evacuating(op: Operation, worker: Worker) -> Iterator[Want]:
-    if _is_to_leave(op, worker) and worker.parked and not worker.out:
+    if _is_to_leave(op, worker) and worker.is_carried and worker.parked and not worker.out:
         yield effects.Evacuate, {}
 
 
 def _checkpointing(op: Operation, worker: Worker) -> Iterator[Want]:
-    if _is_to_leave(op, worker) and worker.parked:
+    if _is_to_leave(op, worker) and (worker.parked or not worker.has_agent):
         yield effects.Checkpoint, {}
 
 

@@ -269,6 +269,9 @@ class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgre
     limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
     wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plan is wanted", default=False)
+    carrier: str | None = field(
+        "peer, host, worker or driver, where the choice of how the bytes go is not hegmd's", default=None
+    )
 
 
 class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgress, changes_state=True):
@@ -278,6 +281,9 @@ class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgre
     limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
     wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plan is wanted", default=False)
+    carrier: str | None = field(
+        "peer, host, worker or driver, where the choice of how the bytes go is not hegmd's", default=None
+    )
 
 
 class Resume(Request, op="resume", reply=OperationReply, event=OperationProgress, changes_state=True):
@@ -356,7 +362,7 @@ class Order(Record):
     """What the daemon wants of an agent. `do` says what; what is done is told by `agent.report`."""
 
     order: int = field("number of the order, counted by the daemon on this connection")
-    do: str = field("survey, park, withdraw, evacuate, refill, release or dismiss")
+    do: str = field("survey, park, withdraw, evacuate, refill, export, free, make, filled, release or dismiss")
     at: int | None = field(
         "park: at the boundary with this count, or the next one after it; nil for the next", default=None
     )
@@ -364,6 +370,11 @@ class Order(Record):
     exact: bool = field(
         "park: only at the boundary with that count; fails at once, stopping nobody, if it was passed", default=False
     )
+    size_bytes: int | None = field(
+        "make: at most so many bytes of storages this time, but one at least; nil for all that are out", default=None
+    )
+    first: int | None = field("filled: the first storage that has its bytes again, counted from 0", default=None)
+    count: int | None = field("filled: how many have, from that one on", default=None)
 
 
 class AgentDismissed(Record):
@@ -375,6 +386,10 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
 
     The process is the peer of the connection, by the kernel's word; what is said here only describes it. Orders that
     move bytes (`evacuate`, `refill`) come with one descriptor, the memory to copy to or from.
+
+    Where the daemon copies by itself: `export` shows the storages, `free` frees exactly these, and from then on they
+    are out; `make` makes those again that are out and not made yet, and shows them; `filled` says that some have their
+    bytes. With the last of them filled, nothing is out any more. Each may come a second time and changes nothing then.
     """
 
     token: str = field("names this agent across connections; made by the agent, 32 hexadecimal digits")
@@ -390,6 +405,29 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     boundary: int = field("batch boundaries that it has passed")
     parked: bool = field("whether the training thread is parked now, as after a restart of the daemon", default=False)
     held_bytes: int = field("bytes of its storages that are out of the process now", default=0)
+
+
+class CudaFacts(Record):
+    """What an agent knows of its process's use of CUDA, and of what stands against taking it off its GPU."""
+
+    gpus: tuple[str, ...] = field("UUIDs of the GPUs that its storages are on, as `nvidia-smi -L` shows them")
+    allocator: str = field("native or cudaMallocAsync")
+    expandable: bool = field("whether the allocator makes expandable segments, which CUDA IPC cannot show to others")
+    reserved_bytes: int = field("what the allocator has of the driver, cached memory included", default=0)
+    largest_bytes: int = field("bytes of the largest storage that it vouches for", default=0)
+    hazards: tuple[str, ...] = field(
+        "graphs: CUDA graphs were captured, so addresses must stay; nccl-p2p: live communicators that may use "
+        "peer-to-peer; ipc-shared: storages are shared with another process; managed: managed memory is in use",
+        default=(),
+    )
+
+
+class Place(Record):
+    """Where a storage lies, for another process that opens the handle."""
+
+    handle: int = field("which of the handles, counted from 0")
+    offset: int = field("where it begins behind that handle's address")
+    size_bytes: int = field("how long it is")
 
 
 class LeftAlone(Record):
@@ -417,3 +455,15 @@ class AgentReport(Request, op="agent.report", reply=Noted):
     storages: int | None = field("survey, evacuate, refill: how many storages", default=None)
     size_bytes: int | None = field("survey, evacuate, refill: how many bytes; in progress, so far", default=None)
     left_alone: tuple[LeftAlone, ...] = field("survey: what it leaves to other carriers", default=())
+    cuda: CudaFacts | None = field("survey: its use of CUDA; nil if it uses none", default=None)
+    handles: tuple[bytes, ...] = field("export, make: handles of CUDA IPC, 64 bytes each", default=())
+    places: tuple[Place, ...] = field(
+        "export, make: where the storages lie, in the order that stays as long as they are out", default=()
+    )
+    first: int | None = field("export, make: which storage the first place is, counted from 0", default=None)
+    at_bytes: int | None = field(
+        "export, make: where that storage lies in the one space in which all of them lie one after the other, each "
+        "beginning at a multiple of 512 bytes",
+        default=None,
+    )
+    left: int | None = field("make: how many storages have still to be made after these", default=None)

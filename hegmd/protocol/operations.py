@@ -31,14 +31,27 @@ class PlannedProcess(Record):
     to: str | None = field("where it is to go; nil to be suspended")
     size_bytes: int = field("bytes to carry")
     left_alone_bytes: int = field("bytes that stay in the process", default=0)
-    carrier: str = field("how the bytes go: worker, or none for one that only stands by")
+    carrier: str = field("how the bytes go: peer, host, worker, driver, or none for one that only stands by")
+    method: str = field("how it leaves its GPU and comes back: simulated or driver", default="simulated")
+    rest_bytes: int = field(
+        "room that it needs besides its storages: what the driver carries, with a margin", default=0
+    )
+    overlap_bytes: int = field(
+        "of the room for its storages, what the carrier's own memory there makes free bit by bit", default=0
+    )
+
+    @property
+    def room_bytes(self) -> int:
+        """Room to take where it goes, the carrier's own memory left out."""
+        stored_bytes = 0 if self.carrier == "driver" else max(0, self.size_bytes - self.overlap_bytes)
+        return stored_bytes + self.rest_bytes
 
 
 class Plan(Record):
     """What would be done."""
 
     kind: str = field("migrate, suspend or resume")
-    way: str = field("agent")
+    way: str = field("agent, or driver for processes without one")
     workers: tuple[PlannedProcess, ...] = field("one for each process of the job")
     size_bytes: int = field("bytes to carry, in all")
     room_needed_bytes: Mapping[str, int] = field("room to take, by GPU")
@@ -60,7 +73,10 @@ class OperationProcess(Record):
     gpu: str | None = field("the GPU that it is on; nil for none", default=None)
     to: str | None = field("the GPU that it is to be on; nil for none", default=None)
     size_bytes: int = field("bytes to carry")
-    state: str = field("running; parked: it stands at a boundary; out: its bytes are in the pool; gone; lost")
+    state: str = field(
+        "running; parked: it stands at a boundary; out: its bytes are in the pool; off: the driver has taken it off "
+        "its GPU; gone; lost"
+    )
 
 
 class Operation(Record):

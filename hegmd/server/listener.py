@@ -27,7 +27,7 @@ from hegmd.protocol.connection import ServerConnection
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.peers import peer_of
 from hegmd.server.session import Session
-from hegmd.server.stream import PeerStream
+from hegmd.stream import PeerStream
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hegmd.operations import Answer, Asked, Operations
 from hegmd.protocol import messages as m
@@ -36,10 +37,12 @@ class OperationHandlers:
 
     async def migrate(self, call: Call, request: m.Migrate) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        asked = replace(asked, carrier=request.carrier)
         return _reply(await self._operations.migrate(request.pids, request.to, asked))
 
     async def suspend(self, call: Call, request: m.Suspend) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        asked = replace(asked, carrier=request.carrier)
         return _reply(await self._operations.suspend(request.pids, asked))
 
     async def resume(self, call: Call, request: m.Resume) -> m.OperationReply:

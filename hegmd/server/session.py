@@ -16,6 +16,7 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 
+from hegmd.descriptors import Descriptors
 from hegmd.errors import CANCELLED, DISCONNECTED, TIMEOUT, UNAVAILABLE, Bug, HegmError, PeerError
 from hegmd.log import limited
 from hegmd.metrics import Counters
@@ -23,7 +24,7 @@ from hegmd.protocol.connection import Asked, ProtocolBroken, ServerConnection, U
 from hegmd.protocol.messages import Cancel, CancelReply, Hello, Request
 from hegmd.protocol.record import Record
 from hegmd.server.auth import Peer
-from hegmd.server.stream import Descriptors, PeerStream
+from hegmd.stream import PeerStream
 
 logger = logging.getLogger(__name__)
 

@@ -107,8 +107,8 @@ def test_the_daemon_holds_no_more_of_roots_powers_than_its_unit_says(node: Syste
     node.run("systemctl", "start", SERVICE)
     status = (node.root / f"proc/{main_pid(node)}/status").read_text()
     fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-    kill, dac_read_search, sys_ptrace = 5, 2, 19
-    allowed = 1 << kill | 1 << dac_read_search | 1 << sys_ptrace
+    dac_override, dac_read_search, kill, sys_ptrace = 1, 2, 5, 19
+    allowed = 1 << dac_override | 1 << dac_read_search | 1 << kill | 1 << sys_ptrace
     assert int(fields["CapBnd"], 16) == int(fields["CapEff"], 16) == allowed
     assert fields["NoNewPrivs"] == "1"
     assert fields["Seccomp"] == "2"

@@ -50,8 +50,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.service": GROUND,
     "hegmd.state_dir": ("hegmd.errors",),
     "hegmd.detached": ("hegmd.errors",),
+    "hegmd.descriptors": (),
+    "hegmd.stream": (*GROUND, "hegmd.descriptors"),
     # The node
-    "hegmd.external": (*GROUND, "hegmd.log", "hegmd.detached"),
+    "hegmd.external": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.descriptors"),
     "hegmd.devices": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.toml_lines"),
     "hegmd.agent_orders": GROUND,
     "hegmd.workers": (*GROUND, "hegmd.log", "hegmd.agent_orders"),
@@ -62,19 +64,35 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.doctor": (*GROUND, "hegmd.log", "hegmd.detached", *NODE, "hegmd.processes"),
     # What moves them: decided without I/O, from values; done by the runner and what it has for hands
     "hegmd.pieces": (),
+    # The GPU helper: a process of its own, and the daemon's side of it
+    "hegmd.helper": (*GROUND, "hegmd.descriptors"),
+    "hegmd.helper.cuda": (),
+    "hegmd.helper.session": (*GROUND, "hegmd.log", "hegmd.external", "hegmd.stream", "hegmd.helper"),
+    "hegmd.helper.link": (*GROUND, "hegmd.external", "hegmd.helper"),
+    "hegmd.helper.route": ("hegmd.errors", "hegmd.helper"),
+    "hegmd.vram": (*GROUND, "hegmd.log", "hegmd.helper"),
     "hegmd.pages": (),
     "hegmd.pool": (*GROUND, "hegmd.log", "hegmd.pages", "hegmd.pieces"),
     "hegmd.rooms": (*GROUND, "hegmd.log", "hegmd.devices"),
     "hegmd.attendance": (*GROUND, "hegmd.rooms", "hegmd.workers"),
-    "hegmd.methods": (*GROUND, "hegmd.pool", "hegmd.workers"),
+    "hegmd.methods": (
+        *(*GROUND, "hegmd.log", "hegmd.agent_orders", "hegmd.helper", "hegmd.pieces", "hegmd.pool", "hegmd.rooms"),
+        *("hegmd.vram", "hegmd.workers"),
+    ),
     "hegmd.migration": (*GROUND, "hegmd.pieces"),
     "hegmd.migration.performer": (*MOVING, "hegmd.migration"),
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
-    "hegmd.lookout": (*GROUND, "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.workers"),
+    "hegmd.lookout": (
+        *(*GROUND, "hegmd.detached", "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.processes"),
+        *("hegmd.workers",),
+    ),
     "hegmd.operations": (*GROUND, "hegmd.inventory", "hegmd.lookout", "hegmd.migration", "hegmd.workers"),
     "hegmd.sequences": (*GROUND, "hegmd.log", "hegmd.lookout", "hegmd.migration", "hegmd.operations"),
     # Those who ask
-    "hegmd.server": (*GROUND, *SEEN, "hegmd.detached", *NODE, "hegmd.inventory", "hegmd.doctor", *ASKED),
+    "hegmd.server": (
+        *(*GROUND, *SEEN, "hegmd.detached", "hegmd.descriptors", "hegmd.stream"),
+        *(*NODE, "hegmd.inventory", "hegmd.doctor", *ASKED),
+    ),
     "hegmd.server.auth": ("hegmd.errors", "hegmd.protocol"),
     # Where it all comes together
     "hegmd.moving": EVERYTHING,
@@ -83,7 +101,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.app": EVERYTHING,
     "hegmd.__main__": EVERYTHING,
     # Shipped checks of the interfaces, for whoever implements one; no part of the daemon
-    "hegmd.testing": (*GROUND, "hegmd.devices"),
+    "hegmd.testing": (*GROUND, "hegmd.devices", "hegmd.helper.cuda"),
     # The client, which has to start in no time and may be newer or older than the daemon
     "hegmctl": GROUND,
     # Manual pages and completions, written when a package is built: from the tables of both programs
@@ -94,6 +112,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 # programs and the network each have one door.
 FENCES: dict[str, tuple[str, ...]] = {
     "amdsmi": ("hegmd.devices.amd_binding",),
+    "cuda": ("hegmd.helper.cuda",),
     "pynvml": ("hegmd.devices.nvml",),
     "subprocess": ("hegmd.external",),
     "asyncio": (),
@@ -113,14 +132,19 @@ PURE = (
     "hegmd.workloads",
     "hegmd.migration.actions",
     "hegmd.migration.candidates",
+    "hegmd.migration.carriage",
     "hegmd.migration.course",
+    "hegmd.migration.draft",
+    "hegmd.migration.driver_rules",
     "hegmd.migration.effects",
     "hegmd.migration.events",
     "hegmd.migration.forecast",
     "hegmd.migration.itinerary",
     "hegmd.migration.journal",
     "hegmd.migration.machine",
+    "hegmd.migration.members",
     "hegmd.migration.operation",
+    "hegmd.migration.paces",
     "hegmd.migration.plan",
     "hegmd.migration.stages",
     "hegmd.migration.tagged",
@@ -247,7 +271,7 @@ def test_fences_and_configuration_are_held() -> None:
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
 def test_only_declared_packages_are_imported(module: Module) -> None:
     ours = {"hegmd", "hegmctl"}
-    declared = {"anyio", "msgpack", "pynvml", "amdsmi", "tomli", "tomllib"}  # the last two are one, by version
+    declared = {"amdsmi", "anyio", "cuda", "msgpack", "pynvml", "tomli", "tomllib"}  # the last two are one, by version
     imported = {found.target.split(".")[0] for found in module.imports() if not found.for_types_only}
     found = imported - sys.stdlib_module_names - ours - declared
     assert not found, f"{module.where} imports {sorted(found)}, which pyproject.toml does not declare"

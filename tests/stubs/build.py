@@ -22,9 +22,23 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parent
 CACHE = SOURCES.parent.parent / "build" / "stubs"
 COMPILER = os.environ.get("CC", "cc")
-FLAGS = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-shared", "-fPIC")
+# Symbolic: two of these in one process must not find their own functions in each other.
+FLAGS = (
+    "-std=gnu11",
+    "-O1",
+    "-g",
+    "-Wall",
+    "-Wextra",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-Wl,-Bsymbolic",
+    f"-I{SOURCES}",
+)
 # The name that each vendor's binding asks the dynamic loader for.
-FILE_NAMES = {"nvml": "libnvidia-ml.so.1", "amdsmi": "libamd_smi.so"}
+FILE_NAMES = {"nvml": "libnvidia-ml.so.1", "amdsmi": "libamd_smi.so", "cuda": "libcuda.so.1"}
+# What a stub has from another's folder: NVML and CUDA tell of the same node.
+SHARED = {"nvml": ("cuda/node.c", "cuda/node.h")}
 
 
 def build_stub(name: str, folder: Path, *, hide: Sequence[str] = ()) -> Path:
@@ -41,6 +55,7 @@ def _compiled(name: str, hide: tuple[str, ...]) -> Path:
     sources = sorted((SOURCES / name).glob("*.[ch]"))
     if not sources:
         raise FileNotFoundError(f"there is no stub {name} in {SOURCES}")
+    sources += [SOURCES / shared for shared in SHARED.get(name, ())]
     digest = hashlib.sha256("\0".join((COMPILER, *FLAGS, *hide)).encode())
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import stat
 import sys
 import threading
@@ -18,7 +19,7 @@ import pytest
 
 from hegmd import external
 from hegmd.errors import ExternalError
-from hegmd.external import ProgramMissing, criu_check, criu_version, find_program, run, search_path
+from hegmd.external import Companion, ProgramMissing, criu_check, criu_version, find_program, run, search_path
 
 SHIMS = Path(__file__).parent.parent / "stubs" / "bin"
 
@@ -292,6 +293,51 @@ async def test_a_child_that_sigkill_cannot_end_is_left_to_its_thread(tmp_path: P
     tracer.join(5)
     left[0].join(5)
     assert state_of(pids[0]) is None, "and has reaped it in the end"
+
+
+# -- a companion -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_companion_has_its_descriptor_and_its_end_is_seen_there() -> None:
+    ours, theirs = socket.socketpair()
+    number = theirs.detach()
+    text = f"import os; os.write(2, b'begun'); os.write({number}, b'hello'); os._exit(3)"
+    companion = Companion([sys.executable, "-c", text], env={}, fds=[number])
+    with ours:
+        assert await companion.live() == 3
+        assert ours.recv(64) == b"hello"
+        assert ours.recv(64) == b"", "our copy of its end is still open"
+    assert companion.output_tail == "begun"
+
+
+async def test_a_companion_that_is_not_wanted_is_killed_without_a_word() -> None:
+    """One that is stuck in a driver must not have half a second more to do harm in."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    number = theirs.detach()
+    text = f"""import os, signal
+signal.signal(signal.SIGTERM, lambda *_: os.write({number}, b"tidy"))
+os.write({number}, b"%d" % os.getpid())
+while True:
+    signal.pause()
+"""
+    with ours:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(Companion([sys.executable, "-c", text], env={}, fds=[number]).live)
+            await anyio.wait_readable(ours)
+            pid = int(ours.recv(64))
+            tasks.cancel_scope.cancel()
+        assert state_of(pid) is None, "it is reaped"
+        await anyio.wait_readable(ours)
+        assert ours.recv(64) == b""
+
+
+async def test_a_companion_that_cannot_start_leaves_no_descriptor() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        with pytest.raises(ExternalError):
+            await Companion(["/nowhere/at/all"], env={}, fds=[theirs.detach()]).live()
+        assert ours.recv(1) == b""
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------

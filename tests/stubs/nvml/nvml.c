@@ -12,6 +12,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "cuda/node.h"
 #include "scenario.h"
 
 static long initialised_epoch = -1;
@@ -223,10 +224,21 @@ nvmlReturn_t nvmlDeviceGetP2PStatus(nvmlDevice_t a, nvmlDevice_t b, unsigned int
 
 /* ---- how a GPU does ---------------------------------------------------------------------------------------------- */
 
+/* On a node that the stub libcuda shares, what its processes use comes on top. */
+static unsigned long long used_through_cuda(const struct device *device) {
+    unsigned long long used = 0;
+    if (device->gpu < NODE_GPUS && node_lock()) {
+        used = node_used_bytes(device->gpu);
+        node_unlock();
+    }
+    return used;
+}
+
 static nvmlReturn_t fill_memory(nvmlDevice_t device, nvmlMemory_v2_t *memory) {
     nvmlReturn_t found = number(device, "memory_total", &memory->total);
     if (!found) found = number(device, "memory_reserved", &memory->reserved);
     if (!found) found = number(device, "memory_used", &memory->used);
+    if (!found) memory->used += used_through_cuda(device);
     if (!found) memory->free = memory->total - memory->reserved - memory->used;
     return found;
 }
@@ -401,23 +413,43 @@ static int is_on(const struct process *process, const char *list, const struct d
     return instance->gpu_instance == process->gpu_instance && instance->compute_instance == process->compute_instance;
 }
 
-static nvmlReturn_t fill_processes(nvmlDevice_t device, const char *list, unsigned int *count, char *entries) {
-    unsigned int room = entries ? *count : 0, found = 0, stride = scenario()->process_stride;
-    for (int i = 0; i < scenario()->process_count; i++) {
-        const struct process *process = &scenario()->processes[i];
-        if (!is_on(process, list, device)) continue;
-        if (found++ >= room) continue;
-        nvmlProcessInfo_longest_t *entry = (void *)(entries + (size_t)(found - 1) * stride);
-        entry->pid = process->pid;
-        entry->usedGpuMemory = process->bytes;
-        if (stride > offsetof(nvmlProcessInfo_longest_t, gpuInstanceId)) {
-            entry->gpuInstanceId = process->gpu_instance;
-            entry->computeInstanceId = process->compute_instance;
-        }
-        if (stride == sizeof *entry) entry->usedGpuCcProtectedMemory = 0;
+/* A list as it is being written: entries of `stride` bytes, as many as there is room for; all are counted. */
+struct list {
+    char *entries;
+    unsigned int room, found, stride;
+};
+
+static void add_process(struct list *list, const struct process *process) {
+    if (list->found++ >= list->room) return;
+    nvmlProcessInfo_longest_t *entry = (void *)(list->entries + (size_t)(list->found - 1) * list->stride);
+    entry->pid = process->pid;
+    entry->usedGpuMemory = process->bytes;
+    if (list->stride > offsetof(nvmlProcessInfo_longest_t, gpuInstanceId)) {
+        entry->gpuInstanceId = process->gpu_instance;
+        entry->computeInstanceId = process->compute_instance;
     }
-    *count = found;
-    return found > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
+    if (list->stride == sizeof *entry) entry->usedGpuCcProtectedMemory = 0;
+}
+
+/* Those of the stub libcuda that are on this GPU: with a context or with memory, and not checkpointed. */
+static void add_cuda_processes(struct list *list, const struct device *device) {
+    struct node *node = device->gpu < NODE_GPUS && device->instance < 0 ? node_lock() : NULL;
+    if (!node) return;
+    for (int i = 0; i < NODE_PROCESSES; i++) {
+        const struct node_process *one = &node->processes[i];
+        unsigned long long bytes = one->pid && !one->is_out ? node_used_bytes_by(one, device->gpu) : 0;
+        if (bytes) add_process(list, &(struct process){device->gpu, "compute", (unsigned int)one->pid, ~0u, ~0u, bytes});
+    }
+    node_unlock();
+}
+
+static nvmlReturn_t fill_processes(nvmlDevice_t device, const char *kind, unsigned int *count, char *entries) {
+    struct list list = {entries, entries ? *count : 0, 0, scenario()->process_stride};
+    for (int i = 0; i < scenario()->process_count; i++)
+        if (is_on(&scenario()->processes[i], kind, device)) add_process(&list, &scenario()->processes[i]);
+    if (!strcmp(kind, "compute")) add_cuda_processes(&list, device);
+    *count = list.found;
+    return list.found > list.room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
 #define PROCESSES(function, list)                                                            \

@@ -14,7 +14,7 @@ from hegmd.doctor import permissions
 from hegmd.doctor.facts import NodeFacts
 from tests.unit.doctor.node import FileNode
 
-CAP_NEEDED = 1 << 19 | 1 << 2 | 1 << 5
+CAP_NEEDED = 1 << 19 | 1 << 1 | 1 << 5
 
 
 @contextmanager
@@ -39,9 +39,9 @@ def ours(node: FileNode, path: Path, **changes: object) -> NodeFacts:
     [
         (CAP_NEEDED, "ok", "root, with the capabilities"),
         (2**41 - 1, "ok", "root, with the capabilities"),
-        (1 << 19 | 1 << 1 | 1 << 5, "ok", "root, with the capabilities"),
+        (1 << 19 | 1 << 2 | 1 << 5, "warn", "root without CAP_DAC_OVERRIDE: other users' processes cannot be"),
         (CAP_NEEDED & ~(1 << 19), "warn", "root without CAP_SYS_PTRACE"),
-        (0, "warn", "root without CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH, CAP_KILL"),
+        (0, "warn", "root without CAP_SYS_PTRACE, CAP_DAC_OVERRIDE, CAP_KILL"),
     ],
 )
 def test_capabilities(node: FileNode, capabilities: int, status: str, words: str) -> None:

@@ -153,10 +153,10 @@ def _op(phase: str = "refilling") -> Operation:
         (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", free_bytes=None))), _to(), "refused", "not known", "doctor"),
         (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", free_bytes=GIB))), _to(), "refused", "1.0 GiB free", "gpu0"),
         (
-            _snapshot(gpus=(_gpu("gpu0", vendor="nvidia"), _gpu("gpu1", vendor="nvidia"))),
+            _snapshot(gpus=(_gpu("gpu0", vendor="amd"), _gpu("gpu1", vendor="amd"))),
             _to(),
             "refused",
-            "of vendor nvidia",
+            "of vendor amd",
             "simulated",
         ),
         (

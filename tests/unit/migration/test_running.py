@@ -11,6 +11,8 @@ import pytest
 from hegmd.devices.simulated import SimulatedProvider
 from hegmd.devices.topology import parse_topology
 from hegmd.events import EventLog
+from hegmd.methods.simulated import SimulatedMethod
+from hegmd.methods.worker import WorkerCarrier
 from hegmd.migration.effects import Effect, Evacuate, GivePool, GiveRoom, Park, TakePool, TakeRoom, Withdraw
 from hegmd.migration.journal import History
 from hegmd.migration.operation import Limits
@@ -81,7 +83,8 @@ async def test_memory_that_came_after_it_was_given_up_stayed_in_the_pool(
     """The operation turned back for its limit and gave the pool back what was not there yet; then it came."""
     workers, pool = Workers(start_ticks), SlowPool()
     rooms = Rooms(SimulatedProvider(parse_topology("2x1GiB")))
-    runner = Runner(tmp_path, Performer(workers, rooms, pool, start_ticks=start_ticks), EventLog())
+    methods, carriers = {"simulated": SimulatedMethod(rooms)}, {"worker": WorkerCarrier(pool)}
+    runner = Runner(tmp_path, Performer(workers, methods, carriers, start_ticks=start_ticks), EventLog())
     runner.open()
     async with anyio.create_task_group() as tasks:
         await tasks.start(workers.run)

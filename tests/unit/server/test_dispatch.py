@@ -13,6 +13,7 @@ import anyio
 import pytest
 
 from hegmd.audit import Audit
+from hegmd.descriptors import Descriptors
 from hegmd.errors import DENIED, INTERNAL, NOT_FOUND, HegmError
 from hegmd.log import current_operation
 from hegmd.metrics import Counters
@@ -36,7 +37,7 @@ from hegmd.server import handlers, operation_handlers
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.dispatch import Dispatcher
 from hegmd.server.session import Call, PeerGone, Session, SessionLimits
-from hegmd.server.stream import Descriptors, PeerStream
+from hegmd.stream import PeerStream
 
 POLICY = Policy(daemon_uid=0)
 ROOT = Peer(pid=os.getpid(), uid=0, gid=0)

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from hegmd.descriptors import Descriptors
 from hegmd.metrics import Counters
 from hegmd.operations import Operations
 from hegmd.protocol.messages import ConfigReply, Limits, Processes, ProcessesReply, ReloadReply, Request
@@ -18,7 +19,7 @@ from hegmd.sequences import Sequences
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.handlers import Handlers, Services
 from hegmd.server.session import Call, Session, SessionLimits
-from hegmd.server.stream import Descriptors, PeerStream
+from hegmd.stream import PeerStream
 from hegmd.workers import Workers
 from tests.unit.doubles import Provider, gpu, use
 from tests.unit.inventory.rig import Node, node_of

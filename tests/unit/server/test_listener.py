@@ -20,7 +20,7 @@ from hegmd.protocol.record import Record
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.listener import Admission, Listener, bind, take_away
 from hegmd.server.session import Call, Session, SessionLimits
-from hegmd.server.stream import PeerStream
+from hegmd.stream import PeerStream
 from tests.unit.server.talker import Talker
 
 LIMITS = SessionLimits(

@@ -37,7 +37,7 @@ from hegmd.protocol.record import Record
 from hegmd.protocol.snapshots import Event
 from hegmd.server.auth import Peer
 from hegmd.server.session import Call, Session, SessionLimits
-from hegmd.server.stream import PeerStream
+from hegmd.stream import PeerStream
 from tests.unit.server.talker import Talker
 
 PATIENT = SessionLimits(

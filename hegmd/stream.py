@@ -6,59 +6,29 @@ would leak into the programs that the daemon starts.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import os
 import socket
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING
 
 import anyio
 
+from hegmd.descriptors import FD_BYTES, Descriptors, received, rights_of
 from hegmd.errors import BAD_REQUEST, TIMEOUT, HegmError, PeerError
 from hegmd.protocol.connection import MAX_FDS
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 READ_BYTES = 16 * 1024
 _WRITE_BYTES = 256 * 1024
-_MOST_UNCLAIMED = 2 * MAX_FDS
-
-
-class Descriptors:
-    """Received descriptors with an owner: whatever is not taken out is closed. Closing twice is fine."""
-
-    def __init__(self, fds: list[int]) -> None:
-        self._fds = fds
-
-    def __len__(self) -> int:
-        return len(self._fds)
-
-    def take(self) -> list[int]:
-        """All of them, now the caller's to close."""
-        fds, self._fds = self._fds, []
-        return fds
-
-    def close(self) -> None:
-        for fd in self.take():
-            os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 class PeerStream:
-    """Owns the socket and every descriptor that came in and nobody claimed yet."""
+    """Owns the socket and every descriptor that came in and nobody claimed yet; `max_fds` may come with a message."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, max_fds: int = MAX_FDS) -> None:
         connection.setblocking(False)
         self._socket = connection
+        self._max_fds = max_fds
         self._unclaimed: deque[int] = deque()
         self._sending = anyio.Lock()
         self._closed = False
@@ -68,7 +38,7 @@ class PeerStream:
         while True:
             try:
                 data, ancillary, flags, _ = self._socket.recvmsg(
-                    READ_BYTES, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
+                    READ_BYTES, socket.CMSG_SPACE(self._max_fds * FD_BYTES), socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
                 await anyio.wait_readable(self._socket)
@@ -77,21 +47,14 @@ class PeerStream:
                 continue
             except ConnectionError:
                 return b""
-            self._keep(ancillary)
-            if flags & socket.MSG_CTRUNC or len(self._unclaimed) > _MOST_UNCLAIMED:
+            self._unclaimed.extend(received(ancillary))
+            if flags & socket.MSG_CTRUNC or len(self._unclaimed) > 2 * self._max_fds:
                 raise PeerError(
                     BAD_REQUEST,
                     "more descriptors were sent than any message names",
-                    f"send at most {MAX_FDS} with a frame, and say how many in `fds`",
+                    f"send at most {self._max_fds} with a frame, and say how many in `fds`",
                 )
             return data
-
-    def _keep(self, ancillary: list[tuple[int, int, bytes]]) -> None:
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds = array.array("i")
-                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-                self._unclaimed.extend(fds)
 
     def claim(self, count: int) -> Descriptors:
         """The oldest `count` descriptors. Raises PeerError when fewer came than the message names."""
@@ -131,9 +94,8 @@ class PeerStream:
                 ) from None
 
     def _send_now(self, data: bytes, fds: Sequence[int]) -> int:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
-            return self._socket.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+            return self._socket.sendmsg([data], rights_of(fds), socket.MSG_NOSIGNAL)
         except (BlockingIOError, InterruptedError):
             return 0
 

@@ -1,0 +1,119 @@
+"""The storages of this process that are on their way out, out, or on their way back, whichever way they go.
+
+Owns that at most one set of them is out at a time, and by which of two ways: copied by this process into a descriptor
+(`transfer`), or shown to the daemon, which copies by itself (`shown`). Whether the moment is right is `orders`'
+business. Needs ctypes only when something is carried: a Python that was built without it trains as well.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ..errors import REFUSED, HegmError
+from .torch_state import Found
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from .shown import Shown, View
+    from .transfer import Evacuated
+
+
+class Carrying:
+    """What is out, and the ways out and back."""
+
+    def __init__(self) -> None:
+        self._evacuated: Evacuated | None = None
+        self._shown: Shown | None = None
+
+    @property
+    def out(self) -> Evacuated | Shown | None:
+        """The storages whose bytes are out of the process now."""
+        if self._evacuated is not None:
+            return self._evacuated
+        return self._shown if self._shown is not None and self._shown.out else None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are out of the process now."""
+        return 0 if self.out is None else self.out.size_bytes
+
+    def keeps(self, fd: int) -> bool:
+        """Whether that descriptor belongs to what is out."""
+        return self._evacuated is not None and self._evacuated.fd == fd
+
+    def forget(self) -> None:
+        """Let go of storages that have all their bytes. Those that are out stay."""
+        if self._shown is not None and not self._shown.out:
+            self._shown = None
+
+    def room_bytes(self, found: Found) -> int:
+        """What has to be held for these storages, by the way that needs more."""
+        wholes: tuple[int, int] = _transfer().room_bytes(found.sizes), _showing().flat_bytes(found.sizes)
+        return max(wholes)
+
+    # ---- copied by this process --------------------------------------------------------------------------------------
+
+    def evacuate(self, fd: int | None, found: Found, progress: Callable[[int], None]) -> int:
+        """Copy the storages into the descriptor and free them; how many. Raises HegmError, with nothing changed."""
+        if fd is None:
+            raise refusal("no descriptor came with the order", "send the memory to copy to with it")
+        self.forget()
+        transfer = _transfer()
+        found.keep_what_fits(os.fstat(fd).st_size, transfer.room_bytes)
+        if not found.storages:  # nothing is out then, so nothing has to come back before the process may go on
+            return 0
+        self._evacuated = transfer.evacuate(fd, found.storages, found.sizes, progress)
+        return len(self._evacuated)
+
+    def refill(self, fd: int | None, progress: Callable[[int], None]) -> Evacuated:
+        """Bring back what was evacuated. Raises HegmError, and leaves it out, when that cannot be."""
+        evacuated = self._evacuated
+        if evacuated is None:
+            raise refusal("nothing of this process is out of it", "evacuate it first")
+        evacuated.bring_back(evacuated.fd if fd is None else fd, progress)
+        evacuated.close()
+        self._evacuated = None
+        return evacuated
+
+    # ---- copied by the daemon ----------------------------------------------------------------------------------------
+
+    def show(self, found: Found) -> tuple[Shown, View]:
+        """Show the storages to the daemon. Raises HegmError."""
+        if found.cuda is None:
+            raise refusal("it has no storages on a GPU to show", "let it carry its bytes itself")
+        self._shown = _showing().Shown(found.storages, found.sizes)
+        return self._shown, self._shown.show()
+
+    def shown(self, what: str) -> Shown:
+        """The storages that were shown. Raises HegmError if there are none."""
+        if self._shown is None:
+            raise refusal(f"{what} is about storages that were shown, and none were", "export them first")
+        return self._shown
+
+
+def refusal(message: str, hint: str) -> HegmError:
+    """A refusal that says which process it is about."""
+    return HegmError(REFUSED, f"process {os.getpid()}: {message}", hint)
+
+
+def _transfer() -> Any:
+    try:
+        from . import transfer
+    except ImportError as error:
+        raise _no_ctypes(error) from None
+    return transfer
+
+
+def _showing() -> Any:
+    try:
+        from . import shown
+    except ImportError as error:
+        raise _no_ctypes(error) from None
+    return shown
+
+
+def _no_ctypes(error: ImportError) -> HegmError:
+    return refusal(f"its Python has no ctypes ({error})", "the carriers need it; use another Python")

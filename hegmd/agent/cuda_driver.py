@@ -1,0 +1,84 @@
+"""The few calls to the CUDA driver that the agent makes in its worker, where the driver is loaded and in use already.
+
+Owns the binding to them. Never loads the driver into a process that has none, never makes a context: the caller has
+that of the device current in its thread. The driver lets go of nothing here that the process did not have before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from ..errors import REFUSED, HegmError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+HANDLE_BYTES = 64
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * HANDLE_BYTES),)
+
+
+class Driver:
+    """libcuda as this process has it. Raises HegmError if it has none."""
+
+    def __init__(self) -> None:
+        try:
+            library = ctypes.CDLL("libcuda.so.1", mode=_NO_LOAD)
+        except OSError as error:
+            raise HegmError(REFUSED, f"this process has not loaded the CUDA driver: {error}", _HINT) from error
+        self._library = library
+        pointer, size = ctypes.c_uint64, ctypes.c_size_t
+        self._range = _bound(library.cuMemGetAddressRange_v2, ctypes.POINTER(pointer), ctypes.POINTER(size), pointer)
+        self._show = _bound(library.cuIpcGetMemHandle, ctypes.POINTER(_Handle), pointer)
+        self._out = _bound(library.cuMemcpyDtoH_v2, ctypes.c_void_p, pointer, size)
+        self._in = _bound(library.cuMemcpyHtoD_v2, pointer, ctypes.c_void_p, size)
+        self._current = _bound(library.cuCtxGetCurrent, ctypes.POINTER(ctypes.c_void_p))
+        self._use = _bound(library.cuCtxSetCurrent, ctypes.c_void_p)
+
+    def allocation_of(self, address: int) -> int:
+        """Where the allocation begins that this address of video memory lies in."""
+        base, size_bytes = ctypes.c_uint64(), ctypes.c_size_t()
+        _check("cuMemGetAddressRange", self._range(ctypes.byref(base), ctypes.byref(size_bytes), address))
+        return base.value
+
+    def handle_of(self, allocation: int) -> bytes:
+        """What another process opens to reach that allocation, by CUDA IPC."""
+        handle = _Handle()
+        _check("cuIpcGetMemHandle", self._show(ctypes.byref(handle), allocation))
+        return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
+
+    def context(self) -> int | None:
+        """The context that is current in this thread."""
+        context = ctypes.c_void_p()
+        _check("cuCtxGetCurrent", self._current(ctypes.byref(context)))
+        return context.value
+
+    def use(self, context: int | None) -> None:
+        """Make a context of this process current in this thread."""
+        _check("cuCtxSetCurrent", self._use(context))
+
+    def copy_out(self, host: int, video: int, size_bytes: int) -> None:
+        """Copy from video memory, and wait for it."""
+        _check("cuMemcpyDtoH", self._out(host, video, size_bytes))
+
+    def copy_in(self, video: int, host: int, size_bytes: int) -> None:
+        """Copy to video memory, and wait for it."""
+        _check("cuMemcpyHtoD", self._in(video, host, size_bytes))
+
+
+_NO_LOAD = 4  # RTLD_NOLOAD, which `os` has only by its number on some systems
+_HINT = "start the job with HEGM_AGENT_DEBUG=FILE to see more; it goes on"
+
+
+def _bound(function: Any, *kinds: Any) -> Any:
+    function.argtypes = kinds
+    function.restype = ctypes.c_int
+    return function
+
+
+def _check(call: str, code: int) -> None:
+    if code:
+        raise HegmError(REFUSED, f"{call} answered {code}", _HINT, {"call": call, "code": code})

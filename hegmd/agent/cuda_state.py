@@ -1,0 +1,148 @@
+"""What this process does with CUDA through PyTorch: facts for the plan, and what stands against freeing a storage.
+
+Reads `sys.modules`, never imports torch and never initialises CUDA. Where CUDA is in use its memory is what jobs are
+moved for, and the CPU's storages stay where they are, uncounted. What the allocator says of its segments is asked once
+a look: it tells whose memory a storage lies in, on which stream it was made, and whether graphs keep its address.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ..protocol.messages import CudaFacts
+from .notes import note
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+GRAPHS = "a CUDA graph was captured, and it has their addresses in it"
+SHARED_IPC = "they are shared with another process through CUDA IPC"
+NOT_THE_ALLOCATORS = "their memory is not of PyTorch's own allocator"
+
+HAZARD_GRAPHS, HAZARD_NCCL, HAZARD_IPC = "graphs", "nccl-p2p", "ipc-shared"
+_DEFAULT_POOL = (0, 0)
+
+
+def in_use() -> Any:
+    """The module torch if CUDA was initialised in this process, or None."""
+    torch: Any = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    is_initialized = getattr(cuda, "is_initialized", None)
+    return torch if is_initialized is not None and is_initialized() else None
+
+
+class Segments:
+    """What PyTorch's allocator has of the driver, as it was when this was made."""
+
+    def __init__(self, torch: Any) -> None:
+        self.allocator: str = str(torch.cuda.get_allocator_backend())
+        segments: list[Any] = []
+        if self.allocator == "native":
+            segments = sorted(torch.cuda.memory_snapshot(), key=lambda segment: int(segment["address"]))
+        self._segments = segments
+        self._addresses = [int(segment["address"]) for segment in segments]
+        self.expandable = any(segment.get("is_expandable") for segment in segments) or _asks_for_expandable()
+        self.graphs = any(tuple(segment.get("segment_pool_id", _DEFAULT_POOL)) != _DEFAULT_POOL for segment in segments)
+        self._shared, self.received = _shared()
+
+    def reason_against(self, storage: Any) -> str | None:
+        """Why this storage is left alone; None if nothing of CUDA's is against it."""
+        if self.graphs:
+            return GRAPHS
+        if storage._cdata in self._shared:
+            return SHARED_IPC
+        if self.allocator == "native" and self._segment_of(int(storage.data_ptr())) is None:
+            return NOT_THE_ALLOCATORS
+        return None
+
+    def stream_of(self, address: int) -> int:
+        """The stream that the memory there was made on, by its number for the driver; 0 for the default one.
+
+        Memory is used again in the order of its own stream, so what is made again has to be made on the same.
+        """
+        segment = self._segment_of(address)
+        return 0 if segment is None else int(segment["stream"])
+
+    def _segment_of(self, address: int) -> Any:
+        """The segment that the address lies in; they are in the order of their addresses."""
+        low, high = 0, len(self._addresses)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self._addresses[middle] <= address else (low, middle)
+        if not low:
+            return None
+        segment = self._segments[low - 1]
+        return segment if address < int(segment["address"]) + int(segment["total_size"]) else None
+
+
+def facts(torch: Any, segments: Segments, sizes: dict[int, list[int]], *, shares: bool) -> CudaFacts:
+    """What the plan has to know of the process, which has storages of those sizes on its devices.
+
+    The UUIDs are by PyTorch's word, which stays the same when a process has moved.
+    """
+    hazards: list[str] = []
+    if segments.graphs:
+        hazards.append(HAZARD_GRAPHS)
+    if _has_peer_communicators(torch):
+        hazards.append(HAZARD_NCCL)
+    if segments.received or shares:
+        hazards.append(HAZARD_IPC)
+    used = sorted(sizes) or [
+        device for device in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(device)
+    ]
+    return CudaFacts(
+        gpus=tuple(_uuid(torch, device) for device in used),
+        allocator=segments.allocator,
+        expandable=segments.expandable,
+        reserved_bytes=sum(int(torch.cuda.memory_reserved(device)) for device in used),
+        largest_bytes=max((max(several) for several in sizes.values()), default=0),
+        hazards=tuple(hazards),
+    )
+
+
+def _uuid(torch: Any, device: int) -> str:
+    return f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', 'unknown')}"
+
+
+def _asks_for_expandable() -> bool:
+    """Segments become expandable with the first allocation that needs one, so what was asked for counts as well."""
+    asked = os.environ.get("PYTORCH_ALLOC_CONF", "") + "," + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return "expandable_segments:true" in asked.lower().replace(" ", "")
+
+
+def _shared() -> tuple[frozenset[int], bool]:
+    """Addresses of storages that torch.multiprocessing has sent or received, and whether any is from another's GPU.
+
+    Only what is alive counts. What a process has received ends with the process that sent it, and the driver cannot
+    bring back one that has such memory open.
+    """
+    reductions: Any = sys.modules.get("torch.multiprocessing.reductions")
+    cache = getattr(reductions, "shared_cache", None)
+    alive: set[int] = set()
+    received = False
+    for key, reference in list(cache.items()) if cache else ():
+        try:
+            if reference.expired():
+                continue
+            alive.add(int(reference.cdata))
+        except Exception as error:  # noqa: BLE001 - another release may keep it otherwise
+            note(f"the cache of shared storages cannot be read: {error!r}")
+            continue
+        # A pair of a handle and an offset; the CPU's have the numbers of a file, or a name.
+        received = received or (isinstance(key, tuple) and isinstance(key[0], bytes))
+    return frozenset(alive), received
+
+
+def _has_peer_communicators(torch: Any) -> bool:
+    """Whether a communicator of NCCL with peers is alive that may use peer-to-peer memory."""
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return False
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return False
+    groups: Any = getattr(getattr(distributed.distributed_c10d, "_world", None), "pg_map", None)
+    if groups is None:
+        return int(distributed.get_world_size()) > 1
+    return any("nccl" in str(value[0]).lower() and int(group.size()) > 1 for group, value in list(groups.items()))

@@ -1,0 +1,187 @@
+"""Storages on a GPU whose bytes the daemon itself carries: shown to it, freed when it has them, made again, filled.
+
+Owns which storages these are and how far each has come; the copying is the daemon's, through the handles of CUDA IPC
+that are given out here. The order of the storages is settled when they are first shown and stays until all have their
+bytes again. What is freed counts as out from the first byte on, so that a failure half way is mended by making and
+filling all of them, which the daemon can always do: it has the bytes before anything is freed.
+
+Storages are made on the stream that their memory was made on, because the allocator hands memory on in the order of its
+own stream. Called in the agent's thread while the training thread is parked.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ..errors import REFUSED, HegmError
+from ..protocol.messages import Place
+from . import cuda_state
+from .cuda_driver import Driver
+from .notes import note
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+# Where the next storage begins in the one space in which all lie: what copies on a GPU like best.
+BORDER_BYTES = 512
+
+
+def flat_bytes(sizes: list[int]) -> int:
+    """How long the space is in which storages of those sizes lie one after the other."""
+    return sum(_up(size_bytes) for size_bytes in sizes)
+
+
+class View:
+    """Some storages, one after the other, as another process can reach them."""
+
+    __slots__ = ("at_bytes", "first", "handles", "left", "places")
+
+    def __init__(self, first: int, at_bytes: int, left: int) -> None:
+        self.first = first
+        self.at_bytes = at_bytes
+        self.left = left
+        self.handles: list[bytes] = []
+        self.places: list[Place] = []
+
+
+class Shown:
+    """The storages, from the first time that they are shown until they have their bytes again."""
+
+    def __init__(self, storages: list[Any], sizes: list[int]) -> None:
+        self._torch: Any = sys.modules["torch"]
+        self._driver = Driver()
+        self._storages = storages
+        self._sizes = sizes
+        self._devices = [int(storage.device.index) for storage in storages]
+        segments = cuda_state.Segments(self._torch)
+        self._streams = [segments.stream_of(int(storage.data_ptr())) for storage in storages]
+        self._turned_to: int | None = None
+        self._made = len(storages)
+        self._filled = len(storages)
+        self.out = False
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(self._sizes)
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of the space in which they lie one after the other."""
+        return flat_bytes(self._sizes)
+
+    def show(self) -> View:
+        """All of them. Raises HegmError where CUDA IPC cannot show them, with nothing changed."""
+        if self.out:
+            raise _refusal("its storages are freed already and cannot be shown", "make them first")
+        self._wait_for_streams()
+        return self._view(0, len(self._storages))
+
+    def free(self) -> None:
+        """Free them. They are out from now on, also when this fails half way. Fine when they are out already."""
+        if not self.out:
+            self._wait_for_streams()
+        self.out = True
+        self._made = self._filled = 0
+        clear_workspaces = getattr(self._torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear_workspaces is not None:
+            clear_workspaces()
+        for storage in self._storages:
+            storage.resize_(0)
+        self._torch.cuda.empty_cache()
+
+    def make(self, most_bytes: int | None) -> View:
+        """Make the next ones again, so many bytes of them at most but one at least, and show them.
+
+        Those that were made and not filled are shown once more. Raises HegmError when there is no memory for them;
+        then none of these is made.
+        """
+        first, last = self._filled, self._made
+        if first == last:
+            last = self._end_of_batch(first, most_bytes)
+            self._make(first, last)
+            self._made = last
+        return self._view(first, last)
+
+    def fill(self, first: int, count: int) -> None:
+        """So many from that one on have their bytes. Fine when that is known already."""
+        if first + count <= self._filled:
+            return
+        if first > self._filled or first + count > self._made:
+            raise _refusal(
+                f"storages {first} to {first + count - 1} cannot be filled: made {self._made}, filled {self._filled}",
+                "make the next ones first",
+            )
+        self._filled = first + count
+        self.out = self._filled < len(self._storages)
+
+    def _end_of_batch(self, first: int, most_bytes: int | None) -> int:
+        if most_bytes is None:
+            return len(self._storages)
+        last, batch_bytes = first, 0
+        while last < len(self._storages):
+            batch_bytes += _up(self._sizes[last])
+            if batch_bytes > most_bytes and last > first:
+                break
+            last += 1
+        return last
+
+    def _make(self, first: int, last: int) -> None:
+        try:
+            for index in range(first, last):
+                self._turn_to(self._devices[index])
+                with self._stream_of(index):
+                    self._storages[index].resize_(self._sizes[index])
+            self._wait_for_streams()
+        except Exception as error:
+            for storage in self._storages[first:last]:
+                storage.resize_(0)
+            self._torch.cuda.empty_cache()
+            size_bytes = sum(self._sizes[first:last])
+            raise _refusal(
+                f"{size_bytes} bytes of storages could not be made again: {error}",
+                "free memory on the GPU, then ask again; the bytes are still held",
+            ) from error
+
+    def _stream_of(self, index: int) -> Any:
+        """The stream that a storage's memory was made on, as a context."""
+        cuda = self._torch.cuda
+        stream = self._streams[index]
+        return cuda.stream(cuda.ExternalStream(stream, device=self._devices[index]) if stream else None)
+
+    def _view(self, first: int, last: int) -> View:
+        view = View(first, flat_bytes(self._sizes[:first]), len(self._storages) - last)
+        allocations: dict[int, int] = {}
+        for index in range(first, last):
+            self._turn_to(self._devices[index])
+            address = int(self._storages[index].data_ptr())
+            base = self._driver.allocation_of(address)
+            if base not in allocations:
+                allocations[base] = len(view.handles)
+                view.handles.append(self._driver.handle_of(base))
+            view.places.append(Place(handle=allocations[base], offset=address - base, size_bytes=self._sizes[index]))
+        return view
+
+    def _turn_to(self, device: int) -> None:
+        """Have that device current in this thread, which is the agent's own."""
+        if device != self._turned_to:
+            self._torch.cuda.set_device(device)
+            self._turned_to = device
+
+    def _wait_for_streams(self) -> None:
+        for device in sorted(set(self._devices)):
+            self._torch.cuda.synchronize(device)
+        note(f"streams of {len(set(self._devices))} GPUs are at rest")
+
+
+def _up(size_bytes: int) -> int:
+    return (size_bytes + BORDER_BYTES - 1) // BORDER_BYTES * BORDER_BYTES
+
+
+def _refusal(message: str, hint: str) -> HegmError:
+    return HegmError(REFUSED, f"process {os.getpid()}: {message}", hint)

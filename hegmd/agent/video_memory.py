@@ -1,0 +1,102 @@
+"""Storages' bytes between a GPU and a descriptor, by this process's own copies: what is left where nothing is faster.
+
+Owns the way over host memory: each thread has a buffer of one piece, copies from the GPU into it and from there into
+the descriptor, and the other way round. The buffers are not pinned, because pinned memory in the worker makes the
+driver's own part slower by far more than it would save (0.8 s for 33 GiB; docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+from . import copying
+from .cuda_driver import Driver
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from .copying import Copy, Span
+
+
+class VideoMemory:
+    """Storages on the GPUs of this process."""
+
+    def __init__(self, storages: list[Any]) -> None:
+        self._torch: Any = sys.modules["torch"]
+        self._driver = Driver()
+        self._devices = [int(storage.device.index) for storage in storages]
+        self._buffers: list[ctypes.Array[ctypes.c_char]] = []
+
+    def copy_out(self, fd: int, room_bytes: int, spans: list[Span], progress: Callable[[int], None]) -> None:
+        """Copy the spans into the descriptor. Raises OSError."""
+        with copying.Writing(fd, room_bytes) as write:
+
+            def copy(address: int, place: int, size_bytes: int) -> None:
+                with self._buffer() as host:
+                    self._driver.copy_out(host, address, size_bytes)
+                    write(host, place, size_bytes)
+
+            self._copy_all(copy, spans, progress)
+
+    def copy_in(self, fd: int, spans: list[Span], progress: Callable[[int], None]) -> None:
+        """Copy them back, into memory that has just been made. Raises OSError."""
+        read = copying.reading(fd)
+
+        def copy(address: int, place: int, size_bytes: int) -> None:
+            with self._buffer() as host:
+                read(host, place, size_bytes)
+                self._driver.copy_in(address, host, size_bytes)
+
+        self._copy_all(copy, spans, progress)
+
+    def before_freeing(self, spans: list[Span]) -> None:
+        """Nothing makes it quicker."""
+
+    def give_back(self) -> None:
+        """Let go of what PyTorch keeps for later."""
+        clear_workspaces = getattr(self._torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear_workspaces is not None:
+            clear_workspaces()
+        self._torch.cuda.empty_cache()
+
+    def _copy_all(self, copy: Copy, spans: list[Span], progress: Callable[[int], None]) -> None:
+        """One device after the other: a thread copies in the context of the device."""
+        done_bytes = 0
+        for device in sorted(set(self._devices)):
+            self._torch.cuda.set_device(device)
+            self._torch.cuda.synchronize(device)
+            context = self._driver.context()
+            mine = [span for span, other in zip(spans, self._devices) if other == device]
+
+            def copy_there(address: int, place: int, size_bytes: int, context: int | None = context) -> None:
+                self._driver.use(context)
+                copy(address, place, size_bytes)
+
+            def tell(so_far_bytes: int, before_bytes: int = done_bytes) -> None:
+                progress(before_bytes + so_far_bytes)
+
+            copying.in_threads(copy_there, mine, tell)
+            done_bytes += sum(span[2] for span in mine)
+
+    def _buffer(self) -> _Lent:
+        return _Lent(self._buffers)
+
+
+class _Lent:
+    """A buffer for one piece, from those that no thread has now."""
+
+    def __init__(self, buffers: list[ctypes.Array[ctypes.c_char]]) -> None:
+        self._buffers = buffers
+
+    def __enter__(self) -> int:
+        try:
+            self._buffer = self._buffers.pop()
+        except IndexError:
+            self._buffer = ctypes.create_string_buffer(copying.PIECE_BYTES)
+        return ctypes.addressof(self._buffer)
+
+    def __exit__(self, *_exc: object) -> None:
+        self._buffers.append(self._buffer)

@@ -1,0 +1,70 @@
+"""Descriptors that came over a socket, and who has to close them.
+
+Whoever reads a socket that descriptors may come over gives them an owner before anything else is looked at. Free of any
+event loop: daemon and GPU helper both use it, and the helper has to start quickly.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# The kernel's SCM_MAX_FD: no message carries more.
+MOST_IN_A_MESSAGE = 253
+FD_BYTES = array.array("i").itemsize
+
+
+class Descriptors:
+    """Received descriptors with an owner: whatever is not taken out is closed. Closing twice is fine."""
+
+    def __init__(self, fds: list[int]) -> None:
+        self._fds = fds
+
+    def __len__(self) -> int:
+        return len(self._fds)
+
+    def take(self) -> list[int]:
+        """All of them, now the caller's to close."""
+        fds, self._fds = self._fds, []
+        return fds
+
+    def add(self, fd: int) -> None:
+        """Own that one too."""
+        self._fds.append(fd)
+
+    def view(self) -> tuple[int, ...]:
+        """Their numbers, good for as long as this owner keeps them."""
+        return tuple(self._fds)
+
+    def close(self) -> None:
+        for fd in self.take():
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def rights_of(fds: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
+    """What `sendmsg` takes to send those along."""
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+
+
+def received(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors that `recvmsg` brought, in their order; the caller's to close."""
+    found: list[int] = []
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds = array.array("i")
+            fds.frombytes(data[: len(data) - len(data) % FD_BYTES])
+            found.extend(fds)
+    return found

@@ -1,0 +1,163 @@
+"""What one operation has in the helper: contexts on its GPUs, and one space that its bytes go to and come from.
+
+A context costs half a gigabyte on its GPU, so it is there only while some lane uses the GPU. Requests to one lane are
+done one after the other, and two lanes know nothing of each other: a lane that copies out and one that copies in have
+the link to themselves in their direction. Nothing here is needed to get a lane's bytes back: these belong to
+descriptors that the daemon holds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import permutations
+from typing import Any
+
+from hegmd.errors import Refused
+from hegmd.helper import cuda
+from hegmd.helper.copying import Copy, Done
+from hegmd.helper.spaces import HostSpace, Space, VideoSpace
+
+# CUDA's word for two GPUs that cannot reach each other's memory; copies between them then go through the host.
+_PEER_ACCESS_UNSUPPORTED = 217
+
+
+class Contexts:
+    """The primary contexts that lanes use, each made for the first and let go with the last."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._contexts: dict[int, Any] = {}
+        self._users: dict[int, int] = {}
+
+    def hold(self, ordinals: Sequence[int]) -> Mapping[int, Any]:
+        """The contexts of these GPUs, all or none. Raises CudaError."""
+        with self._guard, ExitStack() as undo:
+            self._make([ordinal for ordinal in ordinals if ordinal not in self._contexts])
+            for ordinal in ordinals:
+                self._users[ordinal] = self._users.get(ordinal, 0) + 1
+                undo.callback(self._let_go_of, ordinal)
+            undo.pop_all()
+            return {ordinal: self._contexts[ordinal] for ordinal in ordinals}
+
+    def let_go(self, ordinals: Sequence[int]) -> None:
+        """They are used by one less."""
+        with self._guard:
+            for ordinal in ordinals:
+                self._let_go_of(ordinal)
+
+    def _make(self, ordinals: Sequence[int]) -> None:
+        """Make those contexts side by side: each takes 0.1 s, most of it waiting."""
+        failures: list[Exception] = []
+
+        def make(ordinal: int) -> None:
+            try:
+                self._contexts[ordinal] = cuda.retain(ordinal)
+            except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for these
+                failures.append(error)
+
+        threads = [threading.Thread(target=make, args=(ordinal,), daemon=True) for ordinal in ordinals]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            for ordinal in ordinals:
+                if self._contexts.pop(ordinal, None) is not None:
+                    cuda.release(ordinal)
+            raise failures[0]
+
+    def _let_go_of(self, ordinal: int) -> None:
+        self._users[ordinal] -= 1
+        if not self._users[ordinal]:
+            del self._users[ordinal], self._contexts[ordinal]
+            cuda.release(ordinal)
+
+
+class Lane:
+    """One operation's part of the helper. Its methods may be called from any thread."""
+
+    def __init__(self, contexts: Contexts, ordinals: Sequence[int]) -> None:
+        """Raises CudaError, with nothing held then."""
+        self._guard = threading.Lock()
+        self._closed = False
+        self._space: Space | None = None
+        with ExitStack() as undo:
+            self._contexts = contexts.hold(ordinals)
+            undo.callback(contexts.let_go, ordinals)
+            #: Whether all its GPUs reach each other's memory directly.
+            self.peer = self._enable_peers()
+            self._undo = undo.pop_all()
+
+    def _enable_peers(self) -> bool:
+        try:
+            for one, other in permutations(self._contexts, 2):
+                cuda.enable_peer(self._contexts[one], self._contexts[other])
+        except cuda.CudaError as error:
+            if error.code != _PEER_ACCESS_UNSUPPORTED:
+                raise
+            return False
+        return True
+
+    def attach_video(self, ordinal: int, pieces: Sequence[tuple[int, int]], start: int = 0) -> None:
+        """Have held video memory of one of its GPUs as the space, by descriptor and size. Raises CudaError, Refused."""
+        self._context(ordinal)
+        self._attach(lambda: VideoSpace(ordinal, self._contexts, pieces, start=start, peer=self.peer))
+
+    def attach_host(self, fd: int, size_bytes: int) -> None:
+        """Have a piece of the host pool as the space. Raises CudaError, OSError, Refused."""
+        self._attach(lambda: HostSpace(next(iter(self._contexts.values())), fd, size_bytes))
+
+    def _attach(self, make: Callable[[], Space]) -> None:
+        with self._guard:
+            self._refuse_closed()
+            if self._space is not None:
+                raise Refused("the lane has a space already", "let go of all of it first")
+            self._space = make()
+
+    def detach(self, pieces: int | None) -> int:
+        """Let go of the first pieces of its video memory, or of the whole space (None); bytes of video memory."""
+        with self._guard:
+            if isinstance(self._space, VideoSpace) and pieces is not None:
+                return self._space.detach(pieces)
+            if pieces is not None:
+                raise Refused("the lane has no video memory to let go of in pieces", "let go of all of it")
+            space, self._space = self._space, None
+            if space is not None:
+                space.close()
+            return 0
+
+    def copy(
+        self,
+        ordinal: int,
+        direction: str,
+        handles: Sequence[bytes],
+        places: Sequence[Sequence[int]],
+        tell: Callable[[int], None],
+    ) -> Done:
+        """Copy between the storages of a process on that GPU and the space. Raises CudaError, Refused."""
+        context = self._context(ordinal)
+        with self._guard:
+            self._refuse_closed()
+            if self._space is None:
+                raise Refused("the lane has no space to copy to or from", "attach video or host memory first")
+            return Copy(context, self._space, direction, handles).run(places, tell)
+
+    def close(self) -> None:
+        """Let go of everything, after whatever is under way. Closing twice is fine."""
+        with self._guard:
+            self._closed = True
+            space, self._space = self._space, None
+            with self._undo:  # the contexts go last, and in any case
+                if space is not None:
+                    space.close()
+
+    def _context(self, ordinal: int) -> Any:
+        if ordinal not in self._contexts:
+            raise Refused(f"GPU {ordinal} is none of this lane's", "open the lane with every GPU that it is to touch")
+        return self._contexts[ordinal]
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise Refused("the lane is closed", "open it again")

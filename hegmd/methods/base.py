@@ -1,0 +1,165 @@
+"""What methods and carriers are, as the performer of operations calls them.
+
+A **method** takes a process off its GPU and brings it back: the driver's own checkpoint, or books for GPUs that are
+only simulated. It also holds the room that this needs, because what room is differs: video memory that is really taken,
+or a line in a book. A **carrier** takes the bytes of the storages that an agent vouches for out of the process before
+that, and puts them back after; what it leaves, the method carries.
+
+Neither decides anything: when what is done is the machine's, which of them is the plan's. Each call may come a second
+time after it was done, or after an earlier run of the daemon began it, and finds its work done. One that fails raises
+HegmError: Refused says that nothing has changed, NoRoom that room has to be found first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from hegmd.agent_orders import AgentAway
+from hegmd.errors import Refused
+from hegmd.workers import Worker
+
+__all__ = ["Carrier", "Left", "Method", "NoRoom", "Progress", "Standing", "Subject"]
+
+Progress = Callable[[int], object]
+
+
+class NoRoom(Refused):
+    """The room that is needed is not there now. Nothing has changed, and it can be asked again when there is some."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The process that is moved, as its operation knows it now. GPUs are named as people name them, such as gpu0."""
+
+    operation: str
+    name: str
+    pid: int
+    start_ticks: int
+    #: The GPU that it is on; None while it is off all of them.
+    gpu: str | None
+    #: The GPU that it is to be on; None to be off all of them.
+    goal: str | None
+    #: The GPU that it was taken off last.
+    left: str | None
+    #: Bytes of the storages that its agent vouches for; room that is needed for them; what is needed besides them.
+    size_bytes: int = 0
+    storage_room_bytes: int = 0
+    rest_bytes: int = 0
+    #: Whether there is not room for all of its storages before its carrier gives memory back.
+    in_rounds: bool = False
+    #: Whether the room on the GPU that it leaves is to be kept for the way back.
+    keeps_room: bool = True
+    #: Its agent, if it has one that has attended since the daemon was started.
+    agent: Worker | None = None
+
+    @property
+    def who(self) -> tuple[int, int]:
+        """Its identity."""
+        return self.pid, self.start_ticks
+
+    @property
+    def worker(self) -> Worker:
+        """Its agent. Raises AgentAway."""
+        if self.agent is None:
+            raise AgentAway(self.pid, "it has not attended since hegmd was started")
+        return self.agent
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a checkpoint came to."""
+
+    #: Room that is held for the process on the GPU that it left; None if all that it had there is still its own.
+    room_bytes: int | None = None
+    #: What it had on that GPU when it was taken off, with a margin; None if nothing was measured.
+    rest_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How it stands with a process by the method's own knowledge."""
+
+    #: The GPU that it is on; None when it is off all of them.
+    gpu: str | None
+    #: Whether something is being done to it this moment, so that none of this lasts.
+    busy: bool = False
+    #: Whether it can never be brought back any more; then why.
+    failed: str = ""
+
+
+class Method(Protocol):
+    """One way of taking a process off its GPU and of bringing it back."""
+
+    name: str
+
+    async def hold_room(self, subject: Subject, gpu: str, size_bytes: int) -> None:
+        """Hold so much there for it from now on, in all. Raises NoRoom or another HegmError with nothing changed."""
+        ...
+
+    async def give_room(self, subject: Subject, gpu: str) -> None:
+        """Hold nothing there for it any more. Fine when nothing is held."""
+        ...
+
+    def rooms(self, subject: Subject) -> Mapping[str, int]:
+        """What is held for it, by GPU, its own share of the GPU that it is on included."""
+        ...
+
+    def note_size(self, subject: Subject, size_bytes: int) -> None:
+        """Its agent has counted so many bytes on the GPU that it is on."""
+        ...
+
+    async def checkpoint(self, subject: Subject) -> Left:
+        """Take it off its GPU."""
+        ...
+
+    async def restore(self, subject: Subject, gpu: str) -> None:
+        """Bring it back on that GPU; what is held for it there becomes its own. Raises NoRoom before it is too late."""
+        ...
+
+    async def make_way(self, subject: Subject) -> None:
+        """Its storages are made now: the room that is held for them, on the GPU that it is on, becomes its own."""
+        ...
+
+    async def verify(self, subject: Subject) -> None:
+        """Wait until it is seen to run on the GPU that it is believed to be on."""
+        ...
+
+    async def inspect(self, subject: Subject) -> Standing:
+        """How it really stands. A step that an earlier caller left half way is finished, as far as that is safe."""
+        ...
+
+
+class Carrier(Protocol):
+    """One way for the bytes of an agent's storages out of its process and back."""
+
+    name: str
+
+    async def hold(self, subject: Subject, size_bytes: int) -> None:
+        """Hold memory for so many bytes from now on, in all. Raises HegmError; what it held before stays then."""
+        ...
+
+    async def give(self, subject: Subject) -> None:
+        """Give that memory back. Fine when there is none."""
+        ...
+
+    def held_bytes(self, subject: Subject) -> int:
+        """For how many bytes of storages it holds memory."""
+        ...
+
+    async def arm(self, subject: Subject) -> None:
+        """Be ready to carry, with all that this takes on GPUs, before room is relied upon. Raises HegmError."""
+        ...
+
+    async def disarm(self, subject: Subject) -> None:
+        """Have nothing on any GPU any more but the memory that is held."""
+        ...
+
+    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+        """Have the bytes in that memory and no longer in the process; how many."""
+        ...
+
+    async def put_back(self, subject: Subject, on_progress: Progress) -> int:
+        """Have the bytes in the process again; how many."""
+        ...

@@ -1,0 +1,184 @@
+"""What the carriers have in common that have the helper copy.
+
+The agent shows its storages, the helper copies, the agent frees or fills them. Owns the order of these, on which it
+rests that the bytes are always in one whole place: they are freed only when all are copied, and what holds the copies
+is given back only when the agent has noted that it has its own. Where the bytes are put in the one flat space is the
+agent's to say; it keeps count of what is filled, so nothing has to be remembered here, and a new daemon goes on where
+the last one was. A helper that is lost on the way costs the copy that was under way and nothing else: it is made again
+by the next one, from memory that is held by descriptor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+from hegmd.errors import HegmError, Refused
+from hegmd.helper.link import HelperLost, Link
+from hegmd.helper.route import Place, Route
+from hegmd.methods.base import Progress, Subject
+from hegmd.methods.gpus import Gpus
+from hegmd.protocol.messages import AgentReport
+
+__all__ = ["CopyingCarrier"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Storages and copies need room on one GPU for a moment; where there is not room for both, so much is made at a time.
+ROUND_BYTES = 1 << 30
+# A helper that is lost so often at one thing will be lost again.
+_ATTEMPTS = 3
+_ALIGNED_BYTES = 512
+
+
+class CopyingCarrier:
+    """Base of those. A carrier says what the copies are in, and which GPUs the helper has to reach for that."""
+
+    name = ""
+
+    def __init__(self, helper: Link, gpus: Gpus) -> None:
+        self._helper = helper
+        self._gpus = gpus
+        self._routes: dict[str, Route] = {}
+
+    # -- for the carriers ----------------------------------------------------------------------------------------------
+
+    async def attach(self, subject: Subject, route: Route) -> None:
+        """Have the memory that is held for it as the route's space."""
+        raise NotImplementedError
+
+    async def reach(self, subject: Subject) -> list[str]:
+        """The UUIDs of the GPUs that the copies touch, that of the process first."""
+        raise NotImplementedError
+
+    async def give(self, subject: Subject) -> None:
+        """Give back the memory that is held for it."""
+        raise NotImplementedError
+
+    def space_bytes(self, subject: Subject) -> int:
+        """How far the space reaches."""
+        raise NotImplementedError
+
+    async def passed(self, subject: Subject, route: Route, at_bytes: int) -> None:
+        """Everything before that place in the space is in the process again."""
+
+    # -- the contract --------------------------------------------------------------------------------------------------
+
+    async def arm(self, subject: Subject) -> None:
+        """Have the helper ready to copy, before the process is asked to stop."""
+        await self._with_route(subject, _nothing)
+
+    async def arm_or_give(self, subject: Subject) -> None:
+        """Arm; where that fails, nothing is held either: whoever asked is told that it has nothing."""
+        try:
+            await self.arm(subject)
+        except HegmError:
+            await self.give(subject)
+            raise
+
+    async def disarm(self, subject: Subject) -> None:
+        """Let the helper have nothing more to do with it."""
+        route = self._routes.pop(_lane(subject), None)
+        if route is not None:
+            await route.close()
+
+    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+        """Raises HegmError; before the storages are freed, nothing has changed then."""
+        report = await subject.worker.order("export")
+        places = _places(report)
+        end_bytes = max((at + size_bytes for _, _, size_bytes, at in places), default=0)
+        if end_bytes > self.space_bytes(subject):
+            held_bytes = self.space_bytes(subject)
+            raise Refused(
+                f"process {subject.pid} has {end_bytes} bytes to carry, and memory for {held_bytes} is held",
+                "ask again: it has grown since it was counted",
+                {"needed_bytes": end_bytes, "held_bytes": held_bytes},
+            )
+        await self._copy(subject, "out", report, places, on_progress)
+        freed = await subject.worker.order("free")
+        return freed.size_bytes or 0
+
+    async def put_back(self, subject: Subject, on_progress: Progress) -> int:
+        """Raises HegmError; what is not filled by then is still held, and the next call goes on from there."""
+        most_bytes = ROUND_BYTES if subject.in_rounds else None
+        done_bytes = 0
+        while True:
+            report = await subject.worker.order("make", size_bytes=most_bytes)
+            done_bytes += await self._fill(subject, report, partial(_add, on_progress, done_bytes))
+            if not report.left:
+                return done_bytes
+
+    async def _fill(self, subject: Subject, report: AgentReport, on_progress: Progress) -> int:
+        places = _places(report)
+        await self._copy(subject, "in", report, places, on_progress)
+        await subject.worker.order("filled", first=report.first or 0, count=len(places))
+        if report.left:
+            await self._with_route(subject, lambda route: self.passed(subject, route, _end_of(places)))
+        return sum(place[2] for place in places)
+
+    # -- copying -------------------------------------------------------------------------------------------------------
+
+    async def _copy(
+        self, subject: Subject, direction: str, report: AgentReport, places: list[Place], on_progress: Progress
+    ) -> None:
+        gpu = await self._gpus.uuid_of(subject.gpu or "")
+
+        async def copy(route: Route) -> None:
+            done = await route.copy(gpu, direction, report.handles, places, on_progress)
+            logger.info("copied %s: %s", direction, done)
+
+        if places:
+            await self._with_route(subject, copy)
+
+    async def _with_route(self, subject: Subject, work: Callable[[Route], Awaitable[T]]) -> T:
+        """Do it over the route, which is opened if it is not, and again if its helper has gone."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return await work(await self._route(subject))
+            except HelperLost as error:
+                self._routes.pop(_lane(subject), None)
+                if attempt == _ATTEMPTS:
+                    raise
+                logger.warning("copying for process %d begins anew: %s", subject.pid, error.message)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _route(self, subject: Subject) -> Route:
+        """The route, ready to copy. Its contexts take room, so they are made in the turn on each GPU."""
+        route = self._routes.get(_lane(subject))
+        if route is None:
+            uuids = await self.reach(subject)
+            async with self._gpus.turns(self._gpus.name_of(uuid) for uuid in uuids):
+                route = await Route.open(self._helper, _lane(subject), uuids)
+            self._routes[_lane(subject)] = route
+            await self.attach(subject, route)
+        return route
+
+
+def _add(on_progress: Progress, before_bytes: int, copied_bytes: int) -> None:
+    on_progress(before_bytes + copied_bytes)
+
+
+async def _nothing(_: Route) -> None:
+    """To have the route is all that is wanted."""
+
+
+def _lane(subject: Subject) -> str:
+    return f"{subject.operation}.{subject.name}"
+
+
+def _places(report: AgentReport) -> list[Place]:
+    """Where each storage is in the process and in the space: one after the other, from where the first one is."""
+    places: list[Place] = []
+    at_bytes = report.at_bytes or 0
+    for place in report.places:
+        places.append((place.handle, place.offset, place.size_bytes, at_bytes))
+        at_bytes += -(-place.size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+    return places
+
+
+def _end_of(places: list[Place]) -> int:
+    return max((at + size_bytes for _, _, size_bytes, at in places), default=0)

@@ -1,0 +1,361 @@
+"""The driver method: NVIDIA's own checkpoint of a process, and the room without which nobody is ever restored.
+
+What the driver does was measured (580.159.04), and these rows shape this module:
+
+- A restore onto a GPU without room fails, and every later one does too: the job is lost. So room is video memory that
+  is really taken, from before the job is touched until the moment of the call; then it is let go, looked at once more,
+  and only what is really free is relied upon. Two restores on one GPU, or taking room there, wait for one another.
+- What a process has on its GPU is only certain once it is locked. So it is measured then, and if the room that is held
+  for it has become too small and cannot be made larger, it is unlocked again and has lost nothing.
+- A caller that is killed leaves a locked process locked, and a step that had begun to end by itself. So whoever looks
+  later unlocks what it finds locked: before a checkpoint and after a restore that is the right thing alike.
+- A process that was stopped by a signal makes the calls hang: it is not touched.
+
+Owns no bytes: what is held is in `memory`, by descriptor, and outlives helper and daemon.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from hegmd.errors import UNAVAILABLE, HegmError, Refused
+from hegmd.helper.link import DriverFailed, HelperLost, Link
+from hegmd.log import fields
+from hegmd.methods.base import Left, NoRoom, Progress, Standing, Subject
+from hegmd.methods.gpus import Gpus, VideoMemory, rest_of, storages_of
+from hegmd.methods.neighbours import Neighbours
+from hegmd.pieces import RESTORE_MARGIN_BYTES
+
+logger = logging.getLogger(__name__)
+
+NAME = "driver"
+RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
+
+MIB = 1 << 20
+# With less than this free besides what is held, others on that GPU are held still while the room changes hands.
+CALM_BYTES = 2048 * MIB
+
+LOCK_S = 10.0
+QUICK_S = 20.0
+# A state query waits for a step that a killed caller left to end by itself; a step goes at 2.8 GB/s, or 1 at worst.
+STATE_S = 300.0
+STEP_S = 30.0
+STEP_BYTES_PER_S = 1e9
+_LOOK_AGAIN_S = 0.05
+_LAST_WORD_S = 5.0
+_NOT_READY = 600
+
+
+class DriverMethod:
+    """The driver's checkpoint and restore, by way of the helper."""
+
+    name = NAME
+
+    def __init__(self, helper: Link, memory: VideoMemory, gpus: Gpus, neighbours: Neighbours) -> None:
+        self._helper = helper
+        self._memory = memory
+        self._gpus = gpus
+        self._neighbours = neighbours
+        self._in_hand: set[tuple[int, int]] = set()
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    async def hold_room(self, subject: Subject, gpu: str, size_bytes: int) -> None:
+        """Two pieces: what the driver needs, which goes at the restore, and that for the storages, which goes later."""
+        rest_bytes = 0 if subject.gpu == gpu else min(subject.rest_bytes, size_bytes)
+        await self._hold(subject, gpu, rest_bytes, min(subject.storage_room_bytes, size_bytes))
+
+    async def _hold(self, subject: Subject, gpu: str, rest_bytes: int, storage_bytes: int) -> None:
+        uuid = await self._gpus.uuid_of(gpu)
+        async with self._gpus.turn(gpu):
+            try:
+                await self._memory.hold(rest_of(subject), uuid, rest_bytes)
+                await self._memory.hold(storages_of(subject), uuid, storage_bytes)
+            except Refused as error:
+                raise NoRoom(error.message, error.hint, error.facts) from error
+
+    async def give_room(self, subject: Subject, gpu: str) -> None:
+        uuid = await self._gpus.uuid_of(gpu)
+        self._memory.give(rest_of(subject), uuid)
+        self._memory.give(storages_of(subject), uuid)
+        self._gpus.changed()
+
+    def rooms(self, subject: Subject) -> Mapping[str, int]:
+        """Of the GPU that it is on, what it has there is its own; room for storages that are out is besides that."""
+        held: dict[str, int] = {}
+        for owner in (rest_of(subject), storages_of(subject)):
+            for uuid, size_bytes in self._memory.of(owner).items():
+                name = self._gpus.name_of(uuid)
+                held[name] = held.get(name, 0) + size_bytes
+        if subject.gpu is not None:
+            held[subject.gpu] = max(held.get(subject.gpu, 0), subject.rest_bytes + subject.storage_room_bytes)
+        return held
+
+    def note_size(self, subject: Subject, size_bytes: int) -> None:
+        """What a process has on a real GPU needs no books."""
+
+    # -- away ----------------------------------------------------------------------------------------------------------
+
+    async def checkpoint(self, subject: Subject) -> Left:
+        """Lock, measure, make sure of the room, take it off; then the room that it left is kept for the way back."""
+        await self._neighbours.let_be(subject.who)
+        with self._having_in_hand(subject):
+            state = await self._state(subject)
+            if state == CHECKPOINTED:
+                off = dataclasses.replace(subject, gpu=None)
+                return Left(room_bytes=self.rooms(off).get(subject.gpu or "", 0))
+            if state != LOCKED:  # as one is that an earlier caller has locked when it ended
+                await self._lock(subject)
+            async with self._unlocked_unless_done(subject):
+                need_bytes = await self._needed(subject)
+                if subject.goal is not None:
+                    await self._hold(subject, subject.goal, need_bytes, subject.storage_room_bytes)
+                await self._call("checkpoint", subject, deadline_s=STEP_S + need_bytes / STEP_BYTES_PER_S)
+                await self._see_it_gone(subject)
+            return Left(room_bytes=await self._keep_way_back(subject, need_bytes), rest_bytes=need_bytes)
+
+    async def _lock(self, subject: Subject) -> None:
+        try:
+            await self._call("lock", subject, {"timeout_s": LOCK_S}, deadline_s=LOCK_S + QUICK_S)
+        except DriverFailed as error:
+            if error.number != _NOT_READY:
+                raise
+            raise Refused(
+                f"the kernels of process {subject.pid} did not come to an end within {LOCK_S:g} s",
+                "ask again when it has less queued; it goes on running meanwhile",
+                {"pid": subject.pid, "waited_s": LOCK_S},
+            ) from error
+
+    @asynccontextmanager
+    async def _unlocked_unless_done(self, subject: Subject) -> AsyncGenerator[None]:
+        """Whatever fails in here, a process that is locked by us runs again, even while the daemon goes down."""
+        try:
+            yield
+        except HelperLost:
+            raise  # the step may be ending by itself; whoever inspects the process then sees to it
+        except BaseException:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S):
+                try:
+                    await self._call("unlock", subject, deadline_s=_LAST_WORD_S)
+                except HegmError as error:
+                    logger.warning("process %d was not unlocked yet: %s", subject.pid, error.message)
+            raise
+
+    async def _needed(self, subject: Subject) -> int:
+        """What the locked process has on its GPU, with the margin. Raises Refused where the driver does not say."""
+        node = await self._gpus.seen()
+        uses = [use for process in node.processes if process.pid == subject.pid for use in process.gpus]
+        sizes = [use.vram_bytes for use in uses if use.gpu == subject.gpu]
+        if len(uses) != 1 or len(sizes) != 1 or sizes[0] is None:
+            raise Refused(
+                f"the driver does not say how much process {subject.pid} holds on {subject.gpu}",
+                "see hegmctl ps; without that figure no room can be held for it",
+                {"pid": subject.pid, "gpus": [use.gpu for use in uses]},
+            )
+        return sizes[0] + RESTORE_MARGIN_BYTES
+
+    async def _see_it_gone(self, subject: Subject) -> None:
+        """The driver says so; that the GPU has its memory back is NVML's to show."""
+        await self._until_shown(subject, there=False)
+
+    async def _keep_way_back(self, subject: Subject, need_bytes: int) -> int:
+        """As far as it can be had: somebody may have been quicker, and the way on is still open then."""
+        if subject.gpu is None or not subject.keeps_room:
+            return 0
+        try:
+            await self._hold(subject, subject.gpu, need_bytes, subject.storage_room_bytes)
+        except HegmError as error:
+            logger.warning("no room is kept on %s for the way back: %s", subject.gpu, error.message)
+            return 0
+        return need_bytes + subject.storage_room_bytes
+
+    # -- and back ------------------------------------------------------------------------------------------------------
+
+    async def restore(self, subject: Subject, gpu: str) -> None:
+        """Never without the room having been held until the moment of the call, and seen to be free at that moment."""
+        with self._having_in_hand(subject):
+            uuid = await self._gpus.uuid_of(gpu)
+            if await self._state(subject) == CHECKPOINTED:
+                pairs = await self._pairs(subject, uuid)
+                async with self._gpus.turn(gpu):
+                    await self._restore_in_room(subject, gpu, uuid, pairs)
+            await self._unlock(subject)
+
+    async def _restore_in_room(self, subject: Subject, gpu: str, uuid: str, pairs: list[list[str]]) -> None:
+        held_bytes = self._memory.of(rest_of(subject)).get(uuid, 0)
+        if held_bytes < subject.rest_bytes:
+            raise _no_room(subject, gpu, subject.rest_bytes, held_bytes, "held")
+        free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
+        crowded = free_bytes is None or free_bytes < CALM_BYTES
+        others = await self._others(subject, gpu) if crowded else []
+        async with self._neighbours.held_still(others, but_for=self._in_hand):
+            self._memory.give(rest_of(subject), uuid)
+            free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
+            if free_bytes is None or free_bytes < subject.rest_bytes:
+                await self._hold_again(subject, uuid)
+                raise _no_room(subject, gpu, subject.rest_bytes, free_bytes, "free")
+            deadline_s = STEP_S + subject.rest_bytes / STEP_BYTES_PER_S
+            await self._call("restore", subject, {"pairs": pairs}, deadline_s=deadline_s)
+
+    async def _hold_again(self, subject: Subject, uuid: str) -> None:
+        try:
+            await self._memory.hold(rest_of(subject), uuid, subject.rest_bytes)
+        except HegmError as error:
+            logger.warning("the room for process %d was lost: %s", subject.pid, error.message)
+
+    async def _pairs(self, subject: Subject, to: str) -> list[list[str]]:
+        """The map for the driver: every GPU that it sees, the old and the new one changing places; none to stay."""
+        source = subject.left or subject.gpu
+        old = to if source is None else await self._gpus.uuid_of(source)
+        if old == to:
+            return []
+        answer = await self._helper.call("devices", deadline_s=QUICK_S)
+        changed = {old: to, to: old}
+        uuids = [str(device["uuid"]) for device in answer.values["devices"]]
+        return [[uuid, changed.get(uuid, uuid)] for uuid in uuids]
+
+    async def _others(self, subject: Subject, gpu: str) -> list[tuple[int, int]]:
+        """Who else computes on that GPU, as far as it can be seen."""
+        node = await self._gpus.seen()
+        return [
+            (process.pid, process.start_ticks)
+            for process in node.processes
+            if process.pid != subject.pid and process.start_ticks is not None
+            if any(use.gpu == gpu and use.kind == "compute" for use in process.gpus)
+        ]
+
+    async def make_way(self, subject: Subject) -> None:
+        """Whoever is quicker than the process gets it; then its bytes wait for the next attempt, and none is lost."""
+        if subject.gpu is not None:
+            async with self._gpus.turn(subject.gpu):
+                self._memory.give(storages_of(subject), await self._gpus.uuid_of(subject.gpu))
+
+    # -- how it stands -------------------------------------------------------------------------------------------------
+
+    async def verify(self, subject: Subject) -> None:
+        """By the driver's own state and by the video memory that NVML shows; then nothing is held for it there."""
+        if await self._state(subject) == LOCKED:
+            await self._unlock(subject)
+        await self._until_shown(subject, there=True)
+        if subject.gpu is not None:
+            await self.give_room(subject, subject.gpu)
+
+    async def inspect(self, subject: Subject) -> Standing:
+        if subject.who in self._in_hand:
+            return Standing(gpu=subject.gpu, busy=True)
+        await self._neighbours.let_be(subject.who)
+        state = await self._state(subject)
+        if state == CHECKPOINTED:
+            return Standing(gpu=None)
+        if state == FAILED:
+            return Standing(gpu=None, failed="the driver says that its checkpoint or restore has failed for good")
+        if state == LOCKED:
+            await self._unlock(subject)
+        places = await self._places(subject)
+        likely = [gpu for gpu in (subject.gpu, subject.goal, subject.left) if gpu in places]
+        place = likely[0] if likely else places[0] if places else subject.gpu
+        if place is None:
+            raise HegmError(
+                UNAVAILABLE,
+                f"process {subject.pid} runs, and the driver does not show on which GPU",
+                "it is looked for again; see hegmctl ps",
+                {"pid": subject.pid},
+            )
+        return Standing(gpu=place)
+
+    async def _until_shown(self, subject: Subject, *, there: bool) -> None:
+        """Wait until NVML shows it on its GPU, or no longer; the driver tells nobody when."""
+        while True:
+            if (subject.gpu in await self._places(subject)) is there:
+                break
+            await anyio.sleep(_LOOK_AGAIN_S)
+        self._gpus.changed()
+
+    async def _places(self, subject: Subject) -> list[str]:
+        node = await self._gpus.seen()
+        return [use.gpu for process in node.processes if process.pid == subject.pid for use in process.gpus]
+
+    # -- the driver ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _having_in_hand(self, subject: Subject) -> Generator[None]:
+        """For as long as a step is under way nothing that is asked of the process is to be believed."""
+        self._in_hand.add(subject.who)
+        try:
+            yield
+        finally:
+            self._in_hand.discard(subject.who)
+
+    async def _state(self, subject: Subject) -> str:
+        answer = await self._call("state", subject, deadline_s=STATE_S)
+        return str(answer["state"])
+
+    async def _unlock(self, subject: Subject) -> None:
+        """Fine for one that runs already: the driver refuses the wrong order and changes nothing."""
+        if await self._state(subject) == LOCKED:
+            await self._call("unlock", subject, deadline_s=QUICK_S)
+
+    async def _call(
+        self, op: str, subject: Subject, args: Mapping[str, object] | None = None, *, deadline_s: float
+    ) -> Mapping[str, Any]:
+        if is_stopped(subject.pid):
+            raise Refused(
+                f"process {subject.pid} is stopped by a signal, and the driver would wait for it without end",
+                f"let it go on first: kill -CONT {subject.pid}",
+                {"pid": subject.pid, "asked": op},
+            )
+        answer = await self._helper.call(op, {"pid": subject.pid, **(args or {})}, deadline_s=deadline_s)
+        logger.info("%s of process %d", op, subject.pid, extra=fields(pid=subject.pid, values=dict(answer.values)))
+        return answer.values
+
+
+class DriverCarrier:
+    """For those of whom the driver carries everything: there is nothing to hold and nothing to carry."""
+
+    name = NAME
+
+    async def hold(self, subject: Subject, size_bytes: int) -> None:
+        """Nothing: the bytes go into the process's own memory."""
+
+    async def give(self, subject: Subject) -> None:
+        """Nothing is held."""
+
+    def held_bytes(self, subject: Subject) -> int:
+        return 0
+
+    async def arm(self, subject: Subject) -> None:
+        """Nothing has to be ready."""
+
+    async def disarm(self, subject: Subject) -> None:
+        """Nothing is."""
+
+    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+        return 0
+
+    async def put_back(self, subject: Subject, on_progress: Progress) -> int:
+        return 0
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped the process. One that is gone is not."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] in {"T", "t"}
+
+
+def _no_room(subject: Subject, gpu: str, needed_bytes: int, there_bytes: int | None, what: str) -> NoRoom:
+    there = "it is not known how much is" if there_bytes is None else f"{there_bytes // MIB} MiB are"
+    return NoRoom(
+        f"process {subject.pid} needs {needed_bytes // MIB} MiB on {gpu} and {there} {what} for it",
+        f"free video memory on {gpu}: it stays off its GPU with all its bytes, and comes back when there is room",
+        {"pid": subject.pid, "gpu": gpu, "needed_bytes": needed_bytes, "there_bytes": there_bytes},
+    )

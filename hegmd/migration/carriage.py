@@ -1,0 +1,163 @@
+"""Which carrier takes the bytes of a job with an agent, and how long all of it will take. Pure.
+
+The fastest that can is taken: `peer`, straight to the other GPU; `host`, to the pool by the helper's hands; `worker`,
+to the pool by the process's own. What none of them may take, or can, is left to the driver, so that a move never
+depends on their having found every tensor. The figures are those that were measured, until this node has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hegmd.migration.candidates import Candidate, GpuRoom, Rates, Request, Snapshot
+from hegmd.migration.driver_rules import rest_of
+from hegmd.migration.operation import BY_DRIVER, MIGRATE, RESUME, SUSPEND
+from hegmd.migration.wording import gigabytes
+from hegmd.pieces import CONTEXT_BYTES, whole_size
+
+PEER, HOST, WORKER = "peer", "host", "worker"
+CARRIERS = (PEER, HOST, WORKER, BY_DRIVER)
+# With peer, storages and their copies need room for a moment; where there is not room for both, they go in rounds.
+ROUND_BYTES = 1 << 30
+# Context and library state, which the driver's fixed times have in them.
+_NEXT_TO_NOTHING_BYTES = 1 << 30
+# CUDA IPC cannot show such memory to another process.
+_NATIVE = "native"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A carrier, and what it takes besides the process's own room."""
+
+    carrier: str
+    #: Bytes of its own memory on the target, and of the room for the storages what that makes free bit by bit.
+    target_bytes: int = 0
+    overlap_bytes: int = 0
+    pool_bytes: int = 0
+    #: Why none of the faster ones.
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the carrier that was asked for cannot be had."""
+
+    message: str
+    hint: str
+
+
+def choose(snapshot: Snapshot, request: Request, candidate: Candidate, source: GpuRoom, to: GpuRoom | None) -> Choice:
+    """The fastest carrier that can take its storages."""
+    whys: list[str] = []
+    for carrier in CARRIERS:
+        why = next(_against(snapshot, request, candidate, source, to, carrier), None)
+        if why is None:
+            chosen = _choice(candidate, to, carrier)
+            return Choice(
+                carrier,
+                chosen.target_bytes,
+                chosen.overlap_bytes,
+                chosen.pool_bytes,
+                why="; ".join(dict.fromkeys(whys)),
+            )
+        whys.append(why)
+    raise AssertionError("the driver can carry whatever it can take off")
+
+
+def choose_as_asked(
+    snapshot: Snapshot, request: Request, candidate: Candidate, source: GpuRoom, to: GpuRoom | None
+) -> Choice | Refusal:
+    """The carrier that was asked for, if any was; otherwise the fastest."""
+    if request.carrier is None:
+        return choose(snapshot, request, candidate, source, to)
+    if request.carrier not in CARRIERS:
+        return Refusal(f"there is no carrier {request.carrier[:40]!r}", f"there are {', '.join(CARRIERS)}")
+    why = next(_against(snapshot, request, candidate, source, to, request.carrier), None)
+    if why is not None:
+        return Refusal(
+            f"{request.carrier} cannot carry process {candidate.pid}: {why}", "leave the choice of the carrier to hegmd"
+        )
+    return _choice(candidate, to, request.carrier)
+
+
+def _choice(candidate: Candidate, to: GpuRoom | None, carrier: str) -> Choice:
+    size_bytes = candidate.agent.size_bytes or 0 if candidate.agent is not None else 0
+    if carrier == PEER and to is not None:
+        return Choice(PEER, target_bytes=size_bytes + CONTEXT_BYTES, overlap_bytes=_overlap(candidate, to))
+    context_bytes = CONTEXT_BYTES if carrier == HOST and to is not None else 0
+    return Choice(carrier, target_bytes=context_bytes, pool_bytes=0 if carrier == BY_DRIVER else size_bytes)
+
+
+def _overlap(candidate: Candidate, to: GpuRoom) -> int:
+    """How much of the room for the storages has to wait for what the copies give up; 0 where there is room for all."""
+    agent = candidate.agent
+    if agent is None or agent.cuda is None or to.free_bytes is None:
+        return 0
+    size_bytes = agent.size_bytes or 0
+    lacking_bytes = 2 * size_bytes + CONTEXT_BYTES + rest_of(candidate) - to.free_bytes
+    at_once_bytes = max(ROUND_BYTES, 2 * agent.cuda.largest_bytes)
+    return max(0, size_bytes - at_once_bytes) if lacking_bytes > 0 else 0
+
+
+def _against(
+    snapshot: Snapshot, request: Request, candidate: Candidate, source: GpuRoom, to: GpuRoom | None, carrier: str
+) -> Iterator[str]:
+    """Why that carrier cannot take the process's storages."""
+    if carrier == BY_DRIVER:
+        return
+    agent = candidate.agent
+    told = agent.cuda if agent is not None else None
+    if agent is None or told is None:
+        yield "there is no agent that knows its storages on the GPU"
+        return
+    size_bytes = agent.size_bytes or 0
+    if not size_bytes:
+        yield "its agent vouches for no storages"
+    if "graphs" in told.hazards:
+        yield "it has captured CUDA graphs, whose addresses have to stay"
+    if carrier in {PEER, HOST}:
+        if not snapshot.outlived:  # the bytes would be in no place but its memory
+            yield "nobody would keep the bytes if hegmd were killed, as systemd does for its services"
+        if told.expandable or told.allocator != _NATIVE:
+            how = "expandable segments" if told.expandable else told.allocator
+            yield f"its allocator uses {how}, which CUDA IPC cannot show to another process"
+        if candidate.around.same_ipc is False:
+            yield "it is in another IPC namespace than hegmd"
+        if (source.free_bytes or 0) < CONTEXT_BYTES:
+            free = gigabytes(source.free_bytes or 0)
+            yield f"{source.id} has {free} free, and copying needs {gigabytes(CONTEXT_BYTES)} there"
+    if carrier == PEER:
+        yield from _against_peer(request, candidate, source, to, size_bytes)
+    elif whole_size(size_bytes) > snapshot.pool.free_bytes:
+        yield f"the pool has {gigabytes(snapshot.pool.free_bytes)} free of {gigabytes(snapshot.pool.budget_bytes)}"
+
+
+def _against_peer(
+    request: Request, candidate: Candidate, source: GpuRoom, to: GpuRoom | None, size_bytes: int
+) -> Iterator[str]:
+    if request.kind != MIGRATE or to is None:
+        yield "only a migration to another GPU goes from GPU to GPU"
+        return
+    if to.id not in source.nvlinks:
+        yield f"no NVLink goes from {source.id} to {to.id}"
+    needed_bytes = rest_of(candidate) + 2 * size_bytes + CONTEXT_BYTES - _overlap(candidate, to)
+    if to.free_bytes is not None and to.free_bytes < needed_bytes:
+        free = gigabytes(to.free_bytes)
+        yield f"{to.id} has {free} free, and {gigabytes(needed_bytes)} are needed there for a moment"
+
+
+def estimate_s(kind: str, carrier: str, size_bytes: int, rest_bytes: int, rates: Rates) -> float:
+    """How long one process stands, its wait for a boundary left out."""
+    by_driver_bytes = max(0, rest_bytes - _NEXT_TO_NOTHING_BYTES)
+    out_s = rates.driver_out_s + by_driver_bytes / rates.driver_out_bytes_per_s
+    in_s = rates.driver_in_s + by_driver_bytes / rates.driver_in_bytes_per_s
+    if carrier != BY_DRIVER:
+        speeds = {
+            PEER: (rates.peer_bytes_per_s, rates.peer_bytes_per_s),
+            HOST: (rates.host_bytes_per_s, rates.host_bytes_per_s),
+            WORKER: (rates.cuda_out_bytes_per_s, rates.cuda_in_bytes_per_s),
+        }[carrier]
+        out_s += size_bytes / speeds[0] + rates.exchange_s / 2
+        in_s += size_bytes / speeds[1] + rates.exchange_s / 2
+    return (0.0 if kind == RESUME else out_s) + (0.0 if kind == SUSPEND else in_s)

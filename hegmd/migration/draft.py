@@ -1,0 +1,40 @@
+"""A plan while it is made: what is looked at, what was found against it, and what each process would take. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hegmd.errors import Code
+from hegmd.migration.candidates import Candidate, GpuRoom, Request, Snapshot
+from hegmd.migration.carriage import Choice
+from hegmd.protocol.operations import PlannedProcess, Reason
+
+
+@dataclass(slots=True)
+class Draft:
+    """What is being planned, and what was found against it so far."""
+
+    snapshot: Snapshot
+    request: Request
+    workers: list[PlannedProcess] = field(default_factory=list[PlannedProcess])
+    reasons: list[Reason] = field(default_factory=list[Reason])
+    #: What each takes besides its own room, by pid.
+    choices: dict[int, Choice] = field(default_factory=dict[int, Choice])
+
+    def against(self, code: Code, message: str, hint: str, *, pid: int | None = None, gpu: str | None = None) -> None:
+        reason = Reason(code=code.name, message=message, hint=hint, pid=pid, gpu=gpu)
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+
+    def gpu(self, name: str | None) -> GpuRoom | None:
+        return next((gpu for gpu in self.snapshot.gpus if gpu.id == name), None)
+
+    @property
+    def moving(self) -> list[PlannedProcess]:
+        """Those that do not stay where they are."""
+        return [worker for worker in self.workers if worker.to != worker.gpu]
+
+
+def candidate_of(snapshot: Snapshot, pid: int) -> Candidate | None:
+    """The process of that pid, if it could be moved at all."""
+    return next((candidate for candidate in snapshot.candidates if candidate.pid == pid), None)

@@ -1,0 +1,128 @@
+"""What stands against the driver's taking a process off its GPU, as far as it can be known before anything is done.
+
+Owns these rules and their words. They come from what the driver was seen to do (580.159.04) and from what NVIDIA says
+that it refuses; each is one that would cost the job, or the user a failed attempt, if it were found out by trying.
+There is no way round them: what loses a job is not done for anybody. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hegmd.errors import DENIED, REFUSED, Code
+from hegmd.migration.candidates import Candidate, GpuRoom, Snapshot
+from hegmd.migration.wording import gigabytes
+from hegmd.pieces import RESTORE_MARGIN_BYTES
+
+# The checkpoint calls of libcuda came with the first of these drivers, restoring onto another GPU with the second.
+CHECKPOINT_DRIVER, MOVE_DRIVER = 570, 580
+
+Against = tuple[Code, str, str]
+
+_HAZARDS = {
+    "nccl-p2p": (
+        "has live NCCL communicators that may use peer-to-peer: the driver could take it off and never bring it back",
+        "start the job with NCCL_P2P_DISABLE=1, or let it destroy its communicators first",
+    ),
+    "ipc-shared": (
+        "shares video memory with another process through CUDA IPC, which the driver cannot restore",
+        "end the process that it shares with, or let it close what it has opened",
+    ),
+    "managed": (
+        "uses managed memory, which the driver's checkpoint refuses",
+        "run it without cudaMallocManaged; nothing else can carry such memory",
+    ),
+}
+
+
+def against_leaving(snapshot: Snapshot, candidate: Candidate, gpu: GpuRoom) -> Iterator[Against]:
+    """Every reason why the driver cannot take that process off its GPU, whichever way its bytes go."""
+    who = f"process {candidate.pid}"
+    if snapshot.uid not in {0, candidate.uid}:
+        message = (
+            f"the driver lets uid {snapshot.uid}, as which hegmd runs, act on its own processes only, not on {who}"
+        )
+        yield DENIED, message, "run hegmd as root: systemctl start hegmd"
+    major = major_of(gpu.driver_version)
+    if major is None:
+        yield REFUSED, f"the driver version of {gpu.id} is not known", "see hegmctl doctor"
+    elif major < CHECKPOINT_DRIVER:
+        message = f"driver {gpu.driver_version} has no checkpoint calls"
+        yield REFUSED, message, f"install driver {CHECKPOINT_DRIVER} or newer; {MOVE_DRIVER} to move to another GPU"
+    if gpu.mig or gpu.mps or "mps" in candidate.kinds:
+        how = "cut into MIG instances" if gpu.mig else "shared through MPS"
+        yield (
+            REFUSED,
+            f"{gpu.id} is {how}, which the driver's checkpoint refuses",
+            "move what is on a GPU that is whole",
+        )
+    if "graphics" in candidate.kinds:
+        yield REFUSED, f"{who} draws on {gpu.id}, and the driver's checkpoint takes CUDA state only", "see hegmctl ps"
+    if candidate.around.stopped:
+        message = f"{who} is stopped by a signal, and the driver would wait for it without end"
+        yield REFUSED, message, f"let it go on first: kill -CONT {candidate.pid}"
+    if candidate.vram_bytes is None:
+        message = f"the driver does not say how much {who} holds on {gpu.id}, so no room can be held for it"
+        yield REFUSED, message, "run hegmd in the node's own pid namespace; see hegmctl ps"
+    yield from _against_what_it_uses(candidate, who)
+
+
+def _against_what_it_uses(candidate: Candidate, who: str) -> Iterator[Against]:
+    told = candidate.agent.cuda if candidate.agent is not None else None
+    for hazard in told.hazards if told is not None else ():
+        if hazard in _HAZARDS:
+            what, hint = _HAZARDS[hazard]
+            yield REFUSED, f"{who} {what}", hint
+    # Without an agent's word, NCCL's shared memory is taken for communicators that are alive.
+    if told is None and candidate.around.nccl_shared and not candidate.around.nccl_p2p_disabled:
+        what, hint = _HAZARDS["nccl-p2p"]
+        yield REFUSED, f"{who} {what}", hint
+
+
+def against_moving(gpu: GpuRoom) -> Iterator[Against]:
+    """Every reason why the driver cannot bring a process of that GPU back on another one."""
+    major = major_of(gpu.driver_version)
+    if major is not None and CHECKPOINT_DRIVER <= major < MOVE_DRIVER:
+        message = f"driver {gpu.driver_version} can only bring a process back on the GPU that it was on"
+        yield REFUSED, message, f"install driver {MOVE_DRIVER} or newer; suspend and resume work with this one"
+    if gpu.chip is None:
+        yield REFUSED, f"the chip of {gpu.id} is not known, and only an equal one can take over", "see hegmctl doctor"
+
+
+def against_memory(snapshot: Snapshot, candidate: Candidate, rest_bytes: int) -> Iterator[Against]:
+    """Why the bytes that the driver puts into the process's own memory would be the end of it, or of others."""
+    room_bytes = candidate.around.memory_room_bytes
+    if room_bytes is not None and room_bytes < rest_bytes:
+        message = (
+            f"the driver would put {gigabytes(rest_bytes)} into process {candidate.pid}, whose control group lets it "
+            f"grow by {gigabytes(room_bytes)}: the kernel would kill it"
+        )
+        yield REFUSED, message, "raise the memory limit of its pod, job or unit (memory.max)"
+    if snapshot.available_bytes is not None and snapshot.available_bytes < rest_bytes:
+        message = (
+            f"the driver would put {gigabytes(rest_bytes)} into process {candidate.pid} and the node has "
+            f"{gigabytes(snapshot.available_bytes)} of memory available"
+        )
+        yield REFUSED, message, "free memory on the node first"
+
+
+def rest_of(candidate: Candidate) -> int:
+    """What it needs on a GPU besides the storages that its agent vouches for, as far as that is known beforehand.
+
+    What an allocator keeps only for later is given back before the driver comes, so it does not count.
+    """
+    held_bytes = candidate.vram_bytes or 0
+    agent = candidate.agent
+    if agent is None:
+        return held_bytes + RESTORE_MARGIN_BYTES
+    gone_bytes = agent.size_bytes or 0
+    if agent.cuda is not None and agent.cuda.reserved_bytes:
+        stays_bytes = sum(item.size_bytes for item in agent.left_alone)
+        gone_bytes = max(gone_bytes, agent.cuda.reserved_bytes - stays_bytes)
+    return max(0, held_bytes - gone_bytes) + RESTORE_MARGIN_BYTES
+
+
+def major_of(version: str | None) -> int | None:
+    """The driver's branch; None when it is not known."""
+    head = (version or "").partition(".")[0]
+    return int(head) if head.isascii() and head.isdigit() else None

@@ -1,0 +1,100 @@
+"""Who moves: the processes that were named, what belongs to them, and what speaks against stopping each. Pure.
+
+A job moves as one: its ranks would wait for one another, and processes that have started one another may share what the
+driver restores only together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hegmd.errors import BUSY, NOT_FOUND, REFUSED
+from hegmd.migration.candidates import Candidate, Snapshot
+from hegmd.migration.draft import Draft, candidate_of
+from hegmd.migration.wording import listed
+
+NVIDIA = "nvidia"
+
+
+def members_of(snapshot: Snapshot, candidate: Candidate) -> tuple[Candidate, ...]:
+    """Those that move with it, itself among them: the processes of its job, and its kin."""
+    return tuple(
+        [
+            other
+            for other in snapshot.candidates
+            if other.pid == candidate.pid or _is_same_job(other, candidate) or _are_kin(snapshot, other, candidate)
+        ]
+    )
+
+
+def members_named(draft: Draft) -> Iterator[Candidate]:
+    """The processes that were named, and with each the others that move with it."""
+    seen: set[int] = set()
+    for pid in draft.request.pids:
+        candidate = candidate_of(draft.snapshot, pid)
+        if candidate is None:
+            draft.against(NOT_FOUND, f"process {pid} is on no GPU", "see who is with: hegmctl ps", pid=pid)
+            continue
+        for member in members_of(draft.snapshot, candidate):
+            if member.pid not in seen:
+                seen.add(member.pid)
+                yield member
+
+
+def _is_same_job(one: Candidate, other: Candidate) -> bool:
+    return one.job is not None and one.job == other.job and one.uid == other.uid
+
+
+def _are_kin(snapshot: Snapshot, one: Candidate, other: Candidate) -> bool:
+    """Whether one has started the other, or some process on a GPU both: they may share what the driver restores."""
+    return _first_parent(snapshot, one) == _first_parent(snapshot, other)
+
+
+def _first_parent(snapshot: Snapshot, candidate: Candidate) -> int:
+    seen = {candidate.pid}
+    while candidate.parent is not None and candidate.parent not in seen:
+        parent = candidate_of(snapshot, candidate.parent)
+        if parent is None:
+            break
+        candidate = parent
+        seen.add(candidate.pid)
+    return candidate.pid
+
+
+def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
+    """Whether nothing speaks against stopping it; what does is in the draft."""
+    before = len(draft.reasons)
+    who = f"process {candidate.pid}"
+    for op in draft.snapshot.running:
+        if any(worker.pid == candidate.pid for worker in op.live):
+            next_step = f"hegmctl resume {candidate.pid}" if op.phase == "suspended" else f"hegmctl op {op.id}"
+            message = f"operation {op.id} ({op.kind}, {op.phase}) has {who} already"
+            draft.against(BUSY, message, f"see: {next_step}", pid=candidate.pid)
+            return False  # where it is and what it holds is that operation's doing, and no reason of its own
+    if candidate.agent is not None and candidate.agent.rank is not None and not candidate.gpus:
+        # It is among the candidates for its job's sake: the others must not leave without it.
+        hint = "its ranks move together: ask again when all of them train"
+        message = f"rank {candidate.agent.rank} ({who}) has not said yet what it holds"
+        draft.against(REFUSED, message, hint, pid=candidate.pid)
+        return False
+    if candidate.agent is None:
+        if not are_of(draft, candidate, NVIDIA):
+            hint = "start the job with `hegmctl run`; a process without an agent cannot be stopped between two batches"
+            draft.against(REFUSED, f"{who} has no agent", hint, pid=candidate.pid)
+    elif candidate.agent.size_bytes is None:
+        hint = "it has not trained yet, or its agent is just connecting; ask again in a moment"
+        draft.against(REFUSED, f"the agent of {who} has not said yet what it holds", hint, pid=candidate.pid)
+    if not candidate.gpus and candidate.agent is not None and candidate.agent.size_bytes == 0:
+        hint = "a job can be moved once it has storages of PyTorch; hegmctl ps shows who is on the GPUs"
+        draft.against(REFUSED, f"{who} holds nothing that could be moved", hint, pid=candidate.pid)
+    elif len(candidate.gpus) != 1:
+        where = f"on {listed(candidate.gpus)}" if candidate.gpus else "on no GPU that is known"
+        hint = "only processes on one GPU can be moved"
+        draft.against(REFUSED, f"{who} is {where}", hint, pid=candidate.pid)
+    return len(draft.reasons) == before
+
+
+def are_of(draft: Draft, candidate: Candidate, vendor: str) -> bool:
+    """Whether all its GPUs are that vendor's."""
+    gpus = [draft.gpu(name) for name in candidate.gpus]
+    return bool(gpus) and all(gpu is not None and gpu.vendor == vendor for gpu in gpus)

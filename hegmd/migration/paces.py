@@ -1,0 +1,59 @@
+"""How fast bytes went on this node, so that the next estimate is one from here: what was seen counts half each time.
+
+Pure: whoever performs tells what took how long. What is too small to say anything of speed is left out of account.
+"""
+
+from __future__ import annotations
+
+from hegmd.migration.candidates import Rates
+from hegmd.migration.operation import BY_DRIVER
+
+__all__ = ["Paces"]
+
+# Below this, a copy is mostly its overhead.
+TELLING_BYTES = 256 << 20
+# Context and library state, which the driver's fixed times have in them.
+NEXT_TO_NOTHING_BYTES = 1 << 30
+OUT, IN = "out", "in"
+
+
+class Paces:
+    """Begins with the figures that were measured elsewhere."""
+
+    def __init__(self) -> None:
+        self._rates = Rates()
+
+    def rates(self) -> Rates:
+        """As of now."""
+        return self._rates
+
+    def note(self, carrier: str, direction: str, size_bytes: int, took_s: float) -> None:
+        """A carrier, or the driver, took so long for so many bytes."""
+        if carrier == BY_DRIVER:
+            self._note_driver(direction, size_bytes, took_s)
+            return
+        name = _RATES.get((carrier, direction))
+        copying_s = took_s - self._rates.exchange_s / 2
+        if name is not None and size_bytes >= TELLING_BYTES and copying_s > 0:
+            self._mean(name, size_bytes / copying_s)
+
+    def _note_driver(self, direction: str, size_bytes: int, took_s: float) -> None:
+        fixed_s = getattr(self._rates, f"driver_{direction}_s")
+        more_bytes = size_bytes - NEXT_TO_NOTHING_BYTES
+        if more_bytes < TELLING_BYTES:
+            self._mean(f"driver_{direction}_s", took_s)
+        elif took_s > fixed_s:
+            self._mean(f"driver_{direction}_bytes_per_s", more_bytes / (took_s - fixed_s))
+
+    def _mean(self, name: str, seen: float) -> None:
+        self._rates = self._rates.replace(**{name: (getattr(self._rates, name) + seen) / 2})
+
+
+_RATES = {
+    ("peer", OUT): "peer_bytes_per_s",
+    ("peer", IN): "peer_bytes_per_s",
+    ("host", OUT): "host_bytes_per_s",
+    ("host", IN): "host_bytes_per_s",
+    ("worker", OUT): "cuda_out_bytes_per_s",
+    ("worker", IN): "cuda_in_bytes_per_s",
+}

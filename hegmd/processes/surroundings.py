@@ -1,0 +1,139 @@
+"""What is seen of a process from outside that the driver's checkpoint would fail at, or the process die of.
+
+Owns the reading: of /proc/PID (state, ancestors, maps, environment, IPC namespace) and of control groups' limits.
+What it means is for `migration.driver_rules`. Reading maps waits for the lock on the process's memory map, so whoever
+calls this does so in a thread that can be left behind. What may not be read, or is not there, is unknown.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Outside", "nearest_ancestor", "read_outside"]
+
+_CGROUPS = Path("/sys/fs/cgroup")
+# A limit as large as this is how version 1 writes that there is none.
+_NO_LIMIT_BYTES = 1 << 60
+_STATE, _PARENT = 0, 1
+_MAPS_MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What was seen. None is unknown; of `memory_room_bytes` it is also that there is no limit."""
+
+    stopped: bool = False
+    nccl_shared: bool | None = None
+    nccl_p2p_disabled: bool = False
+    memory_room_bytes: int | None = None
+    same_ipc: bool | None = None
+
+
+def read_outside(pid: int, proc_root: str = "/proc", cgroups: Path = _CGROUPS) -> Outside:
+    """Look at one process. May block for as long as the process keeps the lock on its memory map."""
+    process = Path(proc_root) / str(pid)
+    environment = _read(process / "environ").split(b"\0")
+    return Outside(
+        stopped=_stat(process)[_STATE : _STATE + 1] in ([b"T"], [b"t"]),
+        nccl_shared=_maps_nccl(process),
+        nccl_p2p_disabled=b"NCCL_P2P_DISABLE=1" in environment,
+        memory_room_bytes=_memory_room(process, cgroups),
+        same_ipc=_is_in_our_ipc(process, Path(proc_root)),
+    )
+
+
+def nearest_ancestor(pid: int, among: Collection[int], proc_root: str = "/proc") -> int | None:
+    """The nearest of a process's ancestors that is one of those; None when none is."""
+    seen = {pid}
+    while True:
+        fields = _stat(Path(proc_root) / str(pid))
+        if len(fields) <= _PARENT:
+            return None
+        pid = int(fields[_PARENT])
+        if pid in among:
+            return pid
+        if pid <= 1 or pid in seen:
+            return None
+        seen.add(pid)
+
+
+def _stat(process: Path) -> list[bytes]:
+    """The fields after the name, which may hold anything."""
+    return _read(process / "stat").rpartition(b")")[2].split()
+
+
+def _maps_nccl(process: Path) -> bool | None:
+    """NCCL's ranks on one node share segments of that name for as long as a communicator lives."""
+    maps = _read(process / "maps", _MAPS_MAX_BYTES)
+    return b"/dev/shm/nccl-" in maps if maps else None
+
+
+def _is_in_our_ipc(process: Path, proc: Path) -> bool | None:
+    try:
+        return (process / "ns/ipc").stat().st_ino == (proc / "self/ns/ipc").stat().st_ino
+    except OSError:
+        return None
+
+
+def _memory_room(process: Path, cgroups: Path) -> int | None:
+    """The least that any of its control groups lets it grow by; what is only cache counts as room."""
+    rooms = [room for folder in _memory_groups(process, cgroups) if (room := _room_in(folder)) is not None]
+    return min(rooms, default=None)
+
+
+def _memory_groups(process: Path, cgroups: Path) -> Iterator[Path]:
+    """Its control group with a say in memory, and that one's parents."""
+    for line in _read(process / "cgroup").decode(errors="replace").splitlines():
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = cgroups / "memory" if controllers else cgroups
+        folder = root / path.lstrip("/")
+        while folder != root.parent:
+            yield folder
+            folder = folder.parent
+
+
+def _room_in(folder: Path) -> int | None:
+    for limit_name, used_name in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        limit, used = _number(folder / limit_name), _number(folder / used_name)
+        if limit is not None and used is not None and limit < _NO_LIMIT_BYTES:
+            return max(0, limit - used + _cache_bytes(folder))
+    return None
+
+
+def _cache_bytes(folder: Path) -> int:
+    for line in _read(folder / "memory.stat").decode(errors="replace").splitlines():
+        name, _, value = line.partition(" ")
+        if name in {"inactive_file", "total_inactive_file"} and value.isdigit():
+            return int(value)
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _read(path: Path, size_bytes: int = 1 << 20) -> bytes:
+    """What stands there, up to that many bytes; nothing where it cannot be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    parts: list[bytes] = []
+    try:
+        while size_bytes > 0 and (part := os.read(descriptor, min(size_bytes, 1 << 16))):
+            parts.append(part)
+            size_bytes -= len(part)
+    except OSError:
+        pass  # it has ended in between
+    finally:
+        os.close(descriptor)
+    return b"".join(parts)

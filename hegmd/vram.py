@@ -1,0 +1,263 @@
+"""Video memory that the daemon holds by descriptor: room for processes that are to come, and bytes in flight.
+
+A descriptor holds the memory whoever made it, without CUDA and without a context. So the GPU helper makes it, in pieces
+of a gigabyte, and may be killed at any time after that; closing the descriptors frees it. Of one owner on one GPU the
+pieces lie one after the other in a flat space; the first ones can be given back while the others are still needed.
+
+Room costs nothing to lose: a job whose room is gone stays checkpointed until there is some again, and an operation that
+a new daemon takes up holds its room anew. Bytes are another matter: before any are put into it, memory is to be `kept`,
+and then it is also in the service manager's descriptor store, under a name that tells owner, GPU, place and size, from
+where `adopt` takes it back. Room is not kept there because the manager closes its copy in its own time, and the one
+moment at which held memory has to be free at once is when a process is restored into it.
+
+Belongs to the event loop. Knows nothing of operations and workers but the names that it is given.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import anyio
+import anyio.to_thread
+
+from hegmd.errors import Bug, HegmError, Refused
+from hegmd.helper.link import Answer
+from hegmd.log import fields
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+GIB = 1 << 30
+STORE_PREFIX = "hegm-vram"
+# What NVIDIA's driver gives out at the least; the helper asks it and rounds up where it is more.
+UNIT_BYTES = 2 * MIB
+PIECE_BYTES = GIB
+# As many come with one message of the helper's, and stay well below what the service manager stores for us.
+MOST_PIECES = 128
+
+# Starting a helper is not in these: a call's deadline begins when there is one.
+_HOLD_S = 10.0
+_HOLD_BYTES_PER_S = 4 * GIB
+_SETTLE_S = 2.0
+
+_NAME = re.compile(
+    STORE_PREFIX + r"-(?P<who>.+)-(?P<gpu>GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-(?P<at>\d+)-(?P<size>\d+)"
+)
+
+
+class Helper(Protocol):
+    """Who makes the memory: `helper.link.Link`."""
+
+    async def call(self, op: str, args: Mapping[str, object], *, deadline_s: float) -> Answer: ...
+
+
+class Store(Protocol):
+    """Where descriptors outlive the daemon: `service.ServiceManager`, or nothing."""
+
+    def store(self, name: str, descriptors: Iterable[int]) -> bool: ...
+    def unstore(self, name: str) -> bool: ...
+    def barrier(self, limit_s: float) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some video memory, and where it begins in its owner's flat space. The descriptor is the books' to close."""
+
+    fd: int
+    at: int
+    size_bytes: int
+
+
+class _Holding:
+    """What one owner has on one GPU."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.kept = False
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(piece.size_bytes for piece in self.pieces)
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].at + self.pieces[-1].size_bytes if self.pieces else 0
+
+
+Key = tuple[str, str]
+
+
+def piece_sizes(size_bytes: int) -> list[int]:
+    """In which pieces so much is taken: gigabytes, larger ones where these would be too many, and a smaller last."""
+    piece_bytes = PIECE_BYTES
+    while size_bytes > MOST_PIECES * piece_bytes:
+        piece_bytes *= 2
+    sizes = [piece_bytes] * (size_bytes // piece_bytes)
+    if rest_bytes := size_bytes % piece_bytes:
+        sizes.append(-(-rest_bytes // UNIT_BYTES) * UNIT_BYTES)
+    return sizes
+
+
+class VideoMemory:
+    """Everything that is held, by owner and by the GPU's UUID."""
+
+    def __init__(self, helper: Helper, store: Store | None = None) -> None:
+        self._helper = helper
+        self._store = store
+        self._held: dict[Key, _Holding] = {}
+        self._taking = anyio.Lock()
+
+    # -- figures -------------------------------------------------------------------------------------------------------
+
+    def of(self, who: str) -> Mapping[str, int]:
+        """Bytes that are held for that owner, by GPU."""
+        return {gpu: holding.size_bytes for (owner, gpu), holding in self._held.items() if owner == who}
+
+    def by_owner(self) -> Mapping[Key, int]:
+        """Bytes that are held, by owner and GPU."""
+        return {key: holding.size_bytes for key, holding in self._held.items()}
+
+    def pieces(self, who: str, gpu: str) -> tuple[Piece, ...]:
+        """What the owner has there, in order. Raises HegmError when some of it was lost with an earlier daemon."""
+        holding = self._held.get((who, gpu))
+        pieces = () if holding is None else tuple(holding.pieces)
+        for one, other in pairwise(pieces):
+            if one.at + one.size_bytes != other.at:
+                raise Refused(
+                    f"of the video memory of {who} on {gpu}, what begins at {one.at + one.size_bytes} is gone",
+                    "what was in it cannot be had back; see the log of the service manager around hegmd's last restart",
+                    {"from_bytes": one.at + one.size_bytes, "to_bytes": other.at},
+                )
+        return pieces
+
+    # -- taking and giving ---------------------------------------------------------------------------------------------
+
+    async def hold(self, who: str, gpu: str, size_bytes: int) -> None:
+        """Hold at least so much there for that owner from now on, in all; what is missing is added.
+
+        Raises Refused when the GPU has no room, and whatever the helper fails with; then all is as it was. Cancelled,
+        what was on its way is given back.
+        """
+        async with self._taking:
+            known = self._held.get((who, gpu))
+            missing_bytes = size_bytes - (0 if known is None else known.size_bytes)
+            if missing_bytes <= 0:
+                return
+            deadline_s = _HOLD_S + missing_bytes / _HOLD_BYTES_PER_S
+            args: dict[str, object] = {"gpu": gpu, "sizes": piece_sizes(missing_bytes)}
+            answer = await self._helper.call("hold", args, deadline_s=deadline_s)
+            holding = self._held.get((who, gpu), _Holding())  # some may have been given back meanwhile
+            with answer.fds:
+                added = _pieces_of(answer, holding.end)
+                if holding.kept:
+                    self._keep(who, gpu, added)
+                answer.fds.take()
+            holding.pieces += added
+            self._held[who, gpu] = holding
+        logger.info(
+            "%d MiB of video memory held for %s",
+            holding.size_bytes // MIB,
+            who,
+            extra=fields(gpu=gpu, size_bytes=holding.size_bytes),
+        )
+
+    def keep(self, who: str, gpu: str) -> bool:
+        """Have it outlive the daemon from now on, before bytes are put into it; whether there is who keeps it.
+
+        Raises HegmError when it could not be handed over: then nobody is to rely on it.
+        """
+        holding = self._held.get((who, gpu))
+        if holding is None:
+            raise Bug("video memory is to be kept that is not held", facts={"who": who, "gpu": gpu})
+        holding.kept = holding.kept or self._keep(who, gpu, holding.pieces)
+        return holding.kept
+
+    def give(self, who: str, gpu: str) -> None:
+        """Give it back to the GPU. Fine when nothing is held. What is kept is free once its keeper has let go too."""
+        holding = self._held.pop((who, gpu), None)
+        if holding is not None:
+            given, holding.pieces = holding.pieces, []
+            self._close(who, gpu, holding, given)
+
+    async def give_first(self, who: str, gpu: str, count: int) -> int:
+        """Give back the first pieces; how many bytes. When this returns, they are free, also where they were kept."""
+        holding = self._held.get((who, gpu))
+        if holding is None or count > len(holding.pieces):
+            raise Bug("more pieces of video memory are given back than are held", facts={"who": who, "gpu": gpu})
+        given, holding.pieces = holding.pieces[:count], holding.pieces[count:]
+        if not holding.pieces:
+            del self._held[who, gpu]
+        self._close(who, gpu, holding, given)
+        if holding.kept and self._store is not None:
+            settled = await anyio.to_thread.run_sync(self._store.barrier, _SETTLE_S)
+            if not settled:
+                logger.warning("the service manager did not let go of video memory within %g s", _SETTLE_S)
+        return sum(piece.size_bytes for piece in given)
+
+    def close(self) -> None:
+        """Let go of everything here; what the service manager keeps, it keeps."""
+        while self._held:
+            _, holding = self._held.popitem()
+            for piece in holding.pieces:
+                os.close(piece.fd)
+
+    def adopt(self, name: str, fd: int) -> None:
+        """Take back what an earlier run of the daemon had kept. Closes what it cannot make sense of."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            logger.warning("a descriptor that was kept as %s is not video memory of ours", name)
+            os.close(fd)
+            return
+        holding = self._held.setdefault((found["who"], found["gpu"]), _Holding())
+        holding.kept = True
+        at = int(found["at"])
+        if any(piece.at == at for piece in holding.pieces):  # kept twice
+            os.close(fd)
+            return
+        holding.pieces.append(Piece(fd, at, int(found["size"])))
+        holding.pieces.sort(key=lambda piece: piece.at)
+
+    # -- the keeper ----------------------------------------------------------------------------------------------------
+
+    def _keep(self, who: str, gpu: str, pieces: Iterable[Piece]) -> bool:
+        if self._store is None:
+            return False
+        handed: list[Piece] = []
+        try:
+            for piece in pieces:
+                handed.append(piece)
+                if not self._store.store(_store_name(who, gpu, piece), [piece.fd]):
+                    return False
+        except HegmError:
+            for piece in handed:
+                self._store.unstore(_store_name(who, gpu, piece))
+            raise
+        return True
+
+    def _close(self, who: str, gpu: str, holding: _Holding, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            os.close(piece.fd)
+            if holding.kept and self._store is not None:
+                self._store.unstore(_store_name(who, gpu, piece))
+
+
+def _pieces_of(answer: Answer, start: int) -> list[Piece]:
+    """What the helper made, put behind one another. Raises Bug for an answer that does not fit."""
+    sizes: list[int] = answer.values["sizes"]
+    if len(sizes) != len(answer.fds):
+        raise Bug(f"the helper sent {len(answer.fds)} descriptors for the sizes {sizes!r}")
+    pieces: list[Piece] = []
+    for fd, size_bytes in zip(answer.fds.view(), sizes, strict=True):
+        pieces.append(Piece(fd, start, size_bytes))
+        start += size_bytes
+    return pieces
+
+
+def _store_name(who: str, gpu: str, piece: Piece) -> str:
+    return f"{STORE_PREFIX}-{who}-{gpu}-{piece.at}-{piece.size_bytes}"

@@ -1,0 +1,143 @@
+"""What is left when the driver fails under the helper: nothing open, nothing mapped, the bytes where they were."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmd.descriptors import Descriptors
+from hegmd.errors import HegmError, Refused
+from hegmd.helper.link import DriverFailed, HelperLost
+from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, SOON_S, Owner, ask, carry, hold, linked, places
+from tests.stubs.cuda.node import CudaNode
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> CudaNode:
+    return CudaNode.make(tmp_path)
+
+
+@pytest.fixture
+def owner(node: CudaNode) -> Iterator[Owner]:
+    made = Owner(node, 0, *SIZES_MIB)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def watcher(node: CudaNode) -> Iterator[Owner]:
+    """Somebody on the other GPU, who sees how much is free there."""
+    made = Owner(node, 1, 1)
+    yield made
+    made.close()
+
+
+# -- what fails ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [1, 719], ids=["one-copy", "the-context"])
+async def test_a_copy_that_fails_leaves_nothing_open_and_the_bytes_where_they_were(
+    node: CudaNode, owner: Owner, number: int
+) -> None:
+    here, there = node.uuids
+    async with linked(node) as link:
+        held, sizes = await hold(link, there, [SIZE_BYTES])
+        with held:
+            await ask(link, "open", lane="7", gpus=[here, there])
+            await ask(link, "attach-video", lane="7", gpu=there, sizes=sizes, fds=held.view())
+            node.order(f"error cuMemcpyPeerAsync {number} 2 2")
+            with pytest.raises(DriverFailed, match=f"cuMemcpyPeerAsync failed with {number}"):
+                await carry(link, here, "out", owner, places())
+            opened = len(node.calls("cuIpcOpenMemHandle_v2"))
+            assert opened == len(node.calls("cuIpcCloseMemHandle")) == 2
+            assert owner.ask("digest") == owner.digest
+            node.mend()
+            if number == 719:
+                with pytest.raises(Refused, match="there is no lane 7"):
+                    await carry(link, here, "out", owner, places())
+            else:
+                await carry(link, here, "out", owner, places())
+
+
+async def test_a_copy_that_hangs_is_ended_and_done_again(node: CudaNode, owner: Owner) -> None:
+    here, there = node.uuids
+    async with linked(node) as link:
+        held, sizes = await hold(link, there, [SIZE_BYTES])
+        with held:
+            node.order("hang cuStreamSynchronize")
+            args = {"lane": "7", "gpu": here, "direction": "out", "handles": owner.handles(), "places": places()}
+            for deadline_s in (0.5, SOON_S):
+                await ask(link, "open", lane="7", gpus=[here, there])
+                await ask(link, "attach-video", lane="7", gpu=there, sizes=sizes, fds=held.view())
+                if deadline_s != SOON_S:
+                    with pytest.raises(HelperLost, match=r"`copy` was not done after 0\.5 s"):
+                        await link.call("copy", args, deadline_s=deadline_s)
+                    node.mend()
+            await link.call("copy", args, deadline_s=SOON_S)
+            owner.come_back()
+            await carry(link, here, "in", owner, places())
+            assert owner.ask("digest") == owner.digest
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "cuMemImportFromShareableHandle"])
+async def test_memory_that_cannot_be_mapped_leaves_the_lane_as_it_was(node: CudaNode, owner: Owner, call: str) -> None:
+    here, there = node.uuids
+    async with linked(node) as link:
+        held, sizes = await hold(link, there, [4 * MIB, 4 * MIB])
+        with held:
+            await ask(link, "open", lane="7", gpus=[here, there])
+            node.order(f"error {call} 1")
+            with pytest.raises(DriverFailed, match=f"{call} failed with 1"):
+                await ask(link, "attach-video", lane="7", gpu=there, sizes=sizes, fds=held.view())
+            with pytest.raises(Refused, match="no space"):
+                await carry(link, here, "out", owner, places())
+            node.mend()
+            await ask(link, "attach-video", lane="7", gpu=there, sizes=sizes, fds=held.view())
+            with pytest.raises(Refused, match="has a space already"):
+                await ask(link, "attach-video", lane="7", gpu=there, sizes=sizes, fds=held.view())
+            await carry(link, here, "out", owner, places())
+
+
+async def test_memory_that_cannot_be_pinned_leaves_the_lane_as_it_was(node: CudaNode) -> None:
+    with Descriptors([os.memfd_create("pool")]) as pool:
+        os.ftruncate(pool.view()[0], 2 * MIB)
+        async with linked(node) as link:
+            await ask(link, "open", lane="7", gpus=node.uuids)
+            node.order("error cuMemHostRegister_v2 2")
+            with pytest.raises(DriverFailed, match="cuMemHostRegister"):
+                await ask(link, "attach-host", lane="7", size_bytes=2 * MIB, fds=pool.view())
+            node.mend()
+            await ask(link, "attach-host", lane="7", size_bytes=2 * MIB, fds=pool.view())
+
+
+async def test_host_memory_that_cannot_be_mapped_is_a_refusal_and_no_fault_of_ours(node: CudaNode) -> None:
+    """It was seen where huge pages were promised twice."""
+    with Descriptors(list(os.pipe())) as pipe:
+        async with linked(node) as link:
+            await ask(link, "open", lane="7", gpus=node.uuids)
+            with pytest.raises(Refused, match="2 MiB of the host pool cannot be mapped"):
+                await ask(link, "attach-host", lane="7", size_bytes=2 * MIB, fds=pipe.view()[:1])
+
+
+async def test_what_makes_no_sense_is_refused_before_the_driver_sees_it(node: CudaNode, owner: Owner) -> None:
+    here, there = node.uuids
+    async with linked(node) as link:
+        held, sizes = await hold(link, here, [SIZE_BYTES])
+        with held:
+            await ask(link, "open", lane="7", gpus=[here])
+            with pytest.raises(Refused, match="none of this lane's"):
+                await ask(link, "attach-video", lane="7", gpu=there, sizes=sizes, fds=held.view())
+            with pytest.raises(Refused, match="2 sizes came with 1 descriptors"):
+                await ask(link, "attach-video", lane="7", gpu=here, sizes=[1, 2], fds=held.view())
+            await ask(link, "attach-video", lane="7", gpu=here, sizes=sizes, fds=held.view())
+            for wrong in ([[3, 0, 1, 0]], [[0, 0, 1]], [[0, 0, -1, 0]]):
+                with pytest.raises(HegmError, match="is no place within 3 allocations"):
+                    await carry(link, here, "out", owner, wrong)
+            with pytest.raises(HegmError, match="is not within"):
+                await carry(link, here, "out", owner, [[0, 0, 1, SIZE_BYTES]])
+            with pytest.raises(HegmError, match="no direction"):
+                await carry(link, here, "sideways", owner, places())
+            assert (await carry(link, here, "out", owner, []))["copied_bytes"] == 0

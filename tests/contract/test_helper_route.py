@@ -1,0 +1,107 @@
+"""A lane as the daemon has it, over the stub libcuda: it is gone with its helper, and what it was given is not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.descriptors import Descriptors
+from hegmd.errors import Refused
+from hegmd.helper.link import HelperLost
+from hegmd.helper.route import Place, Route
+from hegmd.vram import VideoMemory
+from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, Owner, linked, places
+from tests.stubs.cuda.node import CudaNode
+
+WHO = "7.1-1.storages"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> CudaNode:
+    return CudaNode.make(tmp_path)
+
+
+@pytest.fixture
+def owner(node: CudaNode) -> Iterator[Owner]:
+    made = Owner(node, 0, *SIZES_MIB)
+    yield made
+    made.close()
+
+
+def all_places() -> list[Place]:
+    return [(handle, offset, size_bytes, at) for handle, offset, size_bytes, at in places()]
+
+
+async def test_out_and_back_and_nothing_left(node: CudaNode, owner: Owner) -> None:
+    here, there = node.uuids
+    async with linked(node) as link:
+        memory = VideoMemory(link)
+        await memory.hold(WHO, there, SIZE_BYTES)
+        route = await Route.open(link, "7", [here, there])
+        assert route.peer
+        await route.attach_video(there, memory.pieces(WHO, there))
+        told: list[int] = []
+        done = await route.copy(here, "out", owner.handles(), all_places(), told.append)
+        assert done.copied_bytes == told[-1] == SIZE_BYTES
+        owner.come_back()
+        await route.copy(here, "in", owner.handles(), all_places())
+        assert await route.detach_first(1) == SIZE_BYTES
+        await route.close()
+        memory.close()
+        assert owner.ask("digest") == owner.digest
+    contexts = [len(node.calls(f"cuDevicePrimaryCtx{what}")) for what in ("Retain", "Release_v2")]
+    assert contexts[0] - 1 == contexts[1], "but for the owner's own"
+
+
+async def test_a_lane_whose_helper_was_replaced_is_lost_and_not_taken_for_unknown(node: CudaNode, owner: Owner) -> None:
+    """The next helper knows no lane of that name; told as a refusal, it would have looked like a mistake of ours."""
+    here = node.uuids[0]
+    with Descriptors([os.memfd_create("pool")]) as pool:
+        os.ftruncate(pool.view()[0], SIZE_BYTES)
+        async with linked(node) as link:
+            route = await Route.open(link, "7", [here])
+            await route.attach_host(pool.view()[0], SIZE_BYTES)
+            await route.copy(here, "out", owner.handles(), all_places())
+            link.kill("the test says so")
+            with pytest.raises(HelperLost, match="is not the one any more"):
+                await route.copy(here, "in", owner.handles(), all_places())
+            await link.start()
+            with pytest.raises(HelperLost, match="in flight: copy"):
+                await route.copy(here, "in", owner.handles(), all_places())
+            await route.close()
+            owner.come_back()
+            again = await Route.open(link, "7", [here])
+            await again.attach_host(pool.view()[0], SIZE_BYTES)
+            await again.copy(here, "in", owner.handles(), all_places())
+            assert owner.ask("digest") == owner.digest
+
+
+async def test_a_lane_that_somebody_left_over_is_closed_first(node: CudaNode, owner: Owner) -> None:
+    """An operation that was cancelled while its copy went on begins anew under the same name."""
+    here = node.uuids[0]
+    async with linked(node) as link:
+        memory = VideoMemory(link)
+        await memory.hold(WHO, here, SIZE_BYTES)
+        for _ in range(2):
+            route = await Route.open(link, "7", [here])
+            await route.attach_video(here, memory.pieces(WHO, here))
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await route.copy(here, "out", owner.handles(), all_places())
+        route = await Route.open(link, "7", [here])
+        await route.attach_video(here, memory.pieces(WHO, here))
+        await route.close()
+        memory.close()
+
+
+async def test_a_route_without_memory_says_what_is_missing(node: CudaNode) -> None:
+    async with linked(node) as link:
+        route = await Route.open(link, "7", node.uuids)
+        with pytest.raises(Refused, match="no video memory is held"):
+            await route.attach_video(node.uuids[0], [])
+        with pytest.raises(Refused, match="no space to copy"):
+            await route.copy(node.uuids[0], "out", [b"x" * 64], [(0, 0, MIB, 0)])

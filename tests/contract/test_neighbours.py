@@ -1,0 +1,128 @@
+"""Others on a GPU, held still for a moment: over the stub driver, with processes that really stand."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmd.helper.link import Link
+from hegmd.methods.neighbours import FILE_NAME, Neighbours
+from hegmd.processes.procfs import Unreadable, Vanished, read_start
+from tests.contract.helped import Owner, ask, linked
+from tests.stubs.cuda.node import CudaNode
+
+
+def start_ticks(pid: int) -> int | None:
+    try:
+        return read_start("/proc", pid)[0]
+    except (Vanished, Unreadable):
+        return None
+
+
+def who(owner: Owner) -> tuple[int, int]:
+    ticks = start_ticks(owner.pid)
+    assert ticks is not None
+    return owner.pid, ticks
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> CudaNode:
+    return CudaNode.make(tmp_path / "node")
+
+
+@pytest.fixture
+def owner(node: CudaNode) -> Iterator[Owner]:
+    made = Owner(node, 0, 1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other(node: CudaNode) -> Iterator[Owner]:
+    made = Owner(node, 0, 1)
+    yield made
+    made.close()
+
+
+async def test_they_stand_for_the_moment_and_it_is_noted_on_disk_before(
+    node: CudaNode, owner: Owner, other: Owner, tmp_path: Path
+) -> None:
+    async with linked(node) as link:
+        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False)
+        async with neighbours.held_still([who(owner), who(other)]):
+            assert [await _state(link, one) for one in (owner, other)] == ["locked", "locked"]
+            noted = json.loads((tmp_path / FILE_NAME).read_text())
+            assert sorted(noted) == sorted([list(who(owner)), list(who(other))])
+        assert [await _state(link, one) for one in (owner, other)] == ["running", "running"]
+        assert not (tmp_path / FILE_NAME).exists()
+    assert owner.ask("step") == "step 1"
+
+
+async def _state(link: Link, owner: Owner) -> str:
+    return str((await ask(link, "state", pid=owner.pid))["state"])
+
+
+async def test_one_that_somebody_else_has_locked_stays_locked(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
+    """Unlocking it would let a process go on that another operation is about to take off its GPU."""
+    async with linked(node) as link:
+        await ask(link, "lock", pid=owner.pid, timeout_s=1)
+        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False)
+        async with neighbours.held_still([who(owner)]):
+            pass
+        assert await _state(link, owner) == "locked"
+        await ask(link, "unlock", pid=owner.pid)
+
+
+async def test_who_cannot_be_locked_quickly_is_stopped_or_is_ours_is_left_alone(
+    node: CudaNode, owner: Owner, other: Owner, tmp_path: Path
+) -> None:
+    node.order(f"error cuCheckpointProcessLock@{owner.pid} 600")
+    async with linked(node) as link:
+        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda pid: pid == other.pid)
+        async with neighbours.held_still([who(owner), who(other), (owner.pid, 1)]):
+            assert [await _state(link, one) for one in (owner, other)] == ["running", "running"]
+        node.mend()
+        async with neighbours.held_still([who(owner)], but_for={who(owner)}):
+            assert await _state(link, owner) == "running"
+    assert [call.subject for call in node.calls("cuCheckpointProcessLock")] == [owner.pid]
+
+
+async def test_those_whom_a_killed_daemon_held_still_are_let_go_by_the_next(
+    node: CudaNode, owner: Owner, tmp_path: Path
+) -> None:
+    async with linked(node) as link:
+        await ask(link, "lock", pid=owner.pid, timeout_s=1)
+        (tmp_path / FILE_NAME).write_text(json.dumps([who(owner), (owner.pid, 1), (2**22 + 1, 5)]))
+        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False)
+        await neighbours.let_go()
+        assert await _state(link, owner) == "running"
+        assert not (tmp_path / FILE_NAME).exists()
+        await neighbours.let_go()
+
+
+async def test_a_helper_that_is_lost_while_they_stand_leaves_nobody_standing(
+    node: CudaNode, owner: Owner, tmp_path: Path
+) -> None:
+    async with linked(node) as link:
+        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False)
+        async with neighbours.held_still([who(owner)]):
+            link.kill("the test says so")
+        assert await _state(link, owner) == "running"
+
+
+async def test_a_note_that_means_nothing_stops_nothing(node: CudaNode, tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(os.urandom(20))
+    async with linked(node) as link:
+        await Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False).let_go()
+
+
+async def test_where_that_is_not_wanted_nobody_is_held_still(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
+    async with linked(node) as link:
+        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False, enabled=False)
+        async with neighbours.held_still([who(owner)]):
+            assert owner.ask("alloc 1") == "allocated"
+    assert not node.calls("cuCheckpointProcessLock")

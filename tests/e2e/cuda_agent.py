@@ -1,0 +1,188 @@
+"""A CUDA program with an agent in it, driven by lines: `python -m tests.e2e.cuda_agent SOCKET GPU MIB...`
+
+Obeys the daemon's orders as the real agent does where the daemon copies by itself, over real IPC handles of real pieces
+of (stub) video memory; each piece stands for a storage. PyTorch for CUDA is not to be had in CI, so what finds and
+frees storages is tested on GPUs. Besides the program's lines: `facts NAME=VALUE...` changes what it says of itself,
+`refuse ORDER` and `allow ORDER` what it does, `seen` tells the orders.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from typing import Any
+
+from hegmctl.connection import Connection, connect
+from hegmd.protocol.messages import AgentAttend, AgentDismissed, AgentReport, CudaFacts, Noted, Order, Place
+from tests.stubs.cuda.program import MIB, Handle, Program, call
+
+ALIGNED_BYTES = 512
+
+
+class Agent:
+    """The orders, and the pieces that they are about."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.sizes = [size * MIB for size in program.sizes_mib]
+        self.pieces: list[int] = list(program.pieces)
+        self.boundary = 5
+        self.parked = False
+        self.filled = len(self.pieces)
+        self.seen: list[str] = []
+        self.facts: dict[str, Any] = {}
+        self.refuses: dict[str, str] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self.filled == len(self.sizes) else sum(self.sizes)
+
+    def attend(self, socket_path: str) -> None:
+        """Obey, in a thread of its own; a daemon that is gone is waited for."""
+        context = ctypes.c_void_p()
+        call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self.program.ordinal)
+        call("cuCtxSetCurrent", context)
+        while True:
+            try:
+                with connect(socket_path) as connection:
+                    self._listen(connection)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next daemon is tried
+                self.seen.append(f"lost:{type(error).__name__}")
+                threading.Event().wait(0.05)
+
+    def _listen(self, connection: Connection) -> None:
+        about = AgentAttend(
+            token="c" * 32,
+            python_version="3.11",
+            framework="torch",
+            boundary=self.boundary,
+            parked=self.parked,
+            held_bytes=self.held_bytes,
+            size_bytes=sum(self.sizes),
+        )
+        for order in connection.stream(about, Order, AgentDismissed, patient=True):
+            self.seen.append(order.do)
+            report = AgentReport(order=order.order, result="done", boundary=self.boundary)
+            if order.do in self.refuses:
+                report = report.replace(result="failed", message=self.refuses[order.do], hint="ask the test")
+            else:
+                obey = getattr(self, {"filled": "note_filled"}.get(order.do, order.do))
+                report = report.replace(**obey(order))
+            connection.call(report.replace(boundary=self.boundary), Noted)
+
+    # ---- orders -----------------------------------------------------------------------------------------------------
+
+    def survey(self, _: Order) -> dict[str, Any]:
+        if not self.parked:
+            self.boundary += 1
+        facts = {"gpus": (), "allocator": "native", "expandable": False, "largest_bytes": max(self.sizes)}
+        return {
+            "parked": self.parked,
+            "held_bytes": self.held_bytes,
+            "storages": len(self.sizes),
+            "size_bytes": sum(self.sizes),
+            "cuda": CudaFacts(**{**facts, **self.facts}),
+        }
+
+    def park(self, order: Order) -> dict[str, Any]:
+        self.parked, self.boundary = True, max(self.boundary + 1, order.at or 0)
+        return {}
+
+    def withdraw(self, _: Order) -> dict[str, Any]:
+        assert not self.held_bytes, "a thread was let go without its bytes"
+        self.parked = False
+        return {}
+
+    def release(self, order: Order) -> dict[str, Any]:
+        self.withdraw(order)
+        self.boundary += 1
+        return {}
+
+    def export(self, _: Order) -> dict[str, Any]:
+        assert self.parked
+        return self._view(0, len(self.sizes))
+
+    def free(self, _: Order) -> dict[str, Any]:
+        assert self.parked
+        if not self.held_bytes:
+            for piece in self.pieces:
+                call("cuMemFree_v2", piece)
+            self.pieces, self.filled = [], 0
+        return {"size_bytes": sum(self.sizes), "storages": len(self.sizes)}
+
+    def make(self, order: Order) -> dict[str, Any]:
+        """Those that were made and are not filled are shown once more."""
+        if len(self.pieces) == self.filled:
+            made_bytes = 0
+            while len(self.pieces) < len(self.sizes):
+                size_bytes = self.sizes[len(self.pieces)]
+                if order.size_bytes is not None and made_bytes and made_bytes + size_bytes > order.size_bytes:
+                    break
+                self.pieces.append(self.program.allocate(size_bytes))
+                made_bytes += size_bytes
+        return self._view(self.filled, len(self.pieces))
+
+    def note_filled(self, order: Order) -> dict[str, Any]:
+        assert order.first is not None
+        assert order.count is not None
+        self.filled = max(self.filled, order.first + order.count)
+        assert self.filled <= len(self.pieces)
+        if not self.held_bytes:
+            self.program.pieces = list(self.pieces)
+        return {"held_bytes": self.held_bytes}
+
+    def _view(self, first: int, last: int) -> dict[str, Any]:
+        handles: list[bytes] = []
+        for piece in self.pieces[first:last]:
+            handle = Handle()
+            call("cuIpcGetMemHandle", ctypes.byref(handle), piece)
+            handles.append(bytes(memoryview(handle)))
+        places = [Place(handle=index, offset=0, size_bytes=size) for index, size in enumerate(self.sizes[first:last])]
+        at_bytes = sum(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in self.sizes[:first])
+        return {
+            "handles": tuple(handles),
+            "places": tuple(places),
+            "first": first,
+            "at_bytes": at_bytes,
+            "left": len(self.sizes) - last,
+        }
+
+
+def main() -> None:
+    socket_path, gpu, *sizes_mib = sys.argv[1:]
+    program = Program(int(gpu), [int(size) for size in sizes_mib])
+    agent = Agent(program)
+    threading.Thread(target=agent.attend, args=(socket_path,), daemon=True).start()
+    _say(f"ready {os.getpid()}")
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        if command == "facts":
+            agent.facts.update({name: _value(text) for name, _, text in (word.partition("=") for word in arguments)})
+            _say("noted")
+        elif command == "refuse":
+            agent.refuses[arguments[0]] = "the test wants it so"
+            _say("noted")
+        elif command == "allow":
+            agent.refuses.pop(arguments[0])
+            _say("noted")
+        elif command == "seen":
+            _say(" ".join(["seen", *agent.seen]))
+        else:
+            _say(getattr(program, command)(*arguments))
+
+
+def _value(text: str) -> object:
+    """A list where there is a comma, a truth for yes and no, else the word."""
+    known = {"yes": True, "no": False}
+    return tuple(filter(None, text.split(","))) if "," in text else known.get(text, text)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""A node with stub CUDA GPUs, a daemon that moves processes on it by the driver, and programs without an agent.
+
+Everything above libcuda and libnvidia-ml is the real thing: daemon, helper, binding, sockets, processes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+from typing_extensions import Self
+
+from hegmctl.connection import Connection, connect
+from hegmd.protocol import operations as told
+from hegmd.protocol.messages import Operations, OperationsReply, Story, StoryReply
+from tests.e2e.daemon import RunningDaemon
+from tests.stubs.cuda.node import CudaNode
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests/stubs/cuda/program.py"
+MIB = 1 << 20
+GIB = 1 << 30
+# As often is a figure asked for again; the daemon looks anew every quarter of a second.
+LOOKS = 3000
+
+
+class DrivenProgram:
+    """A CUDA program that was not started by us: it does what it is told, line by line."""
+
+    def __init__(self, node: CudaNode, *words: str) -> None:
+        paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"}
+        environ = {**os.environ, **node.environment(), **paths}
+        self.process = subprocess.Popen(
+            [sys.executable, *words], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._stdin, self._stdout = self.process.stdin, self.process.stdout
+        assert self._stdout.readline().startswith("ready")
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def tell(self, line: str) -> str:
+        """Have it do something; what it answers."""
+        self._stdin.write(f"{line}\n")
+        self._stdin.flush()
+        return self._stdout.readline().strip()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._stdin.close()
+        self._stdout.close()
+
+
+class DrivenNode:
+    """The node, and a daemon on it that can be killed and started again."""
+
+    def __init__(self, folder: Path, *, gpus: int = 2, gpu_bytes: int = 8 * GIB) -> None:
+        self.folder = folder
+        self.cuda = CudaNode.make(folder / "node", gpus=gpus, gpu_bytes=gpu_bytes)
+        scenario = self.cuda.nvml(folder / "nvml")
+        scenario.link_all()
+        scenario.write()
+        environ = {**self.cuda.environment(), **scenario.environment()}
+        self.daemon = RunningDaemon(folder, environ=environ, simulate=False)
+
+    def program(self, gpu: int = 0, *sizes_mib: int) -> DrivenProgram:
+        return DrivenProgram(self.cuda, str(PROGRAM), str(gpu), *map(str, sizes_mib or (48, 16)))
+
+    def agented(self, gpu: int = 0, *sizes_mib: int) -> DrivenProgram:
+        """The same with an agent in it, once the daemon knows what it holds."""
+        sizes = map(str, sizes_mib or (48, 1, 16))
+        words = ["-m", "tests.e2e.cuda_agent", str(self.daemon.socket_path), str(gpu), *sizes]
+        program = DrivenProgram(self.cuda, *words)
+        for _ in range(LOOKS):
+            with self.connect() as connection:
+                found = [process for process in connection.processes().processes if process.pid == program.pid]
+                if any(process.agent is not None for process in found):
+                    return program
+        raise AssertionError(f"the agent in process {program.pid} does not attend")
+
+    def connect(self) -> Connection:
+        """Patient: the machine may have other things to do than these tests."""
+        return connect(str(self.daemon.socket_path), timeout_s=50)
+
+    def vram(self, pid: int) -> dict[str, int]:
+        """What NVML shows of a process, by GPU."""
+        with self.connect() as connection:
+            found = [process for process in connection.processes().processes if process.pid == pid]
+        return {use.gpu: use.vram_bytes or 0 for process in found for use in process.gpus}
+
+    def used(self) -> dict[str, int]:
+        """What is in use on each GPU, once the service manager has worked off what it was told."""
+        self.daemon.read_notices()
+        with self.connect() as connection:
+            return {gpu.id: gpu.memory_used_bytes or 0 for gpu in connection.gpus().gpus}
+
+    def __enter__(self) -> Self:
+        self.daemon.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.daemon.__exit__(kind, error, tb)
+
+
+class Watched:
+    """A program that has worked, and what it has to say after whatever was done to it."""
+
+    def __init__(self, program: DrivenProgram) -> None:
+        self.program = program
+        self.pid = program.pid
+        self.digest = program.tell("digest")
+        self.steps = 1
+        assert program.tell("step") == "step 1"
+
+    def is_whole(self) -> None:
+        """It goes on where it was, with all it had."""
+        self.steps += 1
+        assert self.program.tell("step") == f"step {self.steps}"
+        assert self.program.tell("digest") == self.digest
+
+
+def at_rest(node: DrivenNode) -> told.Operation:
+    """The newest operation, once it is over or suspended."""
+    with node.connect() as connection:
+        newest = connection.call(Operations(), OperationsReply).operations[-1]
+        return connection.call(Story(id=newest.id, follow=True), StoryReply).operation
+
+
+def only_its_own(node: DrivenNode, watched: Watched) -> None:
+    """No video memory is held but the program's, on one GPU; the daemon's figures may be some looks behind."""
+    own = node.vram(watched.pid)
+    assert len(own) == 1
+    used: dict[str, int] = {}
+    for _ in range(LOOKS):
+        used = node.used()
+        if used == {"gpu0": 0, "gpu1": 0, **own}:
+            return
+    raise AssertionError(f"{used} is in use, of which {own} is the program's")
+
+
+def helper_of(node: DrivenNode) -> psutil.Process:
+    children = psutil.Process(node.daemon.process.pid).children()
+    (helper,) = (child for child in children if "hegmd.helper.child" in child.cmdline())
+    return helper

@@ -1,0 +1,173 @@
+"""Storages carried by the helper, around the driver's checkpoint: a real daemon and helper over the stub driver.
+
+The agent is a model over real (stub) video memory; every byte of it goes from one process to another and back.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmctl.connection import Connection
+from hegmd.errors import HegmError
+from hegmd.protocol import operations as told
+from hegmd.protocol.messages import Migrate, OperationReply
+from tests.e2e.driven import GIB, DrivenNode, DrivenProgram, Watched, at_rest, helper_of, only_its_own
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+OPEN = "cuIpcOpenMemHandle_v2"
+# Three pieces are opened on the way out, and three on the way in: where the helper is when it is interrupted.
+STAGES = {
+    "arming": "cuDevicePrimaryCtxRetain",
+    "copying out": f"{OPEN}",
+    "checkpoint": "step:checkpoint",
+    "restore": "step:restore",
+    "copying in": f"{OPEN}",
+}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[DrivenNode]:
+    with DrivenNode(tmp_path) as made:
+        yield made
+
+
+def migrate(connection: Connection, pid: int, to: str, carrier: str | None = None) -> told.Operation:
+    reply = connection.call(Migrate(pids=(pid,), to=to, carrier=carrier), OperationReply)
+    assert reply.operation is not None
+    return reply.operation
+
+
+def seen(program: DrivenProgram) -> list[str]:
+    """The orders that moved something."""
+    return [word for word in program.tell("seen").split() if word in {"export", "free", "make", "filled", "release"}]
+
+
+@pytest.mark.parametrize("carrier", ["peer", "host", "driver"])
+def test_a_job_is_moved_there_and_back_by_each_carrier(node: DrivenNode, carrier: str) -> None:
+    with node.agented(0) as program, node.connect() as connection:
+        watched = Watched(program)
+        for to in ("gpu1", "gpu0"):
+            moved = migrate(connection, watched.pid, to, carrier)
+            assert (moved.phase, moved.failure, moved.processes[0].gpu) == ("done", None, to)
+            watched.is_whole()
+            only_its_own(node, watched)
+        carried = ["export", "free", "make", "filled"] if carrier != "driver" else []
+        assert seen(program) == [*carried, "release"] * 2
+
+
+def test_a_suspended_job_leaves_nothing_on_any_gpu_and_resumes_on_another(node: DrivenNode) -> None:
+    with node.agented(0) as program, node.connect() as connection:
+        watched = Watched(program)
+        suspended = connection.suspend(watched.pid)
+        assert suspended.plan is not None
+        assert suspended.plan.workers[0].carrier == "host"
+        assert node.used() == {"gpu0": 0, "gpu1": 0}
+        resumed = connection.resume(watched.pid, "gpu1").operation
+        assert resumed is not None
+        assert (resumed.phase, resumed.failure) == ("done", None)
+        watched.is_whole()
+        only_its_own(node, watched)
+
+
+def test_the_fastest_carrier_that_can_is_taken_and_the_plan_says_why_not_a_faster_one(node: DrivenNode) -> None:
+    with node.agented(0) as program, node.connect() as connection:
+        assert _planned(connection, program.pid).workers[0].carrier == "peer"
+        program.tell("facts expandable=yes")
+        plan = _planned(connection, program.pid)
+        assert plan.workers[0].carrier == "worker"
+        assert "expandable segments" in " ".join(plan.hazards)
+        program.tell("facts hazards=graphs,")
+        assert _planned(connection, program.pid).workers[0].carrier == "driver"
+        program.tell("facts hazards=nccl-p2p,")
+        with pytest.raises(HegmError, match="peer-to-peer") as refused:
+            _planned(connection, program.pid)
+        assert "NCCL_P2P_DISABLE" in refused.value.hint
+        assert "export" not in seen(program)
+
+
+def _planned(connection: Connection, pid: int) -> told.Plan:
+    plan = connection.migrate(pid, "gpu1", dry_run=True).plan
+    assert plan is not None
+    return plan
+
+
+@pytest.mark.parametrize("carrier", ["peer", "host"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_helper_that_is_killed_while_it_carries_costs_no_byte(
+    node: DrivenNode, tmp_path: Path, stage: str, carrier: str
+) -> None:
+    _interrupted(node, tmp_path, stage, carrier, lambda: helper_of(node).kill())
+
+
+def _interrupted(node: DrivenNode, tmp_path: Path, stage: str, carrier: str, interrupt: Callable[[], None]) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with node.agented(0) as program:
+        watched = Watched(program)
+        first = " 4" if stage == "copying in" else " 1"
+        node.cuda.order(f"hold {STAGES[stage]} {gate}{first}")
+        with node.connect() as connection:
+            connection.call(Migrate(pids=(watched.pid,), to="gpu1", carrier=carrier, wait=False), OperationReply)
+        with gate.open("w"):
+            interrupt()
+            node.cuda.mend()
+        ended = at_rest(node)
+        assert (ended.phase in {"done", "undone"}, ended.processes[0].state) == (True, "running")
+        if "copying" in stage:
+            assert (ended.phase, ended.failure) == ("done", None), "the copy was not made again by the next helper"
+        watched.is_whole()
+        only_its_own(node, watched)
+
+
+@pytest.mark.parametrize("order", ["export", "free", "make", "filled"])
+@pytest.mark.parametrize("carrier", ["peer", "host"])
+def test_an_agent_that_cannot_is_left_where_it_was_or_brought_back(node: DrivenNode, order: str, carrier: str) -> None:
+    with node.agented(0) as program, node.connect() as connection:
+        watched = Watched(program)
+        program.tell(f"refuse {order}")
+        moved = migrate(connection, watched.pid, "gpu1", carrier)
+        assert moved.failure is not None
+        assert "the test wants it so" in moved.failure.message
+        if moved.phase == "suspended":  # neither way is open as long as it refuses
+            program.tell(f"allow {order}")
+            resumed = connection.resume(watched.pid).operation
+            assert resumed is not None
+            assert resumed.phase == "done"
+        watched.is_whole()
+        only_its_own(node, watched)
+
+
+def test_storages_are_made_in_rounds_where_there_is_not_room_for_them_and_their_copies(tmp_path: Path) -> None:
+    with DrivenNode(tmp_path, gpu_bytes=7 * GIB // 2) as node, node.agented(0, 400, 400, 400) as program:
+        watched = Watched(program)
+        with node.connect() as connection:
+            plan = _planned(connection, watched.pid)
+            assert (plan.workers[0].carrier, plan.workers[0].overlap_bytes > 0) == ("peer", True)
+            moved = migrate(connection, watched.pid, "gpu1")
+            assert (moved.phase, moved.failure) == ("done", None)
+        assert seen(program) == ["export", "free", "make", "filled", "make", "filled", "release"]
+        watched.is_whole()
+
+
+def test_a_daemon_that_is_killed_while_a_job_is_suspended_leaves_it_to_the_next(node: DrivenNode) -> None:
+    """The driver has all of it, so nobody has to keep anything."""
+    with node.agented(0) as program:
+        watched = Watched(program)
+        program.tell("facts hazards=graphs,")
+        with node.connect() as connection:
+            connection.suspend(watched.pid)
+        node.daemon.stop(signal.SIGKILL)
+        node.daemon.start()
+        assert at_rest(node).phase == "suspended"
+        with node.connect() as connection:
+            resumed = connection.resume(watched.pid).operation
+            assert resumed is not None
+            assert (resumed.phase, resumed.failure) == ("done", None)
+        watched.is_whole()
+        only_its_own(node, watched)

@@ -1,0 +1,223 @@
+"""Processes without an agent, moved by the driver alone: a real daemon and a real helper over the stub driver.
+
+The stub has the trap of the real one: a restore without room loses the job for good, and then the program below never
+answers again. So a test that ends with its answer and its digest has proved that the trap was not sprung.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmctl.connection import Connection
+from hegmd.errors import HegmError
+from hegmd.protocol import operations as told
+from hegmd.protocol.messages import (
+    CancelOperation,
+    Migrate,
+    OperationReply,
+    Operations,
+    OperationsReply,
+)
+from tests.e2e.driven import GIB, DrivenNode, Watched, at_rest, helper_of, only_its_own
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+LOCK, CHECKPOINT = "cuCheckpointProcessLock", "cuCheckpointProcessCheckpoint"
+RESTORE, UNLOCK = "cuCheckpointProcessRestore", "cuCheckpointProcessUnlock"
+STAGES = ("cuMemCreate", LOCK, "step:lock", CHECKPOINT, "step:checkpoint", RESTORE, "step:restore", UNLOCK)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[DrivenNode]:
+    with DrivenNode(tmp_path) as made:
+        yield made
+
+
+def begin(connection: Connection, pid: int, to: str = "gpu1") -> told.Operation:
+    reply = connection.call(Migrate(pids=(pid,), to=to, wait=False), OperationReply)
+    assert reply.operation is not None
+    return reply.operation
+
+
+def test_a_process_without_an_agent_is_moved_suspended_and_resumed(node: DrivenNode) -> None:
+    with node.program(0) as program, node.connect() as connection:
+        watched = Watched(program)
+        moved = connection.migrate(watched.pid, "gpu1").operation
+        assert moved is not None
+        assert (moved.phase, moved.failure, moved.processes[0].gpu) == ("done", None, "gpu1")
+        assert moved.blackout_s is not None
+        watched.is_whole()
+        assert list(node.vram(watched.pid)) == ["gpu1"]
+        only_its_own(node, watched)
+        suspended = connection.suspend(watched.pid).operation
+        assert suspended is not None
+        assert (suspended.phase, suspended.processes[0].state) == ("suspended", "off")
+        assert node.used() == {"gpu0": 0, "gpu1": 0}
+        resumed = connection.resume(watched.pid, "gpu0").operation
+        assert resumed is not None
+        assert (resumed.phase, resumed.failure) == ("done", None)
+        watched.is_whole()
+        only_its_own(node, watched)
+
+
+def test_every_gpu_of_the_driver_is_in_the_map(tmp_path: Path) -> None:
+    with DrivenNode(tmp_path, gpus=4) as node, node.program(2) as program, node.connect() as connection:
+        watched = Watched(program)
+        moved = connection.migrate(watched.pid, "gpu3").operation
+        assert moved is not None
+        assert (moved.phase, moved.failure) == ("done", None)
+        watched.is_whole()
+        assert list(node.vram(watched.pid)) == ["gpu3"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_helper_that_is_killed_anywhere_costs_no_job(node: DrivenNode, tmp_path: Path, stage: str) -> None:
+    _interrupted(node, tmp_path, stage, lambda: helper_of(node).kill())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_daemon_that_ends_anywhere_costs_no_job(
+    node: DrivenNode, tmp_path: Path, stage: str, how: signal.Signals
+) -> None:
+    _interrupted(node, tmp_path, stage, lambda: node.daemon.process.send_signal(how), restart=True)
+
+
+def _interrupted(
+    node: DrivenNode, tmp_path: Path, stage: str, interrupt: Callable[[], None], *, restart: bool = False
+) -> None:
+    """A migration that stands in that call when somebody is killed; then the call goes on, if it still can."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with node.program(0) as program:
+        watched = Watched(program)
+        node.cuda.order(f"hold {stage} {gate}")
+        with node.connect() as connection:
+            begin(connection, watched.pid)
+        with gate.open("w"):  # from here on somebody stands in the call
+            interrupt()
+            node.cuda.mend()
+        if restart:
+            node.daemon.stop()
+            node.daemon.start()
+        ended = at_rest(node)
+        assert (ended.phase in {"done", "undone"}, ended.processes[0].state) == (True, "running")
+        watched.is_whole()
+        only_its_own(node, watched)
+
+
+@pytest.mark.parametrize("stage", STAGES[:5])
+def test_a_move_that_is_cancelled_before_it_is_off_its_gpu_has_not_happened(
+    node: DrivenNode, tmp_path: Path, stage: str
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with node.program(0) as program, node.connect() as connection:
+        watched = Watched(program)
+        node.cuda.order(f"hold {stage} {gate}")
+        op = begin(connection, watched.pid)
+        with gate.open("w"):
+            connection.call(CancelOperation(id=op.id), OperationReply)
+            node.cuda.mend()
+        ended = at_rest(node)
+        assert (ended.phase, ended.processes[0].gpu) == ("undone", "gpu0")
+        watched.is_whole()
+        only_its_own(node, watched)
+
+
+def test_kernels_that_do_not_end_are_waited_for_and_then_left_alone(node: DrivenNode) -> None:
+    with node.program(0) as program, node.connect() as connection:
+        watched = Watched(program)
+        node.cuda.order(f"error {LOCK} 600")
+        moved = connection.migrate(watched.pid, "gpu1").operation
+        assert moved is not None
+        assert moved.phase == "undone"
+        assert moved.failure is not None
+        assert "did not come to an end" in moved.failure.message
+        watched.is_whole()
+        only_its_own(node, watched)
+
+
+def test_a_process_that_has_grown_since_it_was_planned_for_takes_more_room_or_stays(
+    tmp_path: Path,
+) -> None:
+    with DrivenNode(tmp_path, gpu_bytes=2 * GIB) as node, node.program(0) as program, node.program(1, 700) as other:
+        watched, neighbour = Watched(program), Watched(other)
+        gate = tmp_path / "gate"
+        os.mkfifo(gate)
+        node.cuda.order(f"hold {LOCK}@{watched.pid} {gate}")
+        with node.connect() as connection:
+            begin(connection, watched.pid)
+        with gate.open("w"):
+            assert program.tell("alloc 600") == "allocated"
+            node.cuda.mend()
+        ended = at_rest(node)
+        assert ended.phase == "undone"
+        assert ended.failure is not None
+        assert "no room" in ended.failure.message
+        watched.steps += 1
+        assert program.tell("step") == f"step {watched.steps}"
+        neighbour.is_whole()
+
+
+def test_somebody_who_takes_all_memory_there_is_does_not_cost_the_job(tmp_path: Path) -> None:
+    """The neighbour grabs in a loop while the job is moved there, and gets all but what is held."""
+    with DrivenNode(tmp_path, gpu_bytes=4 * GIB) as node, node.program(0) as program, node.program(1, 16) as other:
+        watched = Watched(program)
+        gate = tmp_path / "gate"
+        os.mkfifo(gate)
+        node.cuda.order(f"hold {CHECKPOINT} {gate}")
+        with node.connect() as connection:
+            begin(connection, watched.pid)
+        with gate.open("w"):
+            assert other.tell("grab").startswith("grabbed")
+            assert other.tell("hoard") == "hoarding"
+            node.cuda.mend()
+        ended = at_rest(node)
+        assert (ended.phase, ended.failure) == ("done", None)
+        watched.is_whole()
+
+
+def test_a_job_whose_room_is_gone_stays_off_its_gpu_until_there_is_room_again(tmp_path: Path) -> None:
+    """Both ways are closed for a while; nothing is called that could lose it, and it comes back by itself."""
+    with DrivenNode(tmp_path, gpu_bytes=4 * GIB) as node, node.program(0) as program:
+        watched = Watched(program)
+        with node.connect() as connection:
+            connection.suspend(watched.pid)
+        with node.program(0, 16) as here, node.program(1, 16) as there:
+            assert here.tell("grab").startswith("grabbed")
+            assert there.tell("grab").startswith("grabbed")
+            with node.connect() as connection, pytest.raises(HegmError, match="free and"):
+                connection.resume(watched.pid)
+        with node.connect() as connection:
+            resumed = connection.resume(watched.pid).operation
+            assert resumed is not None
+            assert resumed.phase == "done"
+        watched.is_whole()
+        only_its_own(node, watched)
+
+
+def test_a_process_that_is_stopped_by_a_signal_is_refused_before_the_driver_waits_for_it(node: DrivenNode) -> None:
+    with node.program(0) as program, node.connect() as connection:
+        watched = Watched(program)
+        os.kill(watched.pid, signal.SIGSTOP)
+        with pytest.raises(HegmError, match="stopped by a signal"):
+            connection.migrate(watched.pid, "gpu1")
+        os.kill(watched.pid, signal.SIGCONT)
+        watched.is_whole()
+
+
+def test_a_suspended_process_that_is_killed_leaves_nothing_behind(node: DrivenNode) -> None:
+    with node.program(0) as program, node.connect() as connection:
+        connection.suspend(program.pid)
+        program.process.kill()
+        next(event for event in connection.events(follow=True) if event.kind == "operation.lost")
+    with node.connect() as connection:
+        (suspended,) = connection.call(Operations(), OperationsReply).operations
+        assert (suspended.phase, suspended.processes[0].state) == ("lost", "lost")
+        assert node.used() == {"gpu0": 0, "gpu1": 0}

@@ -1,0 +1,110 @@
+"""What the machine does with a process that only the driver has a hold on, and with room that is gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hegmd.migration import events
+from hegmd.migration.operation import BACK, SUSPEND, Worker
+from tests.unit.migration.operations import Drive, ending, operation, tags, worker
+
+
+def bare(to: str | None = "gpu1", **values: Any) -> Worker:
+    """A process without an agent: all it has goes with the driver."""
+    plain: dict[str, Any] = {"token": "", "method": "driver", "carrier": "driver", "size_bytes": 0, "rest_bytes": 10}
+    return worker(to=to, **{**plain, **values})
+
+
+def _effects(drive: Drive) -> list[str]:
+    return [effect.tag for _, _, _, wanted in drive.taken for effect in wanted]
+
+
+def test_a_process_without_an_agent_is_not_asked_anything() -> None:
+    drive = Drive(operation(bare())).until("done")
+    assert _effects(drive) == ["take-room", "checkpoint", "restore", "verify", "give-room"]
+    assert drive.op.workers[0].left == "gpu0"
+
+
+def test_it_is_suspended_and_resumed_by_the_driver_alone() -> None:
+    drive = Drive(operation(bare(to=None), kind=SUSPEND)).until("suspended")
+    assert _effects(drive) == ["checkpoint", "give-room"]
+    before = len(_effects(drive))
+    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    drive.until("done")
+    assert _effects(drive)[before:] == ["take-room", "restore", "verify"]
+
+
+def test_an_agents_process_is_parked_though_the_driver_carries_everything() -> None:
+    drive = Drive(operation(bare(token="t"))).until("done")
+    assert _effects(drive) == "take-room park survey checkpoint restore release verify give-room".split()
+    assert drive.op.workers[0].size_bytes == 0, "what its agent counts would be held twice"
+
+
+def test_a_restore_takes_the_room_that_was_measured_at_the_checkpoint() -> None:
+    drive = Drive(operation(bare()))
+    drive.on(lambda: "checkpoint" in tags(drive.wanted))
+    (wanted,) = drive.end(rest_bytes=25, room_bytes=25)
+    assert (wanted.tag, wanted.to_plain()["size_bytes"]) == ("take-room", 25)
+    assert tags(drive.end()) == ["restore"]
+
+
+def test_room_that_could_not_be_kept_for_the_way_back_is_taken_again_before_it_is_relied_upon() -> None:
+    drive = Drive(operation(bare()))
+    drive.on(lambda: "checkpoint" in tags(drive.wanted))
+    drive.end(rest_bytes=10, room_bytes=4)
+    assert drive.op.heading != BACK
+    wanted = drive.fail("no-room")
+    assert drive.op.heading == BACK
+    assert [(effect.tag, effect.to_plain().get("gpu")) for effect in wanted] == [("inspect", None)]
+    (wanted_room,) = drive.end(parked=False, gpu=None, rooms={"gpu0": 4})
+    assert (wanted_room.tag, wanted_room.to_plain()["gpu"]) == ("take-room", "gpu0")
+
+
+def test_without_room_on_the_way_back_it_waits_and_says_why_until_there_is_room() -> None:
+    drive = Drive(operation(bare()))
+    drive.on(lambda: "restore" in tags(drive.wanted))
+    drive.fail("no-room")
+    drive.end(parked=False, gpu=None)
+    for wanted in ["restore", *["take-room"] * 5]:
+        assert tags(drive.wanted) == [wanted]
+        drive.fail("no-room")
+        assert drive.op.lacks is not None
+        assert (drive.op.phase, drive.wanted) == ("settling", [])
+        assert drive.op.deadline is not None
+        drive.now = drive.op.deadline
+        drive.feed(events.DeadlinePassed())
+        drive.end(parked=False, gpu=None)
+    drive.until("undone")
+    assert drive.op.lacks is None
+    assert "restore" in _effects(drive)
+    assert drive.op.workers[0].at == "gpu0"
+
+
+def test_a_process_that_the_driver_has_given_up_is_lost_and_frees_what_was_held_for_it() -> None:
+    drive = Drive(operation(bare()))
+    drive.on(lambda: "restore" in tags(drive.wanted))
+    drive.fail("broken")
+    drive.end(parked=False, gpu=None, failed="the driver says so")
+    drive.until("lost")
+    assert drive.op.failure is not None
+    assert drive.op.workers[0].rooms == {}
+
+
+def test_one_that_was_brought_back_by_somebody_else_meanwhile_stays_where_it_is() -> None:
+    drive = Drive(operation(bare()))
+    drive.on(lambda: "restore" in tags(drive.wanted))
+    drive.fail("broken")
+    drive.end(parked=False, gpu="gpu1", rooms={"gpu0": 10, "gpu1": 10})
+    drive.until("undone")
+    assert drive.op.workers[0].at == "gpu1"
+
+
+def test_an_inspection_knows_where_a_process_was_taken_off_in_the_middle_of_a_crash() -> None:
+    drive = Drive(operation(bare()))
+    drive.on(lambda: "checkpoint" in tags(drive.wanted))
+    drive.wanted.clear()
+    drive.feed(events.Recovered())
+    (inspect,) = drive.wanted
+    drive.wanted.clear()
+    drive.feed(ending(inspect, parked=False, gpu=None, rooms={}))
+    assert drive.op.workers[0].left == "gpu0"

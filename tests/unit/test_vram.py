@@ -1,0 +1,241 @@
+"""Held video memory: the books, what is kept beyond the daemon, and what comes back from there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+
+import anyio
+import pytest
+
+from hegmd.descriptors import Descriptors
+from hegmd.errors import UNAVAILABLE, HegmError, Refused
+from hegmd.helper.link import Answer
+from hegmd.vram import GIB, MIB, MOST_PIECES, VideoMemory, piece_sizes
+
+GPU = "GPU-01234567-89ab-cdef-0123-456789abcdef"
+OTHER = "GPU-fedcba98-7654-3210-fedc-ba9876543210"
+WHO = "7.4711-123.storages"
+
+
+class Gpus:
+    """A helper whose video memory is memfds: what is held by somebody is what is left of the GPU."""
+
+    def __init__(self, room_bytes: int = 64 * GIB) -> None:
+        self.room_bytes = room_bytes
+        self.asked: list[Mapping[str, object]] = []
+        self.wait = anyio.Event()
+        self.wait.set()
+        self.begun = anyio.Event()
+
+    async def call(self, op: str, args: Mapping[str, object], *, deadline_s: float) -> Answer:
+        assert op == "hold"
+        assert deadline_s > 1
+        self.asked.append(args)
+        self.begun.set()
+        await self.wait.wait()
+        sizes = args["sizes"]
+        assert isinstance(sizes, list)
+        if sum(sizes) > self.room_bytes:
+            raise Refused("no room", "free some", {"asked_bytes": sum(sizes)})
+        return Answer({"sizes": sizes}, Descriptors([os.memfd_create("video") for _ in sizes]))
+
+
+class Store:
+    """What a service manager would keep."""
+
+    def __init__(self, room: int = 1000) -> None:
+        self.kept: dict[str, int] = {}
+        self.room = room
+        self.barriers = 0
+
+    def store(self, name: str, descriptors: Iterable[int]) -> bool:
+        (fd,) = descriptors
+        if len(self.kept) >= self.room:
+            raise HegmError(UNAVAILABLE, "the manager takes no more", "look at FileDescriptorStoreMax=")
+        self.kept[name] = os.dup(fd)
+        return True
+
+    def unstore(self, name: str) -> bool:
+        if name in self.kept:
+            os.close(self.kept.pop(name))
+        return True
+
+    def barrier(self, limit_s: float) -> bool:
+        assert limit_s > 0
+        self.barriers += 1
+        return True
+
+    def close(self) -> None:
+        for name in list(self.kept):
+            self.unstore(name)
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    made = Store()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def memory(store: Store) -> AsyncIterator[VideoMemory]:
+    made = VideoMemory(Gpus(), store)
+    yield made
+    made.close()
+
+
+def test_pieces_are_gigabytes_in_whole_units_and_never_too_many() -> None:
+    assert piece_sizes(0) == []
+    assert piece_sizes(1) == [2 * MIB]
+    assert piece_sizes(2 * GIB + 3 * MIB) == [GIB, GIB, 4 * MIB]
+    for size_bytes in (140 * GIB, 288 * GIB + 1, 1000 * GIB):
+        sizes = piece_sizes(size_bytes)
+        assert size_bytes <= sum(sizes) < size_bytes + 2 * MIB
+        assert len(sizes) <= MOST_PIECES + 1
+
+
+async def test_what_is_held_is_told_by_owner_and_gpu(memory: VideoMemory) -> None:
+    await memory.hold(WHO, GPU, 2 * GIB + MIB)
+    await memory.hold(WHO, OTHER, MIB)
+    await memory.hold("8.1-1.rest", GPU, MIB)
+    assert memory.of(WHO) == {GPU: 2 * GIB + 2 * MIB, OTHER: 2 * MIB}
+    assert [(piece.at, piece.size_bytes) for piece in memory.pieces(WHO, GPU)] == [
+        (0, GIB),
+        (GIB, GIB),
+        (2 * GIB, 2 * MIB),
+    ]
+    memory.give(WHO, GPU)
+    memory.give(WHO, GPU)
+    assert memory.of(WHO) == {OTHER: 2 * MIB}
+    assert memory.pieces(WHO, GPU) == ()
+
+
+async def test_holding_again_adds_what_is_missing_and_nothing_else(store: Store) -> None:
+    gpus = Gpus()
+    memory = VideoMemory(gpus, store)
+    for size_bytes in (GIB, GIB, MIB, 3 * GIB, 0):
+        await memory.hold(WHO, GPU, size_bytes)
+    assert [asked["sizes"] for asked in gpus.asked] == [[GIB], [GIB, GIB]]
+    assert [piece.at for piece in memory.pieces(WHO, GPU)] == [0, GIB, 2 * GIB]
+    memory.close()
+
+
+async def test_no_room_changes_nothing(store: Store) -> None:
+    memory = VideoMemory(Gpus(room_bytes=2 * GIB), store)
+    await memory.hold(WHO, GPU, GIB)
+    with pytest.raises(Refused, match="no room"):
+        await memory.hold(WHO, GPU, 4 * GIB)
+    assert memory.of(WHO) == {GPU: GIB}
+    memory.close()
+
+
+async def test_what_is_given_back_while_more_comes_is_not_taken_for_held() -> None:
+    """Its descriptors were closed, and their numbers would soon have been somebody else's."""
+    gpus = Gpus()
+    memory = VideoMemory(gpus)
+    await memory.hold(WHO, GPU, GIB)
+    gpus.wait = anyio.Event()
+    gpus.begun = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(memory.hold, WHO, GPU, 3 * GIB)
+        await gpus.begun.wait()
+        memory.give(WHO, GPU)
+        gpus.wait.set()
+    assert [(piece.at, piece.size_bytes) for piece in memory.pieces(WHO, GPU)] == [(0, GIB), (GIB, GIB)]
+    for piece in memory.pieces(WHO, GPU):
+        os.fstat(piece.fd)
+    memory.close()
+
+
+async def test_a_hold_that_is_cancelled_leaves_nothing() -> None:
+    gpus = Gpus()
+    gpus.wait = anyio.Event()
+    memory = VideoMemory(gpus)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(memory.hold, WHO, GPU, GIB)
+        await gpus.begun.wait()
+        tasks.cancel_scope.cancel()
+    assert memory.of(WHO) == {}
+    gpus.wait.set()
+    await memory.hold(WHO, GPU, GIB)
+    memory.close()
+
+
+# -- beyond the daemon ---------------------------------------------------------------------------------------------
+
+
+async def test_room_is_nobody_elses_but_bytes_are_kept_until_they_are_given_back(
+    memory: VideoMemory, store: Store
+) -> None:
+    """A copy that the service manager closes in its own time would be missing where a process is restored."""
+    await memory.hold(WHO, GPU, 2 * GIB)
+    assert not store.kept
+    assert memory.keep(WHO, GPU)
+    assert sorted(store.kept) == [f"hegm-vram-{WHO}-{GPU}-{at}-{GIB}" for at in (0, GIB)]
+    await memory.hold(WHO, GPU, 3 * GIB)
+    assert len(store.kept) == 3, "what is added to what is kept is kept"
+    memory.give(WHO, GPU)
+    assert not store.kept
+
+
+async def test_what_was_kept_is_there_for_the_next_daemon_in_its_place(memory: VideoMemory, store: Store) -> None:
+    await memory.hold(WHO, GPU, 3 * GIB)
+    memory.keep(WHO, GPU)
+    assert await memory.give_first(WHO, GPU, 1) == GIB
+    assert store.barriers == 1, "what is given back in a move is to be free when the next round begins"
+    inodes = [os.fstat(piece.fd).st_ino for piece in memory.pieces(WHO, GPU)]
+    memory.close()
+
+    later = VideoMemory(Gpus(), store)
+    for name, fd in reversed(list(store.kept.items())):  # in whatever order the manager passes them
+        later.adopt(name, os.dup(fd))
+    assert [(piece.at, piece.size_bytes) for piece in later.pieces(WHO, GPU)] == [(GIB, GIB), (2 * GIB, GIB)]
+    assert [os.fstat(piece.fd).st_ino for piece in later.pieces(WHO, GPU)] == inodes
+    assert later.of(WHO) == {GPU: 2 * GIB}
+    later.give(WHO, GPU)
+    assert not store.kept, "what is given back by a later daemon stays with the manager"
+
+
+async def test_bytes_of_which_a_part_is_lost_are_not_taken_for_whole(memory: VideoMemory, store: Store) -> None:
+    await memory.hold(WHO, GPU, 3 * GIB)
+    memory.keep(WHO, GPU)
+    later = VideoMemory(Gpus(), store)
+    for name, fd in store.kept.items():
+        if f"-{GIB}-{GIB}" not in name:
+            later.adopt(name, os.dup(fd))
+    with pytest.raises(Refused, match=f"begins at {GIB} is gone"):
+        later.pieces(WHO, GPU)
+    later.close()
+
+
+@pytest.mark.parametrize("name", ["hegm-vram", "hegm-vram-x", f"hegm-vram-a-{GPU}-1", f"hegm-pool-a-{GPU}-1-2"])
+async def test_a_descriptor_of_another_name_is_closed(memory: VideoMemory, name: str) -> None:
+    fd = os.memfd_create("what")
+    memory.adopt(name, fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert not memory.by_owner()
+
+
+async def test_a_piece_that_was_kept_twice_counts_once(memory: VideoMemory) -> None:
+    for _ in range(2):
+        memory.adopt(f"hegm-vram-{WHO}-{GPU}-0-{GIB}", os.memfd_create("video"))
+    assert memory.of(WHO) == {GPU: GIB}
+
+
+async def test_what_cannot_be_kept_whole_is_not_kept_at_all(memory: VideoMemory, store: Store) -> None:
+    """Half of a job's bytes are none, and nobody may go on as if they were safe."""
+    store.room = 2
+    await memory.hold(WHO, GPU, 3 * GIB)
+    with pytest.raises(HegmError, match="takes no more"):
+        memory.keep(WHO, GPU)
+    assert not store.kept
+    assert memory.of(WHO) == {GPU: 3 * GIB}
+
+
+async def test_without_a_service_manager_nothing_is_kept_and_that_is_said() -> None:
+    memory = VideoMemory(Gpus())
+    await memory.hold(WHO, GPU, GIB)
+    assert memory.keep(WHO, GPU) is False
+    memory.close()

@@ -1,0 +1,1 @@
+# A package without types of its own.
