@@ -233,11 +233,29 @@ def conversation_vectors() -> list[dict[str, Any]]:
             ],
         },
         {
+            "name": "a kind of event that there is not",
+            "steps": [
+                {"send": HELLO},
+                {"expect": {"id": 1}},
+                {"send": {"v": 1, "id": 2, "op": "events", "args": {"kinds": ["gpu", "gup"]}}},
+                {"expect": {"id": 2, "err": {"code": "bad-request", "facts": {"kind": "gup"}}}},
+            ],
+        },
+        {
+            "name": "events counted in another run of the daemon",
+            "steps": [
+                {"send": HELLO},
+                {"expect": {"id": 1}},
+                {"send": {"v": 1, "id": 2, "op": "events", "args": {"since": 1, "run": "another"}}},
+                {"expect": {"id": 2, "event": {"kind": "events.missed", "facts": {"count": None}}}},
+            ],
+        },
+        {
             "name": "a stream that is cancelled",
             "steps": [
                 {"send": HELLO},
                 {"expect": {"id": 1}},
-                {"send": {"v": 1, "id": 2, "op": "events", "args": {"follow": True, "kinds": ["no.such.kind"]}}},
+                {"send": {"v": 1, "id": 2, "op": "events", "args": {"follow": True, "kinds": ["vendor.failed"]}}},
                 {"send": {"v": 1, "id": 3, "op": "cancel", "args": {"request": 2}}},
                 {"expect": {"id": 3, "ok": {"found": True}}},
                 {"expect": {"id": 2, "err": {"code": "cancelled"}}},
