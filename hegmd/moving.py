@@ -17,13 +17,14 @@ from hegmd.attendance import Attendance
 from hegmd.devices.simulated import SimulatedProvider
 from hegmd.events import EventLog
 from hegmd.inventory import Inventory
+from hegmd.migration.course import TERMINAL
 from hegmd.migration.performer import Performer
 from hegmd.migration.runner import Runner, rooms_to_restore
 from hegmd.operations import Operations
-from hegmd.pool import STORE_PREFIX, Pool
+from hegmd.pool import Key, Pool
+from hegmd.pool_found import find_pieces
 from hegmd.protocol.snapshots import Gpu
 from hegmd.rooms import Rooms
-from hegmd.service import PassedDescriptors, ServiceManager
 from hegmd.workers import Workers
 
 
@@ -34,18 +35,18 @@ class Moving:
         self,
         *,
         state_dir: Path,
-        budget_bytes: int,
+        pool: Pool,
         simulator: SimulatedProvider | None,
         inventory: Inventory,
         workers: Workers,
-        manager: ServiceManager,
         events: EventLog,
         start_ticks: Callable[[int], int | None],
     ) -> None:
         self._workers = workers
         self._start_ticks = start_ticks
         self._inventory = inventory
-        self.pool = Pool(budget_bytes, store=manager)
+        self._events = events
+        self.pool = pool
         self.rooms = Rooms(simulator, gpus=self._gpus, changed=inventory.expire)
         performer = Performer(workers, self.rooms, self.pool, start_ticks=start_ticks)
         self.runner = Runner(state_dir, performer, events)
@@ -65,22 +66,25 @@ class Moving:
         latest = self._inventory.latest
         return () if latest is None else latest.gpus
 
-    def adopt(self, passed: PassedDescriptors) -> None:
-        """Take back the bytes that an earlier run of the daemon left with the service manager."""
-        for name in passed.names:
-            if name.startswith(STORE_PREFIX):
-                for descriptor in passed.take(name):
-                    self.pool.adopt(name, descriptor)
-
     async def open(self) -> None:
         """Read the journal, and hold again what it says is held. Raises HegmError for one that cannot be trusted.
 
-        A simulated driver forgets with the daemon what was held on its GPUs.
+        A simulated driver forgets with the daemon what was held on its GPUs. Bytes that no operation owns are kept.
         """
         await anyio.to_thread.run_sync(self.runner.open)
+        findings = await find_pieces(self.pool.keep)
+        self.pool.enter(findings.pieces, self._owned)
         for member, gpu, size_bytes in rooms_to_restore(self.runner.operations()):
             if self._start_ticks(member.pid) == member.start_ticks:
                 self.rooms.hold_what_fits((member.pid, member.start_ticks), gpu, size_bytes)
+
+    def _owned(self, key: Key) -> bool:
+        """Whether an operation that is not over has that piece."""
+        return any(
+            op.id == key.operation and op.worker(key.worker) is not None
+            for op in self.runner.operations()
+            if op.phase not in TERMINAL
+        )
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Watch the workers and run the operations, until cancelled."""
@@ -88,6 +92,8 @@ class Moving:
             await tasks.start(self._workers.run)
             await tasks.start(self.runner.run)
             tasks.start_soon(self.attendance.run)
+            if self.pool.keep.store is not None:
+                tasks.start_soon(self.pool.keep.store.run)
             task_status.started()
 
     @property

@@ -122,7 +122,7 @@ class Performer:
         return events.PoolTaken(**_ends(effect))
 
     async def _give_pool(self, op: Operation, member: Member, effect: effects.GivePool, _: Progress) -> Event:
-        self._pool.give(_key(op, member))
+        await self._pool.give(_key(op, member))
         return events.PoolGiven(**_ends(effect))
 
     # -- orders --------------------------------------------------------------------------------------------------------
@@ -163,20 +163,22 @@ class Performer:
         worker = self._worker(member)
         if worker.held_bytes:
             return events.Evacuated(**_ends(effect), size_bytes=worker.held_bytes)
-        size_bytes = await carrier.take_out(worker, self._pool.memory(_key(op, member)), tell)
+        size_bytes = await carrier.take_out(worker, await self._pool.to_fill(_key(op, member)), tell)
         return events.Evacuated(**_ends(effect), size_bytes=size_bytes)
 
     async def _checkpoint(self, op: Operation, member: Member, effect: effects.Checkpoint, _: Progress) -> Event:
         self._worker(member).gpu = None  # nothing of it is left on a simulated GPU; the room there stays held
         return events.Checkpointed(**_ends(effect))
 
-    async def _restore(self, op: Operation, member: Member, effect: effects.Restore, _: Progress) -> Event:
+    async def _restore(self, op: Operation, member: Member, effect: effects.Restore, tell: Progress) -> Event:
+        await self._pool.fetch(_key(op, member), tell)  # bytes that are on disk; one that fails has changed nothing
         self._worker(member).gpu = effect.gpu
         return events.Restored(**_ends(effect))
 
     async def _refill(self, op: Operation, member: Member, effect: effects.Refill, tell: Progress) -> Event:
         worker = self._worker(member)
         if worker.held_bytes:
+            await self._pool.fetch(_key(op, member), tell)
             await carrier.put_back(worker, self._memory(op, member), tell)
         return events.Refilled(**_ends(effect))
 

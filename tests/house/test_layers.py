@@ -25,6 +25,9 @@ EVERYTHING = ("hegmd.*",)
 SEEN = ("hegmd.log", "hegmd.audit", "hegmd.metrics", "hegmd.events")
 # The node as it is: hardware, workers, and how programs are run on it.
 NODE = ("hegmd.devices", "hegmd.external", "hegmd.workers", "hegmd.workloads", "hegmd.ways")
+# What pieces of the pool are made of, and where.
+PIECES = ("hegmd.pool_names", "hegmd.pool_places", "hegmd.pool_memory", "hegmd.spill_file")
+POOLED = ("hegmd.errors", *PIECES, "hegmd.store")
 # What operations are carried out with.
 MOVING = (*GROUND, "hegmd.log", "hegmd.workers", "hegmd.rooms", "hegmd.pool", "hegmd.methods")
 
@@ -48,6 +51,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.service": GROUND,
     "hegmd.state_dir": ("hegmd.errors",),
     "hegmd.detached": ("hegmd.errors",),
+    "hegmd.crew": (),
+    # Where descriptors outlive the daemon; the keeper's own process takes the standard library and no more
+    "hegmd.store": (*GROUND, "hegmd.service"),
+    "hegmd.keeper": (),
+    "hegmd.keeper.client": (*GROUND, "hegmd.keeper"),
     # The node
     "hegmd.external": (*GROUND, "hegmd.log", "hegmd.detached"),
     "hegmd.devices": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.toml_lines"),
@@ -59,7 +67,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.inventory": (*GROUND, *SEEN, *NODE, "hegmd.processes"),
     "hegmd.doctor": (*GROUND, "hegmd.log", "hegmd.detached", *NODE, "hegmd.processes"),
     # What moves them: decided without I/O, from values; done by the runner and what it has for hands
-    "hegmd.pool": (*GROUND, "hegmd.log"),
+    "hegmd.pool_names": ("hegmd.errors",),
+    "hegmd.pool_places": (),
+    "hegmd.pool_memory": ("hegmd.errors", "hegmd.crew", "hegmd.pool_names", "hegmd.pool_places"),
+    "hegmd.spill_file": ("hegmd.errors", "hegmd.crew"),
+    "hegmd.spilling": ("hegmd.errors", "hegmd.detached", "hegmd.pool_memory", "hegmd.spill_file"),
+    "hegmd.pool_piece": POOLED,
+    "hegmd.pool_found": (*POOLED, "hegmd.pool_piece"),
+    "hegmd.pool": (*POOLED, "hegmd.log", "hegmd.pool_piece", "hegmd.spilling"),
     "hegmd.rooms": (*GROUND, "hegmd.log", "hegmd.devices"),
     "hegmd.attendance": (*GROUND, "hegmd.rooms", "hegmd.workers"),
     "hegmd.methods": (*GROUND, "hegmd.pool", "hegmd.workers"),

@@ -22,10 +22,11 @@ from hegmd.migration import journal
 from hegmd.migration.journal_file import JournalFile
 from hegmd.moving import Moving
 from hegmd.operations import Asked
+from hegmd.pool import Keep, Pool
+from hegmd.pool_places import Place
 from hegmd.processes import ProcessTable
 from hegmd.processes.procfs import Unreadable, Vanished, read_start
 from hegmd.protocol.operations import Operation, OperationProgress
-from hegmd.service import ServiceManager
 from hegmd.ways import NodeMeans
 from hegmd.workers import Workers
 from tests.unit.model_agent import ModelAgent
@@ -59,11 +60,10 @@ class Node:
         )
         self.moving = Moving(
             state_dir=state_dir,
-            budget_bytes=64 * MIB,
+            pool=Pool(64 * MIB, keep=Keep([Place(state_dir / "memory", huge=False)])),
             simulator=self.simulator,
             inventory=self.inventory,
             workers=self.workers,
-            manager=ServiceManager(None),
             events=self.events,
             start_ticks=start_ticks,
         )
@@ -270,9 +270,7 @@ async def test_what_a_killed_daemon_had_suspended_the_next_one_resumes(tmp_path:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         await node.operations.suspend([process.pid], node.asked())
-        memory = os.dup(next(iter(node.moving.pool.by_owner().values())).fd)
     async with running(tmp_path) as node:
-        node.moving.pool.adopt(f"hegm-pool-1-{process.pid}-7", memory)
         assert node.operations.runner.describe("1").phase in {"suspended", "settling"}
         agent.workers = node.workers
         await agent.attend(node.tasks)
@@ -281,6 +279,7 @@ async def test_what_a_killed_daemon_had_suspended_the_next_one_resumes(tmp_path:
         await node.operations.resume(process.pid, None, node.asked())
         assert agent.data == b"weights"
         assert node.rooms(process.pid) == {"gpu0": 7}
+        assert not (tmp_path / "memory").exists(), "its bytes were not given back"
 
 
 async def test_a_daemon_killed_in_the_middle_leaves_the_move_to_the_next_one(tmp_path: Path, process: Child) -> None:
