@@ -31,7 +31,7 @@ from hegmd.migration.course import SUSPENDED, TERMINAL
 from hegmd.migration.effects import FINISH, Effect
 from hegmd.migration.events import Event
 from hegmd.migration.journal import History
-from hegmd.migration.journal_file import JournalFile
+from hegmd.migration.journal_file import OPERATION_BYTES, JournalFile
 from hegmd.migration.machine import handle
 from hegmd.migration.operation import Operation
 from hegmd.migration.operation import Worker as Member
@@ -122,6 +122,8 @@ class Runner:
         self._histories: dict[str, History] = {}
         self._running: dict[str, Running] = {}
         self._ended: dict[str, Running] = {}
+        #: Operations whose first record is not on disk yet: a journal that is written anew must not have them already.
+        self._opening: set[str] = set()
         self._writing = anyio.Lock()
         self._tasks: anyio.abc.TaskGroup | None = None
 
@@ -167,11 +169,12 @@ class Runner:
         running = Running(history)
         # Takes the id and the processes, before anything is waited for.
         self._histories[op.id], self._running[op.id] = history, running
+        self._opening.add(op.id)
         try:
-            async with self._writing:
-                await anyio.to_thread.run_sync(self._file.append, journal.opening(op, utc))
+            await self._append(history, journal.opening(op, utc), ahead_bytes=OPERATION_BYTES * len(self._running))
         except BaseException:
             del self._histories[op.id], self._running[op.id]
+            self._opening.discard(op.id)
             raise
         pids = ", ".join(str(worker.pid) for worker in op.workers)
         self._log.record("operation.began", "info", f"operation {op.id}: {op.kind} of {pids}", facts={"id": op.id})
@@ -297,27 +300,28 @@ class Runner:
             return ()
         record, line = journal.step(before, event, after, wanted, now=now, utc=self._utc())
         history = running.history.after(after, line)
-        await self._write(after.id, history, record)
+        await self._write(history, record)
         running.history = history
         self._note(running, event, before, after)
         return wanted
 
-    async def _write(self, op_id: str, history: History, record: bytes) -> None:
+    async def _write(self, history: History, record: bytes) -> None:
         """Have it on disk, however long that takes."""
         while True:
             try:
-                async with self._writing:
-                    if self._file.is_due:
-                        await anyio.to_thread.run_sync(self._rewrite)
-                    await anyio.to_thread.run_sync(self._file.append, record)
-                    self._histories[op_id] = history
+                await self._append(history, record)
                 return
             except HegmError as error:
                 limited(logger, "journal", logging.ERROR, "operations stand still: %s", error.message)
             await anyio.sleep(JOURNAL_RETRY_S)
 
-    def _rewrite(self) -> None:
-        self._file.rewrite(tuple(self._histories.values()))
+    async def _append(self, history: History, record: bytes, *, ahead_bytes: int = 0) -> None:
+        """Have the record on disk that leads to this history, with room for so much more. Raises HegmError."""
+        async with self._writing:
+            known = tuple([known for op_id, known in self._histories.items() if op_id not in self._opening])
+            await anyio.to_thread.run_sync(lambda: self._file.append(record, known, ahead_bytes=ahead_bytes))
+            self._histories[history.operation.id] = history
+            self._opening.discard(history.operation.id)
 
     def _note(self, running: Running, event: Event, before: Operation, after: Operation) -> None:
         """Keep what is told of the operation and is not in it: times and progress."""
