@@ -71,6 +71,7 @@ docs: ## write the generated documents again, from the code
 	@$(PYTHON) -m hegmctl.pages json docs/json.md
 	@$(PYTHON) -m hegmd.config
 	@$(PYTHON) -m hegmd.migration.states
+	@$(PYTHON) -m hegmd.migration.recovery
 
 lint: ## formatter, linter, spelling and both type checkers
 	@tools/setup.sh dev

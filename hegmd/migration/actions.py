@@ -254,8 +254,10 @@ def inspected(op: Operation, worker: Worker, pending: Pending, event: events.Ins
         parked=event.parked,
         boundary=event.boundary if event.parked or not worker.touched else worker.boundary,
         out=event.out_bytes > 0,
+        # Whoever took them, bytes that are out have to be seen in use again before what holds them is given back.
+        touched=worker.touched or event.out_bytes > 0,
         at=event.gpu,
-        verified=worker.verified or (worker.touched and passed),
+        verified=not event.out_bytes and (worker.verified or (worker.touched and passed)),
         rooms=event.rooms if worker.recount else worker.rooms,
         pool_bytes=event.pool_bytes if worker.recount else worker.pool_bytes,
     )

@@ -61,6 +61,7 @@ class Daemon:
     known: dict[tuple[str, str], int] = field(default_factory=dict)
     inspected: dict[tuple[str, int], int] = field(default_factory=dict)
     durable_seq: dict[str, int] = field(default_factory=dict)
+    unwritten: dict[str, Event] = field(default_factory=dict)  # what each operation stands still before
     refused: set[float] = field(default_factory=set)  # operations that were, by the moment of their asking
     # Called between the steps of taking an event and around each effect: where a daemon may be killed.
     points: Callable[[Daemon, str], bool] | None = None
@@ -142,6 +143,9 @@ class Daemon:
         before = self.ops.get(op_id)
         if before is None:
             return
+        if op_id in self.unwritten:  # one after the other: what could not be written comes first
+            self.queue.insert(0, (op_id, event))
+            event = self.unwritten.pop(op_id)
         self._hear(op_id, event)
         try:
             after, wanted = self.parts.handle(before, event, self.now)
@@ -163,7 +167,7 @@ class Daemon:
             self.crash(record[: self.random.randrange(len(record) + 1)])
             return
         if not self._append(History(after), record):
-            self.queue.insert(0, (op_id, event))
+            self.unwritten[op_id] = event
             return
         self.ops[op_id] = after
         if self.is_killed("written"):
@@ -294,6 +298,7 @@ class Daemon:
         self.running.clear()
         self.queue.clear()
         self.inspected.clear()
+        self.unwritten.clear()
         self.ghosts = [ghost for ghost in self.ghosts if isinstance(ghost[1], events.Ending)]
         self.ops, self.durable_seq = {}, {}
 

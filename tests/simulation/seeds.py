@@ -137,6 +137,8 @@ def _ring(daemon: Daemon) -> None:
 def _calm(daemon: Daemon) -> None:
     """No more bad luck: what is under way ends, what is suspended is resumed."""
     weather.calm_down(daemon)
+    daemon.queue += daemon.unwritten.items()
+    daemon.unwritten.clear()
     for step in range(CALM_STEPS):
         if not daemon.queue and not daemon.running:
             if _is_over(daemon):
