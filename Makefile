@@ -39,8 +39,9 @@ bench: ## measure what needs no GPU, beside the budgets
 	@tools/setup.sh dev
 	@$(PYTHON) -m tests.bench
 
-bench-chaos: ## 100,000 seeded lives of the migration machine, with everything that can go wrong (SEEDS=N FIRST=N)
+bench-chaos: ## 100,000 seeded lives of the migration machine, and every damage to a journal (SEEDS=N FIRST=N)
 	@tools/setup.sh dev
+	@$(PYTHON) -m tests.simulation.damage
 	@$(PYTHON) -m tests.simulation.chaos $(or $(SEEDS),100000) $(or $(FIRST),0)
 
 bench-gpu: ## measure on this machine's GPUs, and compare with nvidia-smi (PYTHON=python3: by a Python that has torch)

@@ -50,6 +50,7 @@ class JournalBroken(HegmError):
             "stop hegmd, keep a copy of the file and look at the disk; the jobs stay as they are meanwhile",
             {"byte": where},
         )
+        self.where = where
 
 
 class Line(Record):
@@ -196,7 +197,7 @@ def read(data: bytes) -> Reading:
     folded: dict[str, _Folded] = {}
     sound = start = _after_magic(data)
     try:
-        for start, end, payload in _payloads(data, sound):  # noqa: B007 - it is where the reading stopped
+        for start, end, payload in payloads(data):  # noqa: B007 - it is where the reading stopped
             _fold(folded, Entry.from_plain(codec.decode(payload), "journal"))
             sound = end
         histories = {op: one.history() for op, one in folded.items()}
@@ -211,7 +212,7 @@ def read(data: bytes) -> Reading:
 
 def entries(data: bytes) -> Iterator[Entry]:
     """Every record in a journal, in order."""
-    for _, _, payload in _payloads(data, _after_magic(data)):
+    for _, _, payload in payloads(data):
         yield Entry.from_plain(codec.decode(payload), "journal")
 
 
@@ -227,8 +228,9 @@ def _after_magic(data: bytes) -> int:
     raise JournalBroken(0, "it does not begin as a journal does")
 
 
-def _payloads(data: bytes, start: int) -> Iterator[tuple[int, int, bytes]]:
-    """Start, end and payload of each whole record."""
+def payloads(data: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Start, end and payload of each whole record. Raises JournalBroken."""
+    start = _after_magic(data)
     if start == 0:
         return
     while start < len(data):
