@@ -23,28 +23,27 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
-from hegmd.errors import NOT_FOUND, Bug, HegmError
+from hegmd.errors import Bug, HegmError
 from hegmd.events import EventLog
-from hegmd.log import fields, limited
+from hegmd.log import fields
 from hegmd.migration import events, journal
 from hegmd.migration.course import SUSPENDED, TERMINAL
+from hegmd.migration.disk import Disk
 from hegmd.migration.effects import FINISH, Effect
 from hegmd.migration.events import Event
 from hegmd.migration.journal import History
-from hegmd.migration.journal_file import OPERATION_BYTES, JournalFile
+from hegmd.migration.ledger import Ledger
 from hegmd.migration.machine import handle
 from hegmd.migration.operation import Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.performer import Performer
-from hegmd.migration.telling import description
+from hegmd.migration.telling import description, happenings
 from hegmd.protocol import operations as told
 from hegmd.workers import BACK, CAME, ENDED, LEFT, Worker
 
 logger = logging.getLogger(__name__)
 
 AT_REST = frozenset((SUSPENDED, *TERMINAL))
-# A journal that could not be written is tried again after so long.
-JOURNAL_RETRY_S = 1.0
 
 
 class Asking:
@@ -111,43 +110,37 @@ class Runner:
         performer: Performer,
         log: EventLog,
         *,
+        disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
         utc: Callable[[], float] = time.time,
     ) -> None:
-        self._file = JournalFile(folder)
+        self._ledger = Ledger(folder, log, disk=disk)
         self._performer = performer
         self._log = log
         self._clock = clock
         self._utc = utc
-        self._histories: dict[str, History] = {}
         self._running: dict[str, Running] = {}
         self._ended: dict[str, Running] = {}
-        #: Operations whose first record is not on disk yet: a journal that is written anew must not have them already.
-        self._opening: set[str] = set()
-        self._writing = anyio.Lock()
         self._tasks: anyio.abc.TaskGroup | None = None
 
     # -- up and down ---------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Read the journal. Blocks. Raises HegmError for one that cannot be trusted."""
-        reading = self._file.open()
-        self._histories = dict(reading.histories)
-        if reading.torn:
-            logger.warning("the journal ended within a record: the daemon was stopped while it wrote it")
+        self._ledger.open()
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Go on with what is not over, and run what is begun, until cancelled."""
         try:
             async with anyio.create_task_group() as self._tasks:
-                for history in tuple(self._histories.values()):
+                for history in tuple(self._ledger.histories.values()):
                     if history.operation.phase not in TERMINAL:
                         self._start(Running(history), events.Recovered(cause="hegmd was started"))
                 task_status.started()
                 await anyio.sleep_forever()
         finally:
             self._tasks = None
-            self._file.close()
+            self._ledger.close()
 
     def _start(self, running: Running, first: Event) -> None:
         if self._tasks is None:
@@ -160,21 +153,18 @@ class Runner:
 
     def next_id(self) -> str:
         """An id that no operation in the journal has."""
-        return str(1 + max((int(op_id) for op_id in self._histories if op_id.isdigit()), default=0))
+        return self._ledger.next_id()
 
     async def begin(self, op: Operation) -> None:
         """Put an operation in the journal and start it. Raises HegmError; nothing has been done then."""
         utc = self._utc()
         history = History(op).after(op, journal.Line(utc=utc, event="", phase=op.phase))
         running = Running(history)
-        # Takes the id and the processes, before anything is waited for.
-        self._histories[op.id], self._running[op.id] = history, running
-        self._opening.add(op.id)
+        self._running[op.id] = running  # takes the processes, before anything is waited for
         try:
-            await self._append(history, journal.opening(op, utc), ahead_bytes=OPERATION_BYTES * len(self._running))
+            await self._ledger.enter(history, journal.opening(op, utc))
         except BaseException:
-            del self._histories[op.id], self._running[op.id]
-            self._opening.discard(op.id)
+            del self._running[op.id]
             raise
         pids = ", ".join(str(worker.pid) for worker in op.workers)
         self._log.record("operation.began", "info", f"operation {op.id}: {op.kind} of {pids}", facts={"id": op.id})
@@ -203,15 +193,11 @@ class Runner:
 
     def history(self, op_id: str) -> History:
         """One operation and its story. Raises NOT_FOUND."""
-        history = self._histories.get(op_id)
-        if history is None:
-            hint = "hegmctl ops lists those that are remembered"
-            raise HegmError(NOT_FOUND, f"there is no operation {op_id[:40]!r}", hint, {"id": op_id[:40]})
-        return history
+        return self._ledger.history(op_id)
 
     def operations(self) -> tuple[Operation, ...]:
         """All that are remembered, oldest first."""
-        return tuple(history.operation for history in self._histories.values())
+        return tuple(history.operation for history in self._ledger.histories.values())
 
     def under_way(self) -> tuple[Operation, ...]:
         """Those that are not over, the suspended among them."""
@@ -300,28 +286,10 @@ class Runner:
             return ()
         record, line = journal.step(before, event, after, wanted, now=now, utc=self._utc())
         history = running.history.after(after, line)
-        await self._write(history, record)
+        await self._ledger.write(history, record)
         running.history = history
         self._note(running, event, before, after)
         return wanted
-
-    async def _write(self, history: History, record: bytes) -> None:
-        """Have it on disk, however long that takes."""
-        while True:
-            try:
-                await self._append(history, record)
-                return
-            except HegmError as error:
-                limited(logger, "journal", logging.ERROR, "operations stand still: %s", error.message)
-            await anyio.sleep(JOURNAL_RETRY_S)
-
-    async def _append(self, history: History, record: bytes, *, ahead_bytes: int = 0) -> None:
-        """Have the record on disk that leads to this history, with room for so much more. Raises HegmError."""
-        async with self._writing:
-            known = tuple([known for op_id, known in self._histories.items() if op_id not in self._opening])
-            await anyio.to_thread.run_sync(lambda: self._file.append(record, known, ahead_bytes=ahead_bytes))
-            self._histories[history.operation.id] = history
-            self._opening.discard(history.operation.id)
 
     def _note(self, running: Running, event: Event, before: Operation, after: Operation) -> None:
         """Keep what is told of the operation and is not in it: times and progress."""
@@ -333,6 +301,8 @@ class Runner:
             running.blackout_s = self._clock() - running.stood_since
             if not any(member.parked for member in after.live):
                 running.stood_since = None
+        for happening in happenings(before, event, after):
+            self._log.record(happening.kind, happening.severity, happening.message, facts={"id": after.id})
         if before.phase != after.phase:
             running.moved.clear()
             logger.info("operation %s: %s", after.id, after.phase, extra=fields(operation=after.id, phase=after.phase))
@@ -362,9 +332,7 @@ class Runner:
         self._ended[op.id] = running
         for old in tuple(self._ended)[: -journal.REMEMBERED]:
             del self._ended[old]
-        over = [known for known, history in self._histories.items() if history.operation.phase in TERMINAL]
-        for old in over[: -journal.REMEMBERED]:
-            del self._histories[old]
+        self._ledger.forget_oldest()
         for asking in running.inbox:
             try:
                 handle(op, asking.event, self._clock())

@@ -79,6 +79,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.attendance": (*GROUND, "hegmd.rooms", "hegmd.workers"),
     "hegmd.methods": (*GROUND, "hegmd.pool", "hegmd.workers"),
     "hegmd.migration": GROUND,
+    "hegmd.migration.ledger": (*GROUND, "hegmd.log", "hegmd.events", "hegmd.migration"),
     "hegmd.migration.performer": (*MOVING, "hegmd.migration"),
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
     "hegmd.operations": (*GROUND, "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.workers"),
@@ -131,6 +132,7 @@ PURE = (
     "hegmd.migration.plan",
     "hegmd.migration.stages",
     "hegmd.migration.tagged",
+    "hegmd.migration.telling",
     "hegmd.migration.wording",
 )
 
