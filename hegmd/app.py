@@ -351,6 +351,7 @@ class App:
             workers=self._workers,
             events=self._events,
             start_ticks=start_ticks_of,
+            spill=self._config.pool.spill,
         )
 
     def _simulator(self) -> SimulatedProvider | None:
@@ -369,6 +370,7 @@ class App:
             events=self._events,
             workers=self._workers,
             operations=self._moving.operations,
+            strays=self._moving.strays,
             simulator=self._simulator(),
             limits=Limits(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight),
             doctor=self._examine,
@@ -424,6 +426,8 @@ class App:
             log_dropped=self._log.dropped,
             log_held_back=self._log.held_back,
             audit_lost=self._audit.lost,
+            pool_bytes=self._moving.pool.figures(),
+            strays=len(self._moving.strays.all()),
         )
         return render(snapshot, self._counters, build=build, own=read_own_process(), tallies=tallies)
 

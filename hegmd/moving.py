@@ -21,10 +21,13 @@ from hegmd.migration.course import TERMINAL
 from hegmd.migration.performer import Performer
 from hegmd.migration.runner import Runner, rooms_to_restore
 from hegmd.operations import Operations
+from hegmd.outlook import Outlook
 from hegmd.pool import Key, Pool
 from hegmd.pool_found import find_pieces
 from hegmd.protocol.snapshots import Gpu
+from hegmd.resting import ASKED, Resting
 from hegmd.rooms import Rooms
+from hegmd.strays import DistrustedStrays, PieceStrays, StandingStrays, Strays
 from hegmd.workers import Workers
 
 
@@ -41,11 +44,11 @@ class Moving:
         workers: Workers,
         events: EventLog,
         start_ticks: Callable[[int], int | None],
+        spill: str = ASKED,
     ) -> None:
         self._workers = workers
         self._start_ticks = start_ticks
         self._inventory = inventory
-        self._events = events
         self.pool = pool
         self.rooms = Rooms(simulator, gpus=self._gpus, changed=inventory.expire)
         performer = Performer(workers, self.rooms, self.pool, start_ticks=start_ticks)
@@ -58,9 +61,29 @@ class Moving:
             out_bytes=self.runner.held_bytes,
             changed=inventory.expire,
         )
-        self.operations = Operations(inventory, workers, self.pool, self.runner, count=self.attendance.count)
-        workers.listen(self.attendance.hear)
-        workers.listen(self.runner.hear)
+        self._standing = StandingStrays(workers, lambda pid: self.runner.of_process(pid) is not None)
+        self._distrusted = DistrustedStrays()
+        self.strays = Strays([PieceStrays(pool, self._why_stray), self._distrusted, self._standing], events)
+        self.resting = Resting(workers, pool, self.runner, events, when=spill)
+        self.operations = Operations(
+            inventory,
+            workers,
+            pool,
+            self.runner,
+            resting=self.resting,
+            standing=self._standing,
+            outlook=Outlook(
+                inventory,
+                workers,
+                pool,
+                self.runner,
+                resting=self.resting,
+                standing=self._standing,
+                count=self.attendance.count,
+            ),
+        )
+        for listener in (self.attendance.hear, self.runner.hear, self.resting.hear, self.strays.hear):
+            workers.listen(listener)
 
     def _gpus(self) -> tuple[Gpu, ...]:
         latest = self._inventory.latest
@@ -74,6 +97,8 @@ class Moving:
         await anyio.to_thread.run_sync(self.runner.open)
         findings = await find_pieces(self.pool.keep)
         self.pool.enter(findings.pieces, self._owned)
+        self._distrusted.found = findings.distrusted
+        self.strays.tell()
         for member, gpu, size_bytes in rooms_to_restore(self.runner.operations()):
             if self._start_ticks(member.pid) == member.start_ticks:
                 self.rooms.hold_what_fits((member.pid, member.start_ticks), gpu, size_bytes)
@@ -86,11 +111,18 @@ class Moving:
             if op.phase not in TERMINAL
         )
 
+    def _why_stray(self, op_id: str) -> str:
+        for op in self.runner.operations():
+            if op.id == op_id:
+                return f"operation {op_id} is {op.phase} and does not have it"
+        return f"operation {op_id} is not in the journal"
+
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Watch the workers and run the operations, until cancelled."""
         async with anyio.create_task_group() as tasks:
             await tasks.start(self._workers.run)
             await tasks.start(self.runner.run)
+            await tasks.start(self.resting.run)
             tasks.start_soon(self.attendance.run)
             if self.pool.keep.store is not None:
                 tasks.start_soon(self.pool.keep.store.run)

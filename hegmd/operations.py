@@ -1,34 +1,36 @@
 """What can be asked of operations: looks at the node, has a plan made, and has it carried out.
 
-Owns the snapshot that plans are made from and the two requests that are several operations in a row, `drain` and
-`swap`. Who may ask is told by the caller as `may`, which is asked for each process's owner; what is possible is the
-planner's to say; what happens then is the runner's.
+Owns the requests that are more than one step: a suspension whose bytes go to disk, the adoption of a job that was found
+standing, and the two that are several operations in a row, `drain` and `swap`. Who may ask is told by the caller as
+`may`, which is asked for each process's owner; what is possible is the planner's to say; what happens then is the
+runner's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, Bug, HegmError, code_named
-from hegmd.inventory import Inventory, NodeSnapshot
+from hegmd.inventory import Inventory
 from hegmd.migration import events
-from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
+from hegmd.migration.adoption import adopted
+from hegmd.migration.candidates import Plan, Request
 from hegmd.migration.course import DONE, SUSPENDED
-from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits
+from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits, Operation
 from hegmd.migration.plan import planned, planned_resume
 from hegmd.migration.runner import Runner
-from hegmd.pool import Pool
+from hegmd.outlook import FRESH_S, Outlook
+from hegmd.pool import Key, Pool
 from hegmd.protocol import operations as told
 from hegmd.protocol.operations import Reason
-from hegmd.protocol.snapshots import Gpu
-from hegmd.workers import Worker, Workers
+from hegmd.resting import Resting
+from hegmd.strays import StandingStrays, found_for
+from hegmd.workers import Workers
 
 May = Callable[[int | None], bool]
 Emit = Callable[[told.OperationProgress], Awaitable[None]]
-
-FRESH_S = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,17 @@ class Operations:
         pool: Pool,
         runner: Runner,
         *,
-        count: Callable[[Worker], Awaitable[None]],
+        resting: Resting,
+        standing: StandingStrays,
+        outlook: Outlook,
         utc: Callable[[], float] = time.time,
     ) -> None:
         self._inventory = inventory
         self._workers = workers
         self._pool = pool
-        self._count = count
+        self._resting = resting
+        self._standing = standing
+        self._outlook = outlook
         self._utc = utc
         self.runner = runner
 
@@ -77,9 +83,35 @@ class Operations:
         """Move jobs to another GPU. Raises HegmError with every reason why not."""
         return await self._perform(Request(kind=MIGRATE, pids=tuple(pids), to=to), asked)
 
-    async def suspend(self, pids: Sequence[int], asked: Asked) -> Answer:
-        """Take jobs off their GPUs. Raises HegmError with every reason why not."""
-        return await self._perform(Request(kind=SUSPEND, pids=tuple(pids)), asked)
+    async def suspend(self, pids: Sequence[int], asked: Asked, *, spill: bool = False) -> Answer:
+        """Take jobs off their GPUs, or only their bytes to disk. Raises HegmError with every reason why not."""
+        suspended = [self.runner.of_process(pid) for pid in pids] if spill else []
+        if suspended and all(op is not None and op.phase == SUSPENDED for op in suspended):
+            self._check(asked, pids)
+            op_ids = list(dict.fromkeys(op.id for op in suspended if op is not None))
+            for op_id in op_ids:
+                await self._see_spilled(op_id, self._resting.spill(op_id), asked)
+            return Answer(self.runner.describe(op_ids[-1]), None)
+        answer = await self._perform(Request(kind=SUSPEND, pids=tuple(pids)), asked, spill=spill)
+        if spill and asked.wait and answer.operation is not None and answer.operation.phase == SUSPENDED:
+            await self._see_spilled(answer.operation.id, self._resting.follow(answer.operation.id), asked)
+        return answer
+
+    async def _see_spilled(self, op_id: str, spilling: AsyncIterator[int], asked: Asked) -> None:
+        """Tell how a suspended operation's bytes come on to disk. Raises HegmError when they cannot."""
+        size_bytes = self.runner.describe(op_id).size_bytes
+        try:
+            async for moved_bytes in spilling:
+                await asked.emit(
+                    told.OperationProgress(id=op_id, phase="spilling", moved_bytes=moved_bytes, size_bytes=size_bytes)
+                )
+        except HegmError as error:
+            raise HegmError(
+                error.code,
+                f"operation {op_id} is suspended, and its bytes stay in memory: {error.message}",
+                error.hint,
+                {**error.facts, "operation": op_id},
+            ) from error
 
     async def resume(self, pid: int, to: str | None, asked: Asked) -> Answer:
         """Let a suspended job go on. Raises HegmError with every reason why not."""
@@ -93,19 +125,57 @@ class Operations:
                 "hegmctl ops lists what is suspended",
                 {"pid": pid},
             )
-        snapshot = await self._snapshot([])
-        request = Request(kind=RESUME, pids=tuple([worker.pid for worker in op.live]), to=to)
-        plan = _plan_or_raise(planned_resume(snapshot, request, op))
+        plan = await self._plan_resume(op, to)
         if asked.dry_run:
             return Answer(None, _told_plan(plan))
-        await self.runner.ask(op.id, events.ResumeAsked(cause=asked.by, to=plan.destinations))
-        return await self._outcome(op.id, plan, asked)
+        await self._claim_for(op)
+        return await self._go_on(op.id, plan, asked)
 
-    async def _perform(self, request: Request, asked: Asked) -> Answer:
+    async def adopt(self, pid: int, to: str | None, asked: Asked) -> Answer:
+        """Make an operation of a job that stands and that none has, and let it go on. Raises HegmError; it stands then.
+
+        Once there is an operation, a resume that fails leaves it suspended, as any other.
+        """
+        self._check(asked, [pid])
+        self._refuse_if_taken(pid)
+        op = adopted(self.runner.next_id(), await self._standing.job_of(pid), utc=self._utc())
+        plan = await self._plan_resume(op, to)
+        if asked.dry_run:
+            return Answer(None, _told_plan(plan))
+        for worker in op.workers:  # nothing is awaited from here to the beginning
+            self._refuse_if_taken(worker.pid)
+        op = op.replace(id=self.runner.next_id())
+        await self.runner.begin(op)
+        await self._claim_for(op)
+        return await self._go_on(op.id, plan, asked)
+
+    async def _plan_resume(self, op: Operation, to: str | None) -> Plan:
+        snapshot = await self._outlook.snapshot([])
+        request = Request(kind=RESUME, pids=tuple([worker.pid for worker in op.live]), to=to)
+        return _plan_or_raise(planned_resume(snapshot, request, op))
+
+    async def _go_on(self, op_id: str, plan: Plan, asked: Asked) -> Answer:
+        await self._resting.wake(op_id)
+        try:
+            await self.runner.ask(op_id, events.ResumeAsked(cause=asked.by, to=plan.destinations))
+        finally:
+            self._resting.watch(op_id)
+        return await self._outcome(op_id, plan, asked)
+
+    async def _claim_for(self, op: Operation) -> None:
+        """Give an operation the bytes that were found of its workers and that it has not. Raises HegmError."""
+        for member in op.live:
+            key, worker = Key(op.id, member.name), self._workers.find(member.pid)
+            if worker is not None and worker.held_bytes and not self._pool.held_for(key):
+                name = found_for(self._pool.unclaimed(), member.name, worker.held_bytes)
+                if name is not None:
+                    await self._pool.claim(name, key)
+
+    async def _perform(self, request: Request, asked: Asked, *, spill: bool = False) -> Answer:
         if not request.pids:
             raise HegmError(BAD_REQUEST, f"{request.kind} was asked of no process", "name one or more pids")
         self._check(asked, request.pids)
-        snapshot = await self._snapshot(request.pids)
+        snapshot = await self._outlook.snapshot(request.pids)
         plan = _plan_or_raise(planned(snapshot, request))
         self._check(asked, [worker.pid for worker in plan.workers])
         if asked.dry_run:
@@ -115,7 +185,9 @@ class Operations:
         for worker in plan.workers:  # somebody else may have been quicker since the snapshot; nothing is awaited below
             self._refuse_if_taken(worker.pid)
         op_id = self.runner.next_id()
-        await self.runner.begin(plan.operation(op_id, snapshot.candidates, chips, limits=limits, utc=self._utc()))
+        op = plan.operation(op_id, snapshot.candidates, chips, limits=limits, utc=self._utc())
+        await self.runner.begin(op.replace(spill=spill))
+        self._resting.watch(op_id)
         return await self._outcome(op_id, plan, asked)
 
     def _refuse_if_taken(self, pid: int) -> None:
@@ -227,37 +299,6 @@ class Operations:
             raise HegmError(NOT_FOUND, f"process {pid} has no agent, or is on no GPU", "see hegmctl ps", {"pid": pid})
         return worker.gpu
 
-    # -- what is looked at ---------------------------------------------------------------------------------------------
-
-    async def _snapshot(self, pids: Sequence[int]) -> Snapshot:
-        for pid in pids:
-            worker = self._workers.find(pid)
-            if worker is not None and worker.connected and worker.size_bytes is None:
-                await self._count(worker)
-        node = await self._inventory.fresh(FRESH_S)
-        return Snapshot(
-            gpus=tuple(_room(gpu) for gpu in node.gpus),
-            candidates=tuple(self._candidates(node)),
-            pool=PoolRoom(budget_bytes=self._pool.budget_bytes(), free_bytes=self._pool.free_bytes()),
-            running=self.runner.under_way(),
-        )
-
-    def _candidates(self, node: NodeSnapshot) -> Iterable[Candidate]:
-        for process in node.processes:
-            if process.start_ticks is None:
-                continue
-            worker = self._workers.find(process.pid)
-            attends = worker is not None and worker.connected and worker.identity.start_ticks == process.start_ticks
-            yield Candidate(
-                pid=process.pid,
-                start_ticks=process.start_ticks,
-                uid=process.uid,
-                name=process.name,
-                job=worker.about.job if worker is not None and attends else None,
-                gpus=tuple(use.gpu for use in process.gpus),
-                agent=_survey(worker) if worker is not None and attends else None,
-            )
-
     # -- who may -------------------------------------------------------------------------------------------------------
 
     def _check(self, asked: Asked, pids: Iterable[int]) -> None:
@@ -276,30 +317,6 @@ class Operations:
             raise HegmError(
                 DENIED, f"{what} belongs to {owner}", "ask its owner, or an administrator of hegmd", {"uid": uid}
             )
-
-
-def _survey(worker: Worker) -> AgentSurvey:
-    return AgentSurvey(
-        token=worker.token,
-        size_bytes=worker.size_bytes,
-        left_alone=worker.left_alone,
-        boundary=worker.boundary,
-        rank=worker.about.rank,
-        world_size=worker.about.world_size,
-    )
-
-
-def _room(gpu: Gpu) -> GpuRoom:
-    known = gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None
-    return GpuRoom(
-        id=gpu.id,
-        vendor=gpu.vendor,
-        chip=gpu.chip,
-        state=gpu.state,
-        free_bytes=(gpu.memory_total_bytes or 0) - (gpu.memory_used_bytes or 0) if known else None,
-        mig=gpu.mig,
-        mps=gpu.mps,
-    )
 
 
 def _plan_or_raise(result: Plan | tuple[Reason, ...]) -> Plan:

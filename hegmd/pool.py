@@ -87,6 +87,10 @@ class Pool:
         """How much more it may hold."""
         return max(0, self.budget_bytes() - self.held_bytes)
 
+    def figures(self) -> Mapping[str, int]:
+        """Bytes by what they are, for whoever watches the node."""
+        return {"memory": self.held_bytes, "disk": self.spilled_bytes, "budget": self.budget_bytes()}
+
     def held_for(self, key: Key) -> int:
         """Bytes of storages that the piece of that owner was made for, wherever it is; 0 when there is none."""
         piece = self._held.get(key)

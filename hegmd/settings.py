@@ -394,6 +394,12 @@ class PoolSettings:
         "Memory with a name, in hugetlbfs or /dev/shm, which outlives every process; or held by descriptors alone.",
         reloads=False,
     )
+    spill: str = setting(
+        OneOf(("asked", "full", "always")),
+        "asked",
+        "When bytes of suspended jobs go to disk: when asked (--spill), also when the budget is full, or always.",
+        reloads=False,
+    )
     spill_dir: Path | None = setting(
         PathName(optional=True),
         "",

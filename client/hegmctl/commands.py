@@ -280,6 +280,13 @@ def cancel(session: Session) -> int:
     return operating.cancel(session)
 
 
+def adopt(session: Session) -> int:
+    """`hegmctl adopt`."""
+    from hegmctl import operating
+
+    return operating.adopt(session)
+
+
 def ops(session: Session) -> int:
     """`hegmctl ops`."""
     from hegmctl.operating_text import operations_text
@@ -350,5 +357,6 @@ COMMANDS: dict[str, Command] = {
     "ops": ops,
     "op": op,
     "cancel": cancel,
+    "adopt": adopt,
     "__complete": complete,
 }

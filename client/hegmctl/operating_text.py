@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import localtime, strftime
 
 from hegmctl.quantities import binary_size
+from hegmctl.strays_text import strays_lines
 from hegmctl.tables import UNKNOWN, Column, Style, printable, table, wrapped
 
 TYPE_CHECKING = False
@@ -18,15 +19,15 @@ _COLOURS = {"done": "green", "suspended": "yellow", "undone": "red", "lost": "re
 _WORDS = {"migrate": "moved", "suspend": "suspended", "resume": "resumed"}
 # The order of phases, so that the bar can tell how far it is while no bytes move.
 _PHASES = (
-    "planned settling arming counting quiescing measuring evacuating checkpointing leaving restoring refilling "
-    "releasing verifying tidying"
+    "planned settling arming counting quiescing measuring evacuating checkpointing leaving spilling restoring "
+    "refilling releasing verifying tidying"
 ).split()
 
 
 def progress_text(progress: OperationProgress, style: Style) -> list[str]:
     """One line: what is done now, how far it is, and the bytes of it."""
     phase = progress.phase
-    moving = phase in ("evacuating", "refilling") and progress.size_bytes > 0
+    moving = phase in ("evacuating", "spilling", "refilling") and progress.size_bytes > 0
     place = _PHASES.index(phase) if phase in _PHASES else len(_PHASES)
     within = min(1.0, progress.moved_bytes / progress.size_bytes) if moving else 0.0
     share = min(1.0, (place + within) / len(_PHASES))
@@ -127,8 +128,9 @@ def cancelled_text(reply: OperationReply, style: Style) -> list[str]:
 
 def operations_text(reply: OperationsReply, style: Style) -> list[str]:
     """The table of `hegmctl ops`."""
+    strays = ["", *strays_lines(reply.strays, style)] if reply.strays else []
     if not reply.operations:
-        return ["There has been no operation here."]
+        return ["There has been no operation here.", *strays]
     columns = (
         Column("ID", right=True),
         Column("KIND"),
@@ -140,7 +142,7 @@ def operations_text(reply: OperationsReply, style: Style) -> list[str]:
         Column("BEGAN", drop=3),
         Column("WHY", shrink=12, drop=4),
     )
-    return table(columns, [_row(operation) for operation in reply.operations], style)
+    return [*table(columns, [_row(operation) for operation in reply.operations], style), *strays]
 
 
 def _row(operation: Operation) -> list[Cell]:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 from time import monotonic
 
-from ..errors import REFUSED, HegmError
+from ..errors import HegmError
 from ..protocol.messages import AgentReport, LeftAlone, Order
 from . import torch_state
 from .notes import note
 from .quiesce import CALL, PARK, Asked, Gate
+from .refusals import BUSY_HINT, DEBUG_HINT, no_boundary, refusal
 from .stillness import busy_thread
 
 TYPE_CHECKING = False
@@ -57,6 +58,7 @@ class Orders:
         self._evacuated: Evacuated | None = None
         self._found: torch_state.Found | None = None
         self._alone_deadline: float | None = None
+        self._resting = False
         self._signal: int | None = None
         self.known_bytes = 0
         self.changed_by_itself = False
@@ -65,6 +67,8 @@ class Orders:
             "park": self._park,
             "withdraw": self._withdraw,
             "evacuate": self._evacuate,
+            "rest": self._rest,
+            "entrust": self._entrust,
             "refill": self._refill,
             "release": self._release,
         }
@@ -73,6 +77,11 @@ class Orders:
     def held_bytes(self) -> int:
         """Bytes that are out of the process now."""
         return 0 if self._evacuated is None else self._evacuated.size_bytes
+
+    @property
+    def entrusted(self) -> bool:
+        """Whether those bytes are with the daemon alone."""
+        return self._evacuated is not None and self._evacuated.fd < 0
 
     # ---- the daemon comes and goes ----------------------------------------------------------------------------------
 
@@ -83,7 +92,10 @@ class Orders:
         self.changed_by_itself = False
 
     def end(self) -> None:
-        """The daemon is gone: what it asked for is withdrawn; what is parked waits for the next one, for a while."""
+        """The daemon is gone: what it asked for is withdrawn; what is parked waits for the next one.
+
+        In the middle of a move that is for a while; what was suspended stays suspended however long it takes.
+        """
         if self._report is None:
             return
         self._report = None
@@ -92,7 +104,7 @@ class Orders:
             self._gate.withdraw()
         elif pending is not None and pending.do == "park":
             self._let_go()
-        if self._gate.parked:
+        if self._gate.parked and not self._resting:
             self._alone_deadline = monotonic() + _park_limit_s()
 
     def note_signal(self, number: int) -> None:
@@ -108,13 +120,13 @@ class Orders:
         try:
             action = self._do.get(order.do)
             if action is None:
-                raise _refusal(f"there is no order {order.do!r}", "bring hegmd and the agent to the same release")
+                raise refusal(f"there is no order {order.do!r}", "bring hegmd and the agent to the same release")
             action(order, fd)
         except HegmError as error:
             self._failed(order.order, error)
         except Exception as error:  # noqa: BLE001 - the edge: whatever fails in here, the script does not notice
             note(f"order {order.do} failed: {error!r}")
-            self._failed(order.order, _refusal(f"the agent failed at {order.do}: {error!r}", _DEBUG_HINT))
+            self._failed(order.order, refusal(f"the agent failed at {order.do}: {error!r}", DEBUG_HINT))
             self._come_back("an error in the agent")
         finally:
             if fd is not None and (self._evacuated is None or self._evacuated.fd != fd):
@@ -138,11 +150,11 @@ class Orders:
             self._done(order.order)
             return
         if self._evacuated is not None:
-            raise _refusal("the bytes of this process are out of it", "refill it first")
+            raise refusal("the bytes of this process are out of it", "refill it first")
         before = self._pending
         if before is not None and before.do == "park":
             self._pending = None
-            self._failed(before.order, _refusal("another boundary to park at was named", "nothing needs to be done"))
+            self._failed(before.order, refusal("another boundary to park at was named", "nothing needs to be done"))
         self._wait_for(order, order.limit_s)
         self._found = None
         if self._gate.parked and self._gate.count >= at:
@@ -153,27 +165,27 @@ class Orders:
             self._pending = None
             self._gate.withdraw()
             passed = f"boundary {at} was passed before the order to park at it came"
-            self._failed(order.order, _refusal(passed, "name a later one"))
+            self._failed(order.order, refusal(passed, "name a later one"))
 
     def _withdraw(self, order: Order, _fd: int | None) -> None:
         if self._evacuated is not None:
-            raise _refusal("the bytes of this process are out of it", "refill it first, then release it")
+            raise refusal("the bytes of this process are out of it", "refill it first, then release it")
         pending, self._pending = self._pending, None
         self._let_go()
         if pending is not None:
-            self._failed(pending.order, _refusal(f"{pending.do} was withdrawn", "nothing needs to be done"))
+            self._failed(pending.order, refusal(f"{pending.do} was withdrawn", "nothing needs to be done"))
         self._done(order.order)
 
     def _evacuate(self, order: Order, fd: int | None) -> None:
         transfer = _transfer()
         if self._evacuated is not None:
-            raise _refusal("the bytes of this process are out already", "refill it before the next evacuation")
+            raise refusal("the bytes of this process are out already", "refill it before the next evacuation")
         self._require_parked("evacuate")
         busy = busy_thread(self._gate.parked_threads, self._gate.trainers)
         if busy is not None:
-            raise _refusal(f"{busy} and may be using storages", _BUSY_HINT)
+            raise refusal(f"{busy} and may be using storages", BUSY_HINT)
         if fd is None:
-            raise _refusal("no descriptor came with the order", "send the memory to copy to with it")
+            raise refusal("no descriptor came with the order", "send the memory to copy to with it")
         found = self._found or torch_state.find()
         self._found = None
         found.keep_what_fits(os.fstat(fd).st_size, transfer.room_bytes)
@@ -182,19 +194,36 @@ class Orders:
         left_alone = _counted(found)
         self._done(order.order, storages=len(evacuated), size_bytes=evacuated.size_bytes, left_alone=left_alone)
 
+    def _rest(self, order: Order, _fd: int | None) -> None:
+        """The operation is at rest: this process stays as it is, also while there is no daemon."""
+        self._require_parked("rest")
+        self._resting = True
+        self._done(order.order)
+
+    def _entrust(self, order: Order, _fd: int | None) -> None:
+        """The daemon has the bytes elsewhere: without a descriptor here, their memory can be given back."""
+        if self._evacuated is None:
+            raise refusal("nothing of this process is out of it", "evacuate it first")
+        self._evacuated.close()
+        self._resting = True
+        self._done(order.order)
+
     def _refill(self, order: Order, fd: int | None) -> None:
         evacuated = self._evacuated
         if evacuated is None:
-            raise _refusal("nothing of this process is out of it", "evacuate it first")
+            raise refusal("nothing of this process is out of it", "evacuate it first")
+        if fd is None and evacuated.fd < 0:
+            raise refusal("its bytes are with hegmd alone, and none came", "see: hegmctl adopt")
         evacuated.bring_back(evacuated.fd if fd is None else fd, self._progress_of(order.order))
         self._forget()
         self._done(order.order, storages=len(evacuated), size_bytes=evacuated.size_bytes)
 
     def _release(self, order: Order, _fd: int | None) -> None:
         if self._evacuated is not None:
-            raise _refusal("the bytes of this process are out of it", "refill it first")
+            raise refusal("the bytes of this process are out of it", "refill it first")
         self._require_parked("release")
         self._found = None
+        self._resting = False
         self._wait_for(order, order.limit_s)
         self._gate.release_and_watch()
 
@@ -239,7 +268,7 @@ class Orders:
             if pending.do == "survey":
                 self._done(pending.order, parked=False, held_bytes=0)  # the count is known, the bytes are not
             else:
-                self._failed(pending.order, _no_boundary(pending, "after it was released"))
+                self._failed(pending.order, no_boundary(pending.limit_s, "after it was released"))
 
     def _look_after_park(self, pending: Pending, *, is_late: bool) -> None:
         busy = None
@@ -252,7 +281,7 @@ class Orders:
         if is_late:
             self._pending = None
             self._gate.withdraw()
-            error = _no_boundary(pending, "") if busy is None else _refusal(f"{busy}, not at rest", _BUSY_HINT)
+            error = no_boundary(pending.limit_s, "") if busy is None else refusal(f"{busy}, not at rest", BUSY_HINT)
             self._failed(pending.order, error)
 
     def _come_back(self, why: str) -> None:
@@ -260,6 +289,10 @@ class Orders:
         note(f"coming back by itself: {why}")
         pending, self._pending = self._pending, None
         if self._evacuated is not None:
+            if self._evacuated.fd < 0:
+                note("its bytes are with hegmd alone; it stays parked until they are brought back")
+                self._pending = pending
+                return
             try:
                 self._evacuated.bring_back(self._evacuated.fd, _no_progress)
             except HegmError as error:
@@ -270,7 +303,7 @@ class Orders:
         self._let_go()
         self.changed_by_itself = True
         if pending is not None:
-            self._failed(pending.order, _refusal(f"the process went on by itself: {why}", "ask again"))
+            self._failed(pending.order, refusal(f"the process went on by itself: {why}", "ask again"))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -283,6 +316,7 @@ class Orders:
 
     def _let_go(self) -> None:
         self._found = None
+        self._resting = False
         self._gate.withdraw()
 
     def _forget(self) -> None:
@@ -292,12 +326,12 @@ class Orders:
 
     def _wait_for(self, order: Order, limit_s: float | None) -> None:
         if self._pending is not None:
-            raise _refusal(f"order {self._pending.order} ({self._pending.do}) is under way", "wait, or withdraw it")
+            raise refusal(f"order {self._pending.order} ({self._pending.do}) is under way", "wait, or withdraw it")
         self._pending = Pending(order, limit_s)
 
     def _require_parked(self, what: str) -> None:
         if not self._gate.parked or self._pending is not None:
-            raise _refusal(f"{what} needs a parked training thread, and it is not parked", "park it first")
+            raise refusal(f"{what} needs a parked training thread, and it is not parked", "park it first")
 
     def _tell_found(self, order: int, found: torch_state.Found) -> None:
         self.known_bytes = _transfer().room_bytes(found.sizes)
@@ -325,10 +359,6 @@ class Orders:
             self._report(AgentReport(**values))
 
 
-_DEBUG_HINT = "the job goes on; start it with HEGM_AGENT_DEBUG=FILE to see more"
-_BUSY_HINT = "it has to be parked or waiting; try again at another moment"
-
-
 def _no_progress(_so_far_bytes: int) -> None:
     pass
 
@@ -337,17 +367,6 @@ def _counted(found: torch_state.Found) -> tuple[LeftAlone, ...]:
     return tuple(
         LeftAlone(why=why, storages=count, size_bytes=size_bytes)
         for why, (count, size_bytes) in sorted(found.left_alone.items())
-    )
-
-
-def _refusal(message: str, hint: str) -> HegmError:
-    return HegmError(REFUSED, f"process {os.getpid()}: {message}", hint)
-
-
-def _no_boundary(pending: Pending, when: str) -> HegmError:
-    return _refusal(
-        " ".join(f"no batch boundary within {pending.limit_s:g} s {when}".split()),
-        "allow more time; for a hand-written loop, call hegm.boundary() once a batch",
     )
 
 
@@ -363,7 +382,7 @@ def _transfer() -> Any:
     try:
         from . import transfer
     except ImportError as error:
-        raise _refusal(
+        raise refusal(
             f"its Python has no ctypes ({error})", "the worker carrier needs it; use another Python"
         ) from None
     return transfer

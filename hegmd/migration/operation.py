@@ -101,6 +101,7 @@ class Operation(Record):
     deadline: float | None = field("the monotonic instant at which `deadline-passed` is due", default=None)
     tries: int = field("how often the deadline passed in this part", default=0)
     failure: Failure | None = field("why it does not get to what was asked", default=None)
+    spill: bool = field("whether its bytes are to go to disk while it is suspended", default=False)
 
     @property
     def live(self) -> Iterator[Worker]:

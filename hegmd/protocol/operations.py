@@ -97,3 +97,15 @@ class OperationProgress(Record):
     phase: str = field("what is done now")
     moved_bytes: int = field("bytes that are through the step that is under way", default=0)
     size_bytes: int = field("bytes to carry, in all", default=0)
+
+
+class Stray(Record):
+    """Something that was found on the node and that no operation has. Nothing is done to it unasked."""
+
+    name: str = field("what to call it in commands: of bytes their name, of a process its pid")
+    kind: str = field("bytes, process, or unknown: something that looks like bytes of ours and cannot be believed")
+    pid: int | None = field("the process that it is, or whose bytes they were", default=None)
+    size_bytes: int | None = field("bytes that are held", default=None)
+    where: str = field("where it is")
+    why: str = field("why nobody has it")
+    next: str = field("the command that does something about it")

@@ -31,6 +31,9 @@ POOLED = ("hegmd.errors", *PIECES, "hegmd.store")
 # What operations are carried out with.
 MOVING = (*GROUND, "hegmd.log", "hegmd.workers", "hegmd.rooms", "hegmd.pool", "hegmd.methods")
 
+# Where operations, and what no operation has, are asked for.
+ASKED_FOR = ("hegmd.operations", "hegmd.strays")
+
 LAYERS: dict[str, tuple[str, ...]] = {
     # What daemon, client and agent share
     "hegmd": (),
@@ -82,9 +85,19 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.migration.ledger": (*GROUND, "hegmd.log", "hegmd.events", "hegmd.migration"),
     "hegmd.migration.performer": (*MOVING, "hegmd.migration"),
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
-    "hegmd.operations": (*GROUND, "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.workers"),
+    "hegmd.strays": (*MOVING, "hegmd.events", "hegmd.migration.adoption", "hegmd.pool_found"),
+    "hegmd.resting": (*MOVING, "hegmd.agent_orders", "hegmd.events", "hegmd.migration"),
+    "hegmd.outlook": (*MOVING, "hegmd.inventory", "hegmd.migration", "hegmd.resting", "hegmd.strays"),
+    "hegmd.operations": (
+        *MOVING,
+        "hegmd.inventory",
+        "hegmd.migration",
+        "hegmd.outlook",
+        "hegmd.resting",
+        "hegmd.strays",
+    ),
     # Those who ask
-    "hegmd.server": (*GROUND, *SEEN, "hegmd.detached", *NODE, "hegmd.inventory", "hegmd.doctor", "hegmd.operations"),
+    "hegmd.server": (*GROUND, *SEEN, "hegmd.detached", *NODE, "hegmd.inventory", "hegmd.doctor", *ASKED_FOR),
     "hegmd.server.auth": ("hegmd.errors", "hegmd.protocol"),
     # Where it all comes together
     "hegmd.moving": EVERYTHING,
@@ -122,6 +135,7 @@ PURE = (
     "hegmd.ways",
     "hegmd.workloads",
     "hegmd.migration.actions",
+    "hegmd.migration.adoption",
     "hegmd.migration.candidates",
     "hegmd.migration.course",
     "hegmd.migration.effects",

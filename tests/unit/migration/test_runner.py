@@ -2,117 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
-import anyio.abc
 import pytest
 
-from hegmd.devices.simulated import SimulatedProvider
-from hegmd.devices.topology import parse_topology
 from hegmd.errors import BUSY, CANCELLED, DENIED, NOT_FOUND, REFUSED, HegmError, Refused
-from hegmd.events import EventLog
-from hegmd.inventory import Inventory
 from hegmd.migration import journal
 from hegmd.migration.journal_file import JournalFile
-from hegmd.moving import Moving
-from hegmd.operations import Asked
-from hegmd.pool import Keep, Pool
-from hegmd.pool_places import Place
-from hegmd.processes import ProcessTable
-from hegmd.processes.procfs import Unreadable, Vanished, read_start
-from hegmd.protocol.operations import Operation, OperationProgress
-from hegmd.ways import NodeMeans
-from hegmd.workers import Workers
-from tests.unit.model_agent import ModelAgent
+from tests.unit.moving_node import running
 
 MIB = 1 << 20
-
-
-def start_ticks(pid: int) -> int | None:
-    try:
-        return read_start("/proc", pid)[0]
-    except (Vanished, Unreadable):
-        return None
-
-
-class Node:
-    """A daemon's inside without its socket."""
-
-    def __init__(self, state_dir: Path, tasks: anyio.abc.TaskGroup, spec: str) -> None:
-        self.simulator = SimulatedProvider(parse_topology(spec))
-        self.workers = Workers(start_ticks)
-        self.events = EventLog()
-        self.tasks = tasks
-        self.phases: list[str] = []
-        self.inventory = Inventory(
-            [self.simulator],
-            query_deadline_s=5,
-            events=self.events,
-            table=ProcessTable(),
-            means=lambda: NodeMeans(uid=os.geteuid(), criu_path=None),
-            held=self.held_bytes,
-        )
-        self.moving = Moving(
-            state_dir=state_dir,
-            pool=Pool(64 * MIB, keep=Keep([Place(state_dir / "memory", huge=False)])),
-            simulator=self.simulator,
-            inventory=self.inventory,
-            workers=self.workers,
-            events=self.events,
-            start_ticks=start_ticks,
-        )
-        self.operations = self.moving.operations
-
-    def held_bytes(self) -> Mapping[int, int]:
-        return self.moving.attendance.held_bytes()
-
-    async def emit(self, progress: OperationProgress) -> None:
-        self.phases.append(progress.phase)
-
-    def asked(self, *, may: bool = True, wait: bool = True, dry_run: bool = False) -> Asked:
-        return Asked(by="the test", may=lambda _uid: may, emit=self.emit, wait=wait, dry_run=dry_run)
-
-    async def attend(self, pid: int, data: bytes = b"weights", token: str = "a" * 32) -> ModelAgent:
-        agent = ModelAgent(self.workers, pid, data, token)
-        await agent.attend(self.tasks)
-        await self.until_placed(pid)
-        return agent
-
-    async def until_placed(self, pid: int) -> None:
-        with anyio.fail_after(10):
-            while (worker := self.workers.find(pid)) is None or worker.gpu is None:
-                await anyio.wait_all_tasks_blocked()
-                await anyio.lowlevel.checkpoint()
-
-    async def at_rest(self, op_id: str) -> Operation:
-        with anyio.fail_after(10):
-            await self.operations.follow(op_id, self.emit)
-        return self.operations.runner.describe(op_id)
-
-    def rooms(self, pid: int) -> dict[str, int]:
-        ticks = start_ticks(pid)
-        assert ticks is not None
-        return dict(self.moving.rooms.of((pid, ticks)))
-
-
-@asynccontextmanager
-async def running(state_dir: Path, spec: str = "2x1GiB") -> AsyncIterator[Node]:
-    """A node that runs; leaving it is the daemon's end, as far as operations can tell a kill."""
-    async with anyio.create_task_group() as tasks:
-        node = Node(state_dir, tasks, spec)
-        async with node.inventory:
-            await node.moving.open()
-            await node.inventory.refresh()
-            await tasks.start(node.moving.run)
-            yield node
-            tasks.cancel_scope.cancel()
-    node.moving.pool.close()
 
 
 @pytest.fixture

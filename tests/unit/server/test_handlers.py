@@ -18,6 +18,7 @@ from hegmd.server.auth import Peer, Policy
 from hegmd.server.handlers import Handlers, Services
 from hegmd.server.session import Call, Session, SessionLimits
 from hegmd.server.stream import Descriptors, PeerStream
+from hegmd.strays import Strays
 from hegmd.workers import Workers
 from tests.unit.doubles import Provider, gpu, use
 from tests.unit.inventory.rig import Node, node_of
@@ -47,6 +48,7 @@ def handlers_of(node: Node) -> Handlers:
         events=node.events,
         workers=Workers(),
         operations=cast(Operations, None),  # nothing is moved here
+        strays=Strays([], node.events),
         simulator=None,
         limits=Limits(frame_bytes=65_536, requests_in_flight=4),
         doctor=_nothing,
