@@ -85,6 +85,9 @@ class Resting:
             known.again = True
         if self._tasks is None or (known is not None and not known.over.is_set()):
             return
+        under_way = {op.id for op in self._runner.under_way()}
+        self._rests = {known_id: rest for known_id, rest in self._rests.items() if known_id in under_way}
+        self._wanted &= under_way
         self._rests[op_id] = rest = Rest()
         self._tasks.start_soon(self._live, op_id, rest, name=f"rest of operation {op_id}")
 

@@ -189,7 +189,9 @@ class Strays:
 
     def tell(self) -> None:
         """Tell of those that were not told of yet."""
-        for stray in self.all():
+        strays = self.all()
+        self._told &= {stray.name for stray in strays}  # a pid may be a stray's again, of another process
+        for stray in strays:
             if stray.name in self._told:
                 continue
             self._told.add(stray.name)

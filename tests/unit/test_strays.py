@@ -148,6 +148,20 @@ async def test_bytes_are_given_up_by_name_only_and_a_process_never(tmp_path: Pat
         await node.operations.adopt(process.pid, "gpu0", node.asked(dry_run=True))
 
 
+async def test_a_process_that_stands_a_second_time_is_told_of_a_second_time(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = ModelAgent(node.workers, process.pid)
+        for times in (1, 2):
+            agent.parked = True
+            await agent.attend(node.tasks)
+            await agent.leave()
+            await agent.attend(node.tasks)  # once more is no news
+            assert node.events.counts["pool.stray"] == times
+            await node.operations.adopt(process.pid, "gpu0", node.asked())
+            await agent.leave()
+            await agent.attend(node.tasks)
+
+
 async def test_what_cannot_be_believed_is_told_of_and_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "spill").mkdir(mode=0o700)
     file = tmp_path / "spill" / "hegm-pool-7-4711-3.ab.spill"
