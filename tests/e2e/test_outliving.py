@@ -45,8 +45,9 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
     state_dir = tmp_path / "state"
     with RunningDaemon(tmp_path) as running:
         yield running
-    identity = (state_dir / "identity").read_text()[:16]
-    left = [*SHARED_MEMORY.glob(f"hegmd-*-{identity}"), *(state_dir / "spill").glob("*")]
+        running.stop()
+        identity = (state_dir / "identity").read_text()[:16]
+        left = [*SHARED_MEMORY.glob(f"hegmd-*-{identity}"), *(state_dir / "spill").glob("*")]
     alive = psutil.wait_procs(keepers(state_dir), timeout=10)[1]
     for keeper in alive:
         keeper.kill()
