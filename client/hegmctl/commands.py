@@ -301,7 +301,7 @@ def ops(session: Session) -> int:
 def op(session: Session) -> int:
     """`hegmctl op`, as it stands, or once it has come to rest."""
     from hegmctl.operating import follow
-    from hegmctl.operating_text import story_text
+    from hegmctl.operating_text import story_text, whole_story_text
     from hegmd.protocol.messages import Story, StoryReply
 
     arguments = session.arguments
@@ -311,7 +311,7 @@ def op(session: Session) -> int:
             reply = follow(session, connection, op_id)
         else:
             reply = connection.call(Story(id=op_id), StoryReply)
-    session.sink.answer(reply, story_text)
+    session.sink.answer(reply, whole_story_text if arguments.flag("story") else story_text)
     return 0
 
 

@@ -343,7 +343,10 @@ _VERBS = (
     Verb(
         "op",
         "show one operation and its story",
-        options=(Option("-f", "--follow", doc="wait until it has come to rest, and show how it comes on"),),
+        options=(
+            Option("-f", "--follow", doc="wait until it has come to rest, and show how it comes on"),
+            Option("--story", doc="tell the story in full: times by the clock, causes, what was found and then done"),
+        ),
         arguments=(Argument("ID", doc="the operation"),),
     ),
     Verb(

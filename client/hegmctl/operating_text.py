@@ -49,6 +49,10 @@ def _outcome(operation: Operation, style: Style) -> list[str]:
     if operation.failure is not None:
         lines.append(f"  {printable(operation.failure.message)}")
         lines.append(f"  next: {printable(operation.failure.hint)}")
+    if operation.waits is not None:
+        if operation.failure is None or operation.failure.message not in operation.waits.why:
+            lines.append(f"  waits: {printable(operation.waits.why)}")
+        lines.append(f"  next: {printable(operation.waits.next)}")
     return lines
 
 
@@ -142,7 +146,17 @@ def operations_text(reply: OperationsReply, style: Style) -> list[str]:
         Column("BEGAN", drop=3),
         Column("WHY", shrink=12, drop=4),
     )
-    return [*table(columns, [_row(operation) for operation in reply.operations], style), *strays]
+    return [*table(columns, [_row(operation) for operation in reply.operations], style), *_waits(reply, style), *strays]
+
+
+def _waits(reply: OperationsReply, style: Style) -> list[str]:
+    """What operations wait for, the command in a line of its own, to be copied."""
+    lines: list[str] = []
+    for operation in reply.operations:
+        if operation.waits is not None:
+            lines += [f"  {line}" for line in _paragraph(f"operation {operation.id}: {operation.waits.why}", style)]
+            lines.append(f"    next: {printable(operation.waits.next)}")
+    return ["", style.paint("Waiting:", "yellow"), *lines] if lines else []
 
 
 def _row(operation: Operation) -> list[Cell]:
@@ -171,8 +185,24 @@ def story_text(reply: StoryReply, style: Style) -> list[str]:
         lines.append(f"({reply.untold} earlier lines are no longer remembered)")
     began_utc = reply.story[0].utc if reply.story else 0.0
     for line in reply.story:
-        what = line.event or "planned"
         then = f" -> {', '.join(line.effects)}" if line.effects else ""
         detail = f" ({line.detail})" if line.detail else ""
-        lines.append(printable(f"{line.utc - began_utc:9.3f} s  {line.phase:<13} {what}{detail}{then}"))
+        what = f"{line.event or 'planned'}{detail}{then}"
+        lines.append(printable(f"{line.utc - began_utc:9.3f} s  {line.phase:<13} {what}"))
+    return lines
+
+
+def whole_story_text(reply: StoryReply, style: Style) -> list[str]:
+    """The same in full: when by the clock, what it came from, and what was to be done then, in lines of their own."""
+    lines = [*_outcome(reply.operation, style), ""]
+    if reply.untold:
+        lines.append(f"({reply.untold} earlier lines are no longer remembered)")
+    for line in reply.story:
+        seconds, milliseconds = divmod(round(line.utc * 1000), 1000)
+        when = f"{strftime('%Y-%m-%d %H:%M:%S', localtime(seconds))}.{milliseconds:03d}"
+        cause = f", by {line.cause}" if line.cause else ""
+        lines.append(f"{when}  {printable(line.event or 'planned')}{printable(cause)}: {printable(line.phase)}")
+        lines += [f"    {part}" for part in _paragraph(line.detail, style) if part]
+        if line.effects:
+            lines += [f"    then: {part}" for part in _paragraph(", ".join(line.effects), style)]
     return lines

@@ -233,6 +233,7 @@ class Runner:
             self.history(op_id).operation,
             moved_bytes=0 if running is None else sum(running.moved.values()),
             blackout_s=None if running is None else running.blackout_s,
+            trouble=self._ledger.trouble,
         )
 
     async def follow(self, op_id: str) -> AsyncIterator[told.OperationProgress]:

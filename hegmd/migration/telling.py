@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hegmd.errors import HegmError
 from hegmd.migration import events
-from hegmd.migration.course import LOST, SUSPENDED, UNDONE
+from hegmd.migration.course import LOST, SUSPENDED, TERMINAL, UNDONE
 from hegmd.migration.events import Event
-from hegmd.migration.operation import BACK, HOLD, Operation
+from hegmd.migration.operation import BACK, FOR_AGENT, HOLD, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.protocol import operations as told
 
 
-def description(op: Operation, *, moved_bytes: int = 0, blackout_s: float | None = None) -> told.Operation:
-    """How it stands; the two figures are the runner's, who has the clock and the reports."""
+def description(
+    op: Operation, *, moved_bytes: int = 0, blackout_s: float | None = None, trouble: HegmError | None = None
+) -> told.Operation:
+    """How it stands; the figures are the runner's, who has the clock and the reports, and the journal's trouble too."""
     failure = op.failure
     return told.Operation(
         id=op.id,
@@ -31,7 +34,32 @@ def description(op: Operation, *, moved_bytes: int = 0, blackout_s: float | None
         moved_bytes=moved_bytes,
         blackout_s=blackout_s,
         failure=None if failure is None else told.Reason(code=failure.code, message=failure.message, hint=failure.hint),
+        waits=waiting(op, trouble),
     )
+
+
+def waiting(op: Operation, trouble: HegmError | None = None) -> told.Wait | None:
+    """What it waits for, the most pressing first; None for one that is over, or comes on."""
+    if op.phase in TERMINAL:
+        return None
+    if trouble is not None:
+        return told.Wait(why=f"it stands still: {trouble.message}", next=trouble.hint)
+    for member in op.live:
+        if member.waits == FOR_AGENT:
+            return told.Wait(
+                why=f"the agent of process {member.pid} is not connected",
+                next=f"it comes back by itself; if it does not, see the log of the job and: hegmctl op {op.id}",
+            )
+    if op.phase == SUSPENDED:
+        pid = next((member.pid for member in op.live), None)
+        why = "it is suspended" if op.failure is None else f"its job stands: {op.failure.message}"
+        return told.Wait(why=why, next=f"hegmctl resume {pid}")
+    if op.tries > 1:
+        return told.Wait(
+            why=f"{op.phase} has not come to its end in {op.tries} attempts; the next is made by itself",
+            next=f"see what it meets with: hegmctl op {op.id} --story",
+        )
+    return None
 
 
 def process_of(member: Member) -> told.OperationProcess:
@@ -52,6 +80,8 @@ def process_of(member: Member) -> told.OperationProcess:
 
 
 HAPPENINGS = {
+    "operation.journal-failed": "the journal cannot be written: operations stand still, and none begins",
+    "operation.journal-mended": "it can be written again, and they go on",
     "operation.began": "it was asked for, and is in the journal",
     "operation.turned-back": "it will not get to what was asked; the job is brought back to how it was",
     "operation.held": "neither way is open; the job stands with its bytes held until it is resumed",

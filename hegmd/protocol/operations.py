@@ -62,6 +62,13 @@ class OperationProcess(Record):
     state: str = field("running; parked: it stands at a boundary; out: its bytes are in the pool; gone; lost")
 
 
+class Wait(Record):
+    """What an operation that is not over waits for."""
+
+    why: str = field("what it waits for, or what keeps it from going on")
+    next: str = field("what can be done about it, a command where there is one")
+
+
 class Operation(Record):
     """How an operation stands."""
 
@@ -77,6 +84,7 @@ class Operation(Record):
         "how long the training threads stood; nil as long as that is not over", default=None
     )
     failure: Reason | None = field("why it did not, or will not, get to what was asked", default=None)
+    waits: Wait | None = field("what it waits for; nil while it comes on by itself, and when it is over", default=None)
 
 
 class StoryLine(Record):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.migration import events
 from hegmd.migration.operation import SUSPEND
-from hegmd.migration.telling import HAPPENINGS, Happening, happenings
+from hegmd.migration.telling import HAPPENINGS, Happening, happenings, waiting
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
 
@@ -69,3 +70,45 @@ def test_a_process_that_is_found_to_have_ended_is_told_too() -> None:
     drive.taken.clear()
     drive.feed(events.WorkerGone(worker="a"))
     assert "has ended" in _told(drive)[0].message
+
+
+def test_what_comes_on_by_itself_or_is_over_waits_for_nothing() -> None:
+    assert waiting(Drive(operation()).until("evacuating").op) is None
+    assert (
+        waiting(Drive(operation()).until("done").op, HegmError(UNAVAILABLE, "the disk is full", "look at it")) is None
+    )
+
+
+def test_a_suspended_job_names_the_command_that_brings_it_back() -> None:
+    waits = waiting(Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op)
+    assert waits is not None
+    assert waits.next == "hegmctl resume 197"
+
+
+def test_a_job_that_is_held_says_why() -> None:
+    drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
+    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    drive.fail("refused")
+    waits = waiting(drive.op)
+    assert waits is not None
+    assert (waits.why, waits.next) == ("its job stands: take-room failed", "hegmctl resume 197")
+
+
+def test_an_agent_that_is_away_and_a_stage_that_does_not_end_are_named() -> None:
+    drive = Drive(operation()).until("verifying")
+    drive.feed(events.AgentLost(worker="a"))
+    waits = waiting(drive.op)
+    assert waits is not None
+    assert "the agent of process 197 is not connected" in waits.why
+    retried = drive.op.replace(tries=3).with_worker(drive.op.workers[0].replace(waits=None))
+    waits = waiting(retried)
+    assert waits is not None
+    assert "3 attempts" in waits.why
+    assert "hegmctl op op1 --story" in waits.next
+
+
+def test_a_journal_that_cannot_be_written_is_what_everything_waits_for() -> None:
+    trouble = HegmError(UNAVAILABLE, "the disk is full", "look at it")
+    waits = waiting(Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op, trouble)
+    assert waits is not None
+    assert (waits.why, waits.next) == ("it stands still: the disk is full", "look at it")
