@@ -6,7 +6,7 @@ PYTEST := $(PYTHON) -m pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pythons demo test check bench bench-gpu test-gpu install uninstall deb man completions docs lint format clean
+.PHONY: help setup pythons demo test check bench bench-chaos bench-gpu test-gpu install uninstall deb man completions docs lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,11 @@ bench: ## measure what needs no GPU, beside the budgets
 	@tools/setup.sh dev
 	@$(PYTHON) -m tests.bench
 
+bench-chaos: ## 100,000 seeded lives of the migration machine, and every damage to a journal (SEEDS=N FIRST=N)
+	@tools/setup.sh dev
+	@$(PYTHON) -m tests.simulation.damage
+	@$(PYTHON) -m tests.simulation.chaos $(or $(SEEDS),100000) $(or $(FIRST),0)
+
 bench-gpu: ## measure on this machine's GPUs, and compare with nvidia-smi (PYTHON=python3: by a Python that has torch)
 	$(SET_UP_FOR_GPU)
 	@PYTHONPATH=.:client $(PYTHON) -m tests.gpu.inventory_run
@@ -71,6 +76,7 @@ docs: ## write the generated documents again, from the code
 	@$(PYTHON) -m hegmctl.pages json docs/json.md
 	@$(PYTHON) -m hegmd.config
 	@$(PYTHON) -m hegmd.migration.states
+	@$(PYTHON) -m hegmd.migration.recovery
 
 lint: ## formatter, linter, spelling and both type checkers
 	@tools/setup.sh dev

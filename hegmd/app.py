@@ -35,11 +35,14 @@ from hegmd.doctor.facts import NodeFacts
 from hegmd.doctor.run import run_checks
 from hegmd.errors import TIMEOUT, HegmError
 from hegmd.events import EventLog
-from hegmd.external import find_program
+from hegmd.external import find_program, start_keeper
 from hegmd.inventory import Inventory, NodeSnapshot
+from hegmd.keeper.client import KeeperStore
 from hegmd.log import LogSetup, fields
 from hegmd.metrics import Build, Counters, Tallies, read_own_process, render
 from hegmd.moving import Moving
+from hegmd.pool import Keep, Pool
+from hegmd.pool_places import Place, find_places
 from hegmd.processes import ProcessTable
 from hegmd.processes.procfs import Unreadable, Vanished, read_start
 from hegmd.protocol.messages import PROTOCOL_VERSION, ConfigReply, Limits, ReloadReply
@@ -51,8 +54,10 @@ from hegmd.server.listener import Admission, Listener, bind, take_away
 from hegmd.server.scrape import ScrapePort, bind_loopback
 from hegmd.server.session import Session, SessionLimits
 from hegmd.server.textfile import Textfile
-from hegmd.service import Offer
+from hegmd.service import Offer, PassedDescriptors
+from hegmd.spill_file import SpillFolder
 from hegmd.state_dir import StateDir
+from hegmd.store import ManagerStore, Store
 from hegmd.stream import PeerStream
 from hegmd.ways import NodeMeans
 from hegmd.workers import Workers
@@ -64,6 +69,9 @@ GOODBYE_S = 3.0
 # How long a daemon that was started for a job waits for the next one before it ends.
 LINGER_S = 2.0
 READ_CONFIG_S = 5.0
+# In the state directory, unless the configuration names another; its disk has the journal, which needs room to grow.
+SPILL_NAME = "spill"
+SPILL_SPARE_BYTES = 256 << 20
 
 
 def vendors_off(config: Config, topology: Topology | None) -> tuple[str, ...]:
@@ -168,12 +176,14 @@ class App:
         with contextlib.ExitStack() as held:
             held.callback(self._manager.close)
             held.callback(self._audit.close)
-            held.enter_context(StateDir(self._config.daemon.state_dir))
+            state = held.enter_context(StateDir(self._config.daemon.state_dir))
+            passed = held.enter_context(self._offer.descriptors())
             port = self._config.metrics.port
             scrape_sockets = [held.enter_context(one) for one in bind_loopback(port)] if port else []
             held.callback(self._moving.close)
+            self._moving.keep_by(self._keep(state, passed))
             await self._moving.open()
-            listeners = [self._listener(listening) for listening in self._listening_sockets(held)]
+            listeners = [self._listener(listening) for listening in self._listening_sockets(passed, held)]
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
                 async with self._inventory, anyio.create_task_group() as background:
                     await background.start(self._inventory.run, self._config.inventory.refresh_s)
@@ -205,11 +215,9 @@ class App:
                 listener.stop()
             serving.cancel_scope.deadline = anyio.current_time() + GOODBYE_S
 
-    def _listening_sockets(self, held: contextlib.ExitStack) -> list[socket.socket]:
+    def _listening_sockets(self, passed: PassedDescriptors, held: contextlib.ExitStack) -> list[socket.socket]:
         """The sockets that systemd hands over; without any, one that is bound here and unlinked at the end."""
-        passed = held.enter_context(self._offer.descriptors())
         sockets = passed.take_listeners(SOCKET_NAME)
-        self._moving.adopt(passed)
         if not sockets:
             daemon = self._config.daemon
             directory_mode = 0o700 if self._user_mode else 0o755
@@ -320,16 +328,30 @@ class App:
     def _held_bytes(self) -> Mapping[int, int]:
         return self._moving.attendance.held_bytes()
 
+    def _keep(self, state: StateDir, passed: PassedDescriptors) -> Keep:
+        """By what the bytes of jobs outlive this daemon."""
+        places: tuple[Place, ...] = ()
+        if self._config.pool.memory == "named":
+            try:
+                places = find_places(state.identity())
+            except HegmError as error:
+                logger.warning("bytes of jobs get no name: %s; %s", error.message, error.hint)
+        store: Store = KeeperStore(state.path, start_keeper)
+        if self._offer.keeps_descriptors:
+            store = ManagerStore(self._manager, passed)
+        spill_dir = self._config.pool.spill_dir or state.path / SPILL_NAME
+        return Keep(places, store, SpillFolder(spill_dir, spare_bytes=SPILL_SPARE_BYTES))
+
     def _make_moving(self) -> Moving:
         return Moving(
             state_dir=self._config.daemon.state_dir,
-            budget_bytes=self._config.pool.budget_bytes,
+            pool=Pool(self._config.pool.budget_bytes),
             simulator=self._simulator(),
             inventory=self._inventory,
             workers=self._workers,
-            manager=self._manager,
             events=self._events,
             start_ticks=start_ticks_of,
+            spill=self._config.pool.spill,
         )
 
     def _simulator(self) -> SimulatedProvider | None:
@@ -349,6 +371,7 @@ class App:
             workers=self._workers,
             operations=self._moving.operations,
             sequences=self._moving.sequences,
+            strays=self._moving.strays,
             simulator=self._simulator(),
             limits=Limits(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight),
             doctor=self._examine,
@@ -404,6 +427,8 @@ class App:
             log_dropped=self._log.dropped,
             log_held_back=self._log.held_back,
             audit_lost=self._audit.lost,
+            pool_bytes=self._moving.pool.figures(),
+            strays=len(self._moving.strays.all()),
         )
         return render(snapshot, self._counters, build=build, own=read_own_process(), tallies=tallies)
 

@@ -23,10 +23,12 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import anyio
 
@@ -36,6 +38,7 @@ from hegmd.errors import ExternalError
 
 SYSTEM_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 OUTPUT_TAIL_BYTES = 64 * 1024
+KEEPER_START_S = 20.0
 ERROR_TAIL_BYTES = 4096  # of what is kept, how much goes into an error
 
 _TERM_GRACE_S = 0.5
@@ -156,6 +159,15 @@ async def systemd_run(argv: Sequence[str], *, deadline_s: float, path: str = SYS
     environment = [f"--setenv=PATH={path}", "--setenv=LC_ALL=C"]
     whole = ["systemd-run", *options, *properties, *environment, "--", program, *argv[1:]]
     return await run(whole, deadline_s=deadline_s, path=path)
+
+
+async def start_keeper(folder: Path) -> None:
+    """Have a keeper listen in that directory; it has left us by then. Fine when one does. Raises ExternalError."""
+    package = Path(__file__).parent
+    argv = [sys.executable, "-m", "hegmd.keeper", str(folder)]
+    environ = {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    completed = await run(argv, deadline_s=KEEPER_START_S, env=environ)
+    completed.require(f"see what it says: python3 -m hegmd.keeper {folder}")
 
 
 class Companion:

@@ -17,7 +17,7 @@ from hegmd.errors import NOT_FOUND, HegmError
 from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, PoolRoom, Rates, Snapshot, Surroundings
 from hegmd.migration.operation import Operation
-from hegmd.pool import Pool, read_available_bytes
+from hegmd.pool import read_available_bytes
 from hegmd.processes.surroundings import nearest_ancestor, read_outside
 from hegmd.protocol.snapshots import Gpu
 from hegmd.workers import Worker, Workers
@@ -33,26 +33,33 @@ NVIDIA = "nvidia"
 
 
 class Lookout:
-    """Looks when it is asked to. `count` has one worker counted within a limit, `running` tells the operations."""
+    """Looks when it is asked to.
+
+    `pool` tells its room, `count` has one worker counted within a limit, `running` tells the operations, `standing` the
+    workers that stand and that none of these has, and `outlives` whether somebody keeps what is held for jobs when the
+    daemon ends.
+    """
 
     def __init__(
         self,
         inventory: Inventory,
         workers: Workers,
-        pool: Pool,
+        pool: Callable[[], PoolRoom],
         *,
         count: Callable[[Worker, float], Coroutine[object, object, None]],
         running: Callable[[], tuple[Operation, ...]],
+        standing: Callable[[], Iterable[Worker]] = tuple,
         rates: Callable[[], Rates] = Rates,
-        outlived: bool = True,
+        outlives: Callable[[], bool] = lambda: True,
     ) -> None:
         self._inventory = inventory
         self._workers = workers
         self._pool = pool
         self._count = count
         self._running = running
+        self._standing = standing
         self._rates = rates
-        self._outlived = outlived
+        self._outlives = outlives
 
     async def snapshot(self, pids: Collection[int]) -> Snapshot:
         """The node for a plan on those processes, with what they hold now as far as they say so in time."""
@@ -62,10 +69,10 @@ class Lookout:
         return Snapshot(
             gpus=tuple(_room(gpu, node.gpus) for gpu in node.gpus),
             candidates=candidates,
-            pool=PoolRoom(budget_bytes=self._pool.budget_bytes(), free_bytes=self._pool.free_bytes()),
+            pool=self._pool(),
             running=self._running(),
             rates=self._rates(),
-            outlived=self._outlived,
+            outlived=self._outlives(),
             uid=os.geteuid(),
             available_bytes=read_available_bytes(),
         )
@@ -114,16 +121,12 @@ class Lookout:
                 vram_bytes=_sum([use.vram_bytes for use in process.gpus]),
                 agent=None if worker is None else _told(worker),
             )
+        for worker in self._standing():  # off its GPU, and in no operation that would have it shown there
+            if worker.pid not in attending:
+                attending.add(worker.pid)
+                yield _nowhere(worker)
         for worker in self._missing_ranks(attending):
-            identity = worker.identity
-            yield Candidate(
-                pid=worker.pid,
-                start_ticks=identity.start_ticks,
-                uid=identity.uid,
-                job=_run(worker),
-                gpus=(),
-                agent=_told(worker),
-            )
+            yield _nowhere(worker)
 
     def _missing_ranks(self, there: Collection[int]) -> Iterator[Worker]:
         """Ranks of which nobody is among those pids: still on their way to their first batch, and on no GPU yet.
@@ -147,6 +150,18 @@ def _job(worker: Worker) -> tuple[int, str] | None:
     """The job that it belongs to; None for a process that is one of its own."""
     run = _run(worker)
     return None if run is None else (worker.identity.uid, run)
+
+
+def _nowhere(worker: Worker) -> Candidate:
+    """As a candidate that is on no GPU."""
+    return Candidate(
+        pid=worker.pid,
+        start_ticks=worker.identity.start_ticks,
+        uid=worker.identity.uid,
+        job=_run(worker),
+        gpus=(),
+        agent=_told(worker),
+    )
 
 
 def _told(worker: Worker) -> AgentSurvey:

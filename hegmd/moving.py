@@ -6,7 +6,7 @@ attends) and on the way down. Holds no rule of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import anyio
@@ -27,15 +27,17 @@ from hegmd.methods.neighbours import Neighbours
 from hegmd.methods.peer import PeerCarrier
 from hegmd.methods.simulated import SimulatedMethod
 from hegmd.methods.worker import WorkerCarrier
+from hegmd.migration.course import TERMINAL
 from hegmd.migration.performer import Performer
 from hegmd.migration.runner import Runner, rooms_to_restore
 from hegmd.operations import Operations
-from hegmd.pool import STORE_PREFIX, Pool
+from hegmd.pool import Keep, Key, Pool
+from hegmd.pool_found import find_pieces
 from hegmd.protocol.snapshots import Gpu
+from hegmd.resting import ASKED, Resting
 from hegmd.rooms import Rooms
 from hegmd.sequences import Sequences
-from hegmd.service import PassedDescriptors, ServiceManager
-from hegmd.vram import STORE_PREFIX as VRAM_PREFIX
+from hegmd.strays import DistrustedStrays, PieceStrays, StandingStrays, Strays
 from hegmd.vram import VideoMemory
 from hegmd.workers import Workers
 
@@ -47,33 +49,23 @@ class Moving:
         self,
         *,
         state_dir: Path,
-        budget_bytes: int,
+        pool: Pool,
         simulator: SimulatedProvider | None,
         inventory: Inventory,
         workers: Workers,
-        manager: ServiceManager,
         events: EventLog,
         start_ticks: Callable[[int], int | None],
+        spill: str = ASKED,
     ) -> None:
         self._workers = workers
         self._start_ticks = start_ticks
         self._inventory = inventory
-        self.pool = Pool(budget_bytes, store=manager)
+        self.pool = pool
         self.rooms = Rooms(simulator, gpus=self._gpus, changed=inventory.expire)
         self.helper = Link()
-        self.memory = VideoMemory(self.helper, manager)
+        self.memory = VideoMemory(self.helper, pool.keep.store)
         self._neighbours = Neighbours(self.helper, state_dir, start_ticks=start_ticks, is_stopped=is_stopped)
-        methods: dict[str, Method] = {SimulatedMethod.name: SimulatedMethod(self.rooms)}
-        carriers: dict[str, Carrier] = {WorkerCarrier.name: WorkerCarrier(self.pool)}
-        if simulator is None:
-            gpus = Gpus(self._look, inventory.expire)
-            methods = {DriverMethod.name: DriverMethod(self.helper, self.memory, gpus, self._neighbours)}
-            for carrier in (
-                DriverCarrier(),
-                HostCarrier(self.helper, gpus, self.pool),
-                PeerCarrier(self.helper, gpus, self.memory),
-            ):
-                carriers[carrier.name] = carrier
+        methods, carriers = self._means(simulated=simulator is not None)
         performer = Performer(workers, methods, carriers, start_ticks=start_ticks)
         self.runner = Runner(state_dir, performer, events)
         self.attendance = Attendance(
@@ -84,19 +76,41 @@ class Moving:
             out_bytes=self.runner.held_bytes,
             changed=inventory.expire,
         )
+        self._standing = StandingStrays(workers, lambda pid: self.runner.of_process(pid) is not None)
+        self._distrusted = DistrustedStrays()
+        self.strays = Strays([PieceStrays(pool, self._why_stray), self._distrusted, self._standing], events)
+        self.resting = Resting(workers, pool, self.runner, events, when=spill)
         lookout = Lookout(
             inventory,
             workers,
-            self.pool,
+            self.resting.pool_room,
             count=self.attendance.count,
             running=self.runner.under_way,
+            standing=self._standing.standing,
             rates=performer.paces.rates,
-            outlived=manager.present,
+            outlives=lambda: self.memory.store is not None,
         )
-        self.operations = Operations(inventory, workers, lookout, self.runner)
+        self.operations = Operations(
+            inventory, workers, lookout, self.runner, pool=pool, resting=self.resting, standing=self._standing
+        )
         self.sequences = Sequences(lookout, self.operations)
-        workers.listen(self.attendance.hear)
-        workers.listen(self.runner.hear)
+        for listener in (self.attendance.hear, self.runner.hear, self.resting.hear, self.strays.hear):
+            workers.listen(listener)
+
+    def _means(self, *, simulated: bool) -> tuple[Mapping[str, Method], Mapping[str, Carrier]]:
+        """What processes and bytes are moved by here, by name."""
+        by_worker = WorkerCarrier(self.pool)
+        if simulated:
+            return {SimulatedMethod.name: SimulatedMethod(self.rooms)}, {by_worker.name: by_worker}
+        gpus = Gpus(self._look, self._inventory.expire)
+        method = DriverMethod(self.helper, self.memory, gpus, self._neighbours)
+        carriers: tuple[Carrier, ...] = (
+            by_worker,
+            DriverCarrier(),
+            HostCarrier(self.helper, gpus, self.pool),
+            PeerCarrier(self.helper, gpus, self.memory),
+        )
+        return {method.name: method}, {carrier.name: carrier for carrier in carriers}
 
     async def _look(self) -> NodeSnapshot:
         """What is done to real processes rests on what is so now."""
@@ -107,36 +121,52 @@ class Moving:
         latest = self._inventory.latest
         return () if latest is None else latest.gpus
 
-    def adopt(self, passed: PassedDescriptors) -> None:
-        """Take back the bytes that an earlier run of the daemon left with the service manager."""
-        for name in passed.names:
-            if name.startswith(STORE_PREFIX):
-                for descriptor in passed.take(name):
-                    self.pool.adopt(name, descriptor)
-            elif name.startswith(VRAM_PREFIX):
-                for descriptor in passed.take(name):
-                    self.memory.adopt(name, descriptor)
+    def keep_by(self, keep: Keep) -> None:
+        """By what bytes that are held for jobs outlive the daemon: before anything is held."""
+        self.pool.keep = keep
+        self.memory.store = keep.store
 
     async def open(self) -> None:
         """Read the journal, and hold again what it says is held. Raises HegmError for one that cannot be trusted.
 
-        A simulated driver forgets with the daemon what was held on its GPUs.
+        A simulated driver forgets with the daemon what was held on its GPUs. Bytes that no operation owns are kept.
         """
         await anyio.to_thread.run_sync(self.runner.open)
+        findings = await find_pieces(self.pool.keep, self.memory.adopt)
+        self.pool.enter(findings.pieces, self._owned)
+        self._distrusted.found = findings.distrusted
+        self.strays.tell()
         for member, gpu, size_bytes in rooms_to_restore(self.runner.operations()):
             if self._start_ticks(member.pid) == member.start_ticks:
                 self.rooms.hold_what_fits((member.pid, member.start_ticks), gpu, size_bytes)
+
+    def _owned(self, key: Key) -> bool:
+        """Whether an operation that is not over has that piece."""
+        return any(
+            op.id == key.operation and op.worker(key.worker) is not None
+            for op in self.runner.operations()
+            if op.phase not in TERMINAL
+        )
+
+    def _why_stray(self, op_id: str) -> str:
+        for op in self.runner.operations():
+            if op.id == op_id:
+                return f"operation {op_id} is {op.phase} and does not have it"
+        return f"operation {op_id} is not in the journal"
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Watch the workers and run the operations, until cancelled."""
         over = anyio.Event()
         async with anyio.create_task_group() as tasks:
             await tasks.start(self._keep_helper, over)
+            if self.pool.keep.store is not None:
+                tasks.start_soon(self.pool.keep.store.run)
             try:
                 async with anyio.create_task_group() as inner:
                     inner.start_soon(self._neighbours.let_go)
                     await inner.start(self._workers.run)
                     await inner.start(self.runner.run)
+                    await inner.start(self.resting.run)
                     await inner.start(self.sequences.run)
                     inner.start_soon(self.attendance.run)
                     task_status.started()
@@ -155,7 +185,7 @@ class Moving:
                 tasks.cancel_scope.cancel()
 
     def close(self) -> None:
-        """Let go of all that is held here; what the service manager keeps, it keeps."""
+        """Let go of all that is held here; what has a name or a store stays."""
         self.pool.close()
         self.memory.close()
 

@@ -1,27 +1,32 @@
 """What can be asked of operations: looks at the node, has a plan made, and has it carried out.
 
-Owns what is asked of single operations; those that are several in a row are `sequences`'. Who may ask is told by the
-caller as `may`, which is asked for each process's owner; what is possible is the planner's to say; what happens then is
-the runner's.
+Owns what is asked of single operations, also where that is more than one step: a suspension whose bytes go to disk, and
+the adoption of a job that was found standing. Those that are several in a row are `sequences`'. Who may ask is told by
+the caller as `may`, which is asked for each process's owner; what is possible is the planner's to say; what happens
+then is the runner's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, Bug, HegmError, code_named
 from hegmd.inventory import Inventory
 from hegmd.lookout import Lookout
 from hegmd.migration import events
+from hegmd.migration.adoption import adopted
 from hegmd.migration.candidates import Plan, Request, Snapshot
 from hegmd.migration.course import SUSPENDED
-from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits
+from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits, Operation
 from hegmd.migration.plan import planned, planned_resume
 from hegmd.migration.runner import Runner
+from hegmd.pool import Key, Pool
 from hegmd.protocol import operations as told
 from hegmd.protocol.operations import Reason
+from hegmd.resting import Resting
+from hegmd.strays import StandingStrays, found_for
 from hegmd.workers import Workers
 
 May = Callable[[int | None], bool]
@@ -61,11 +66,17 @@ class Operations:
         lookout: Lookout,
         runner: Runner,
         *,
+        pool: Pool,
+        resting: Resting,
+        standing: StandingStrays,
         utc: Callable[[], float] = time.time,
     ) -> None:
         self._inventory = inventory
         self._workers = workers
         self._lookout = lookout
+        self._pool = pool
+        self._resting = resting
+        self._standing = standing
         self._utc = utc
         self.runner = runner
 
@@ -79,9 +90,36 @@ class Operations:
         """Move jobs so that each of these processes is on the GPU named for its pid. Raises HegmError as `migrate`."""
         return await self._perform(Request(kind=MIGRATE, pids=tuple(pids), placement=placement), asked)
 
-    async def suspend(self, pids: Sequence[int], asked: Asked) -> Answer:
-        """Take jobs off their GPUs. Raises HegmError with every reason why not."""
-        return await self._perform(Request(kind=SUSPEND, pids=tuple(pids), carrier=asked.carrier), asked)
+    async def suspend(self, pids: Sequence[int], asked: Asked, *, spill: bool = False) -> Answer:
+        """Take jobs off their GPUs, or only their bytes to disk. Raises HegmError with every reason why not."""
+        suspended = [self.runner.of_process(pid) for pid in pids] if spill else []
+        if suspended and all(op is not None and op.phase == SUSPENDED for op in suspended):
+            self.check(asked, pids)
+            op_ids = list(dict.fromkeys(op.id for op in suspended if op is not None))
+            for op_id in op_ids:
+                await self._see_spilled(op_id, self._resting.spill(op_id), asked)
+            return Answer(self.runner.describe(op_ids[-1]), None)
+        request = Request(kind=SUSPEND, pids=tuple(pids), carrier=asked.carrier)
+        answer = await self._perform(request, asked, spill=spill)
+        if spill and asked.wait and answer.operation is not None and answer.operation.phase == SUSPENDED:
+            await self._see_spilled(answer.operation.id, self._resting.follow(answer.operation.id), asked)
+        return answer
+
+    async def _see_spilled(self, op_id: str, spilling: AsyncIterator[int], asked: Asked) -> None:
+        """Tell how a suspended operation's bytes come on to disk. Raises HegmError when they cannot."""
+        size_bytes = self.runner.describe(op_id).size_bytes
+        try:
+            async for moved_bytes in spilling:
+                await asked.emit(
+                    told.OperationProgress(id=op_id, phase="spilling", moved_bytes=moved_bytes, size_bytes=size_bytes)
+                )
+        except HegmError as error:
+            raise HegmError(
+                error.code,
+                f"operation {op_id} is suspended, and its bytes stay in memory: {error.message}",
+                error.hint,
+                {**error.facts, "operation": op_id},
+            ) from error
 
     async def resume(self, pid: int, to: str | None, asked: Asked) -> Answer:
         """Let a suspended job go on. Raises HegmError with every reason why not."""
@@ -95,22 +133,60 @@ class Operations:
                 "hegmctl ops lists what is suspended",
                 {"pid": pid},
             )
-        snapshot = await self._lookout.snapshot([])
-        request = Request(kind=RESUME, pids=tuple([worker.pid for worker in op.live]), to=to)
-        plan = plan_or_raise(planned_resume(snapshot, request, op))
+        plan = await self._plan_resume(op, to)
         if asked.dry_run:
             return Answer(None, told_plan(plan))
-        await self.runner.ask(op.id, events.ResumeAsked(cause=asked.by, to=plan.destinations))
-        return await self._outcome(op.id, plan, asked)
+        await self._claim_for(op)
+        return await self._go_on(op.id, plan, asked)
 
-    async def _perform(self, request: Request, asked: Asked) -> Answer:
+    async def adopt(self, pid: int, to: str | None, asked: Asked) -> Answer:
+        """Make an operation of a job that stands and that none has, and let it go on. Raises HegmError; it stands then.
+
+        Once there is an operation, a resume that fails leaves it suspended, as any other.
+        """
+        self.check(asked, [pid])
+        self._refuse_if_taken(pid)
+        op = adopted(self.runner.next_id(), await self._standing.job_of(pid), utc=self._utc())
+        plan = await self._plan_resume(op, to)
+        if asked.dry_run:
+            return Answer(None, told_plan(plan))
+        for worker in op.workers:  # nothing is awaited from here to the beginning
+            self._refuse_if_taken(worker.pid)
+        op = op.replace(id=self.runner.next_id())
+        await self.runner.begin(op)
+        await self._claim_for(op)
+        return await self._go_on(op.id, plan, asked)
+
+    async def _plan_resume(self, op: Operation, to: str | None) -> Plan:
+        snapshot = await self._lookout.snapshot([])
+        request = Request(kind=RESUME, pids=tuple([worker.pid for worker in op.live]), to=to)
+        return plan_or_raise(planned_resume(snapshot, request, op))
+
+    async def _go_on(self, op_id: str, plan: Plan, asked: Asked) -> Answer:
+        await self._resting.wake(op_id)
+        try:
+            await self.runner.ask(op_id, events.ResumeAsked(cause=asked.by, to=plan.destinations))
+        finally:
+            self._resting.watch(op_id)
+        return await self._outcome(op_id, plan, asked)
+
+    async def _claim_for(self, op: Operation) -> None:
+        """Give an operation the bytes that were found of its workers and that it has not. Raises HegmError."""
+        for member in op.live:
+            key, worker = Key(op.id, member.name), self._workers.find(member.pid)
+            if worker is not None and worker.held_bytes and not self._pool.held_for(key):
+                name = found_for(self._pool.unclaimed(), member.name, worker.held_bytes)
+                if name is not None:
+                    await self._pool.claim(name, key)
+
+    async def _perform(self, request: Request, asked: Asked, *, spill: bool = False) -> Answer:
         if not request.pids:
             raise HegmError(BAD_REQUEST, f"{request.kind} was asked of no process", "name one or more pids")
         self.check(asked, request.pids)
         snapshot = await self._lookout.snapshot(request.pids)
-        return await self.carry_out(plan_or_raise(planned(snapshot, request)), snapshot, asked)
+        return await self.carry_out(plan_or_raise(planned(snapshot, request)), snapshot, asked, spill=spill)
 
-    async def carry_out(self, plan: Plan, snapshot: Snapshot, asked: Asked) -> Answer:
+    async def carry_out(self, plan: Plan, snapshot: Snapshot, asked: Asked, *, spill: bool = False) -> Answer:
         """Have a plan of a migration or a suspension carried out that was just made from that snapshot."""
         self.check(asked, [worker.pid for worker in plan.workers])
         if asked.dry_run:
@@ -120,7 +196,9 @@ class Operations:
         for worker in plan.workers:  # somebody else may have been quicker since the snapshot; nothing is awaited below
             self._refuse_if_taken(worker.pid)
         op_id = self.runner.next_id()
-        await self.runner.begin(plan.operation(op_id, snapshot.candidates, chips, limits=limits, utc=self._utc()))
+        op = plan.operation(op_id, snapshot.candidates, chips, limits=limits, utc=self._utc())
+        await self.runner.begin(op.replace(spill=spill))
+        self._resting.watch(op_id)
         return await self._outcome(op_id, plan, asked)
 
     def _refuse_if_taken(self, pid: int) -> None:

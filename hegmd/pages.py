@@ -1,12 +1,13 @@
-"""The pages of a memfd, there before anybody relies on them, and huge ones where the node has any to spare.
+"""The pages of a file in memory, there before anybody relies on them, and huge ones where the node has any to spare.
 
 Owns how pages are had: first reserved, which fails with an errno where touching would kill, then touched, which zeroes
 them here and not in a job's blackout. Knows nothing of budgets and owners; `pool` has those.
 
-Ordinary memfds get small pages unless the node's own setting says otherwise, and it mostly says never. Asked for
-(MADV_COLLAPSE, Linux 6.1) the kernel makes huge ones of them all the same. Measured with 4 GiB on two virtual cores
-(docs/benchmarks.md): they are there sooner (0.26 to 0.45 s against 2.7 to 4.2 s), are mapped at once by the job that
-copies to them, and are copied to three times as fast. Where that is not to be had, the pages are small ones.
+Ordinary files in memory, with a name in /dev/shm or without, get small pages unless the node's own setting says
+otherwise, and it mostly says never. Asked for (MADV_COLLAPSE, Linux 6.1) the kernel makes huge ones of them all the
+same. Measured with 4 GiB on two virtual cores (docs/benchmarks.md): they are there sooner (0.26 to 0.45 s against 2.7
+to 4.2 s), are mapped at once by the job that copies to them, and are copied to three times as fast. Where that is not
+to be had, the pages are small ones.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import threading
 from types import TracebackType
 
-HUGE_PAGE_BYTES = 2 << 20
+from hegmd.crew import share_out, threads_for
+from hegmd.pieces import HUGE_PAGE_BYTES
+
 _SLICE_BYTES = 64 << 20
-_THREADS = 4
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_SHARED, _MAP_FIXED, _MAP_RESERVED = 0x01, 0x10, 0x4022  # the last: private, of nothing, taking nothing
@@ -37,40 +38,26 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def populate(fd: int, size_bytes: int) -> None:
-    """Have all pages of a memfd present, zeroed by several threads. Blocks. Raises OSError when they cannot be had."""
-    job = _Population(fd, size_bytes)
-    slices = (size_bytes + _SLICE_BYTES - 1) // _SLICE_BYTES
-    count = max(1, min(_THREADS, slices, len(os.sched_getaffinity(0))))
-    threads = [threading.Thread(target=job.work, name="pool pages") for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if job.failure is not None:
-        raise job.failure
+    """Have all pages of a file in memory present, zeroed by several threads. Blocks.
+
+    Raises OSError when they cannot be had.
+    """
+    population = _Population(fd, size_bytes)
+    starts = range(0, size_bytes, _SLICE_BYTES)
+    share_out(starts, lambda: population.work, threads=threads_for(len(starts)), name="pool pages")
 
 
 class _Population:
-    """Slices that several threads take until there are none left; a failure ends them all."""
+    """The slices of one file, and whether huge pages are still asked for."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        self.failure: OSError | None = None
         self._fd = fd
         self._size_bytes = size_bytes
-        self._starts = iter(range(0, size_bytes, _SLICE_BYTES))
-        self._guard = threading.Lock()
         self._collapses = os.fstatvfs(fd).f_bsize < HUGE_PAGE_BYTES
 
-    def work(self) -> None:
-        while self.failure is None:
-            with self._guard:
-                start = next(self._starts, None)
-            if start is None:
-                return
-            try:
-                self._populate(start, min(_SLICE_BYTES, self._size_bytes - start))
-            except OSError as error:
-                self.failure = error
+    def work(self, start: int) -> None:
+        """Have the slice present that starts there."""
+        self._populate(start, min(_SLICE_BYTES, self._size_bytes - start))
 
     def _populate(self, start: int, size_bytes: int) -> None:
         with Window(self._fd, start, size_bytes) as address:

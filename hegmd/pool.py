@@ -1,113 +1,65 @@
-"""The host pool: memory for the bytes of jobs in flight, each piece a memfd with one owner, within one budget.
+"""The pool: memory for the bytes of jobs in flight, each piece with one owner and one name, within one budget.
 
 Pages are there before anything relies on them: they are taken by several threads off the loop (`pages`), in 2 MiB pages
 where the node has enough free ones of those, and a piece that cannot be had whole is given back whole and refused with
-numbers. Sizes are sealed, so that nobody who gets the descriptor can cut the memory under a copy or let it grow past
-the budget. What survives a restart of the daemon is in the service manager's descriptor store under a name that tells
-operation, worker and size; `adopt` takes it back from there.
+numbers. A piece outlives the daemon, however that ends: it is a file in memory (pool_places), or where no place takes
+it, memory that a store holds by descriptor (store). While its job rests it may be on disk instead (spill_file), and
+then takes nothing of the budget. Which of these it is, is nobody's business outside: `take`, `fetch` and `give` are.
 
-Knows nothing of operations and workers but their names. Must not be asked to drop what somebody may still need: that
-is the machine's to say.
+What is found at the start and belongs to no operation is kept apart and never touched but by name (`drop_unclaimed`,
+`claim`): its number may be used again by another operation. Knows nothing of operations and workers but their names.
+Must not be asked to give what somebody may still need: that is the machine's to say.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import logging
-import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import anyio
 import anyio.to_thread
 
-from hegmd.errors import HegmError, Refused
+from hegmd.errors import BUSY, CANCELLED, NOT_FOUND, UNAVAILABLE, HegmError, Refused
 from hegmd.log import fields
-from hegmd.pages import populate
-from hegmd.pieces import HUGE_PAGE_BYTES, MIB, whole_size
+from hegmd.pieces import MIB, whole_size
+from hegmd.pool_memory import Memory, make_memory, read_available_bytes, read_huge_free_bytes
+from hegmd.pool_names import NONCE_BYTES, Key, PieceName
+from hegmd.pool_piece import Keep, Piece
+from hegmd.spill_file import SpillFolder
+from hegmd.spilling import Progress, read_into, say_nothing, write_out
+
+__all__ = ["Key", "Keep", "Memory", "Piece", "Pool", "read_available_bytes"]
 
 logger = logging.getLogger(__name__)
 
-STORE_PREFIX = "hegm-pool"
 # Without a budget in the configuration the pool may take this share of the memory that is available when it is asked.
 SHARE_OF_AVAILABLE = 0.5
-
-_HUGE_PAGES_FREE = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
-_MEMINFO = Path("/proc/meminfo")
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-def read_available_bytes(meminfo: Path = _MEMINFO) -> int | None:
-    """The memory that the kernel takes for available; None when it does not say."""
-    try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        return None
-    return None
-
-
-def read_huge_free_bytes(free: Path = _HUGE_PAGES_FREE) -> int:
-    """Free 2 MiB pages, in bytes; 0 where there are none, or the kernel has no such pages."""
-    try:
-        return int(free.read_text()) * HUGE_PAGE_BYTES
-    except (OSError, ValueError):
-        return 0
-
-
-class Store(Protocol):
-    """Where descriptors outlive the daemon: `service.ServiceManager`, or nothing."""
-
-    def store(self, name: str, descriptors: Iterable[int]) -> bool: ...
-    def unstore(self, name: str) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """Whose a piece is: one worker in one operation."""
-
-    operation: str
-    worker: str
-
-
-class Memory:
-    """One piece of the pool. Owns its descriptor; closing twice is fine."""
-
-    def __init__(self, fd: int, size_bytes: int, usable_bytes: int, *, huge: bool) -> None:
-        self.fd = fd
-        self.size_bytes = size_bytes
-        #: How many bytes of storages it was made for; the rest is for the agent's table.
-        self.usable_bytes = usable_bytes
-        self.huge = huge
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
 
 class Pool:
     """Every byte that the daemon holds for a job outside of it. Belongs to the event loop.
 
-    `budget_bytes` 0 stands for half of the memory that is available when it is asked.
+    `budget_bytes` 0 stands for half of the memory that is available when it is asked. `make_room` is asked to have so
+    many bytes given back before somebody is refused; it raises nothing.
     """
 
     def __init__(
         self,
         budget_bytes: int = 0,
         *,
-        store: Store | None = None,
+        keep: Keep | None = None,
         available_bytes: Callable[[], int | None] = read_available_bytes,
         huge_free_bytes: Callable[[], int] = read_huge_free_bytes,
     ) -> None:
+        self.keep = keep or Keep()
+        self.make_room: Callable[[int], Awaitable[object]] | None = None
         self._given_budget_bytes = budget_bytes
-        self._store = store
         self._available_bytes = available_bytes
         self._huge_free_bytes = huge_free_bytes
-        self._held: dict[Key, Memory] = {}
+        self._held: dict[Key, Piece] = {}
+        self._unclaimed: dict[str, Piece] = {}
         self._coming: dict[Key, int] = {}  # taken from the budget, pages not there yet
         self._taking = anyio.Lock()
 
@@ -115,8 +67,15 @@ class Pool:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that it holds, or is about to."""
-        return sum(memory.size_bytes for memory in self._held.values()) + sum(self._coming.values())
+        """Bytes of memory that it holds, or is about to."""
+        pieces = (*self._held.values(), *self._unclaimed.values())
+        return sum(_memory_bytes(piece) for piece in pieces) + sum(self._coming.values())
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes that are on disk."""
+        pieces = (*self._held.values(), *self._unclaimed.values())
+        return sum(piece.size_bytes for piece in pieces if piece.spilled)
 
     def budget_bytes(self) -> int:
         """How much it may hold in all now."""
@@ -129,24 +88,34 @@ class Pool:
         """How much more it may hold."""
         return max(0, self.budget_bytes() - self.held_bytes)
 
-    def held_for(self, key: Key) -> int:
-        """Bytes of storages that the piece of that owner was made for; 0 when there is none."""
-        memory = self._held.get(key)
-        return 0 if memory is None else memory.usable_bytes
+    def figures(self) -> Mapping[str, int]:
+        """Bytes by what they are, for whoever watches the node."""
+        return {"memory": self.held_bytes, "disk": self.spilled_bytes, "budget": self.budget_bytes()}
 
-    def by_owner(self) -> Mapping[Key, Memory]:
-        """Every piece."""
+    def held_for(self, key: Key) -> int:
+        """Bytes of storages that the piece of that owner was made for, wherever it is; 0 when there is none."""
+        piece = self._held.get(key)
+        return 0 if piece is None else piece.usable_bytes
+
+    def by_owner(self) -> Mapping[Key, Piece]:
+        """Every piece that has an owner."""
         return dict(self._held)
 
+    def unclaimed(self) -> Mapping[str, Piece]:
+        """Every piece that was found and that no operation has, by its name."""
+        return dict(self._unclaimed)
+
     def memory(self, key: Key) -> Memory:
-        """The piece of that owner. Raises Refused when there is none."""
-        memory = self._held.get(key)
-        if memory is None:
+        """The memory of that owner's piece. Raises Refused when there is none."""
+        piece = self._held.get(key)
+        if piece is None:
             raise Refused(
                 f"the pool holds nothing for {key.worker} in operation {key.operation}",
-                "the daemon was restarted without a service manager that keeps descriptors; the worker keeps its own",
+                "what it held is gone with its file or its keeper; the worker may have a descriptor of its own",
             )
-        return memory
+        if piece.memory is None:
+            raise Refused(f"the bytes of {key.worker} are on disk, in {self._file_of(piece)}", "fetch them first")
+        return piece.memory
 
     # -- taking and giving ---------------------------------------------------------------------------------------------
 
@@ -156,65 +125,267 @@ class Pool:
         Raises Refused over the budget or when the pages cannot be had; then what it held before stays. Cancelled, it
         ends first, and what it took is given back.
         """
+        await self.fetch(key)
         known = self._held.get(key)
-        if known is not None and known.usable_bytes >= size_bytes:
-            return known
+        if known is not None and known.usable_bytes >= size_bytes and known.memory is not None:
+            return known.memory
+        name = PieceName(key, size_bytes, secrets.token_hex(NONCE_BYTES))
         whole_bytes = whole_size(size_bytes)
+        memory = await self._make(name, whole_bytes, size_bytes)
+        try:
+            await self.give(key)
+        except BaseException:
+            await self._give_back(Piece(name, whole_bytes, memory))
+            raise
+        self._held[key] = Piece(name, whole_bytes, memory)
+        return memory
+
+    async def give(self, key: Key) -> None:
+        """Give the owner's bytes back to the node, wherever they are. Fine when it has none.
+
+        Raises HegmError when that cannot be; then they are still held and it can be asked for again.
+        """
+        piece = self._held.get(key)
+        if piece is None:
+            return
+        if piece.spilling is not None:
+            piece.spilling.cancel()
+        async with piece.lock:
+            await self._forget(piece)
+            if self._held.get(key) is piece:
+                del self._held[key]
+
+    async def to_fill(self, key: Key) -> Memory:
+        """The memory of that owner, to be written to: a copy of what was in it before is no copy any more."""
+        memory = self.memory(key)
+        piece = self._held[key]
+        if piece.spilling is not None:
+            piece.spilling.cancel()
+        async with piece.lock:
+            await self._forget_file(piece)
+        return memory
+
+    def close(self) -> None:
+        """Let go of every descriptor; what has a name or a store stays, for the next run of the daemon."""
+        for piece in (*self._held.values(), *self._unclaimed.values()):
+            if piece.memory is not None:
+                piece.memory.close()
+        self._held.clear()
+        self._unclaimed.clear()
+
+    # -- on disk -------------------------------------------------------------------------------------------------------
+
+    async def spill(self, key: Key, progress: Progress = say_nothing) -> None:
+        """Have the owner's bytes on disk as well, synced and read back. Fine when they are. Raises HegmError."""
+        folder = self._folder()
+        piece = self._held.get(key)
+        if piece is None:
+            raise Refused(f"the pool holds nothing for {key.worker} in operation {key.operation}", "see hegmctl ops")
+        async with piece.lock:
+            if not piece.spilled and piece.memory is not None:
+                await self._write(folder, piece, piece.memory, progress)
+
+    async def let_go(self, key: Key) -> None:
+        """Give the memory of a piece that is on disk back to the node. Fine when it is. Raises HegmError."""
+        piece = self._held.get(key)
+        if piece is None:
+            return
+        async with piece.lock:
+            if piece.spilled and piece.memory is not None:
+                await self._forget_memory(piece)
+
+    async def fetch(self, key: Key, progress: Progress = say_nothing) -> None:
+        """Have the owner's bytes in memory again, every chunk checked; on disk they stay. Fine when they are.
+
+        Raises Refused over the budget, and HegmError for a file that is damaged; then they are where they were.
+        """
+        piece = self._held.get(key)
+        if piece is None:
+            return
+        if piece.spilling is not None:
+            piece.spilling.cancel()
+        async with piece.lock:
+            if piece.memory is None and self._held.get(key) is piece:
+                folder, name = self._folder(), str(piece.name)
+                piece.memory = await read_into(
+                    lambda fill: self._make(piece.name, piece.size_bytes, piece.usable_bytes, fill),
+                    folder,
+                    name,
+                    piece.size_bytes,
+                    progress,
+                )
+
+    # -- what was found ------------------------------------------------------------------------------------------------
+
+    def enter(self, found: Iterable[Piece], owned: Callable[[Key], bool]) -> None:
+        """Take back what an earlier run of the daemon left. What no operation owns is kept apart."""
+        for piece in sorted(found, key=lambda one: -one.size_bytes):
+            key = piece.name.key
+            if owned(key) and key not in self._held:
+                self._held[key] = piece
+            else:
+                self._unclaimed[str(piece.name)] = piece
+
+    async def drop_unclaimed(self, name: str) -> int:
+        """Give the bytes of a piece that nobody owns back to the node; how many. Raises HegmError."""
+        piece = self._unclaimed.get(name)
+        if piece is None:
+            raise HegmError(NOT_FOUND, f"there is no stray piece {name[:80]!r}", "see: hegmctl adopt")
+        async with piece.lock:
+            await self._forget(piece)
+            self._unclaimed.pop(name, None)
+        return piece.size_bytes
+
+    async def claim(self, name: str, key: Key) -> None:
+        """Make an owner of a piece that had none. Raises HegmError; it has none then."""
+        piece = self._unclaimed.get(name)
+        if piece is None or key in self._held:
+            raise HegmError(BUSY, f"{name[:80]} cannot be given to operation {key.operation}", "see: hegmctl adopt")
+        new = PieceName(key, piece.name.usable_bytes, piece.name.nonce)
+        async with piece.lock:
+            await anyio.to_thread.run_sync(self._rename, piece, str(new))
+            if piece.memory is not None and piece.memory.place is None:
+                await self._put(str(new), piece.memory)
+                await self._drop(name)
+            piece.name = new
+            del self._unclaimed[name]
+            self._held[key] = piece
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    async def _make(
+        self, name: PieceName, whole_bytes: int, asked_bytes: int, fill: Callable[[Memory], None] | None = None
+    ) -> Memory:
+        """Memory within the budget, held beyond the daemon's end. Raises HegmError."""
+        key = name.key
+        await self._ask_for_room(key, whole_bytes)
         async with self._taking:
-            self._refuse_over_budget(key, size_bytes, whole_bytes)
+            self._refuse_over_budget(key, asked_bytes, whole_bytes)
             self._coming[key] = whole_bytes
             try:
                 huge = self._huge_free_bytes() >= whole_bytes
-                memory = await anyio.to_thread.run_sync(_make, key, size_bytes, whole_bytes, huge)
+                places = self.keep.places
+                memory = await anyio.to_thread.run_sync(
+                    lambda: make_memory(name, whole_bytes, places=places, huge=huge, fill=fill)
+                )
             finally:
                 del self._coming[key]
-            self.give(key)
-            self._held[key] = memory
-            self._keep(key, memory)
+        try:
+            if memory.place is None:
+                await self._put(str(name), memory)
+        except BaseException:
+            await self._give_back(Piece(name, whole_bytes, memory))
+            raise
         logger.info(
-            "pool holds %d MiB for %s", whole_bytes // MIB, key.worker, extra=fields(size_bytes=whole_bytes, huge=huge)
+            "pool holds %d MiB for %s in %s",
+            whole_bytes // MIB,
+            key.worker,
+            memory.place or "nameless memory",
+            extra=fields(size_bytes=whole_bytes, huge=memory.huge),
         )
         return memory
 
-    def give(self, key: Key) -> None:
-        """Give the owner's bytes back to the node. Fine when it has none."""
-        memory = self._held.pop(key, None)
+    async def _put(self, name: str, memory: Memory) -> None:
+        """Have the store hold it. Without one the worker's own descriptor keeps its bytes if the daemon ends."""
+        if self.keep.store is None:
+            return
+        try:
+            await self.keep.store.put(name, memory.fd)
+        except HegmError as error:
+            logger.warning("%s lives by the descriptors of hegmd and its worker alone: %s", name, error.message)
+
+    async def _drop(self, name: str) -> None:
+        if self.keep.store is not None:
+            await self.keep.store.drop(name)
+
+    async def _write(self, folder: SpillFolder, piece: Piece, memory: Memory, progress: Progress) -> None:
+        name = str(piece.name)
+        try:
+            with anyio.CancelScope() as piece.spilling:
+                await write_out(folder, name, memory.fd, piece.size_bytes, progress)
+                piece.spilled = True
+        finally:
+            piece.spilling = None
+            if not piece.spilled:  # it may have been given up when the file was whole already
+                with anyio.CancelScope(shield=True), contextlib.suppress(HegmError):
+                    await anyio.to_thread.run_sync(folder.remove, name)
+        if not piece.spilled:
+            worker = piece.name.key.worker
+            raise HegmError(
+                CANCELLED, f"the bytes of {worker} were wanted while they were written to disk", "see: hegmctl ops"
+            )
+        logger.info("%s is on disk", name, extra=fields(size_bytes=piece.size_bytes))
+
+    async def _give_back(self, piece: Piece) -> None:
+        """Forget a piece that nobody was given, cancelled or not."""
+        with anyio.CancelScope(shield=True), contextlib.suppress(HegmError):
+            await self._forget(piece)
+
+    async def _forget(self, piece: Piece) -> None:
+        await self._forget_memory(piece)
+        await self._forget_file(piece)
+
+    async def _forget_memory(self, piece: Piece) -> None:
+        memory, name = piece.memory, str(piece.name)
         if memory is None:
             return
-        memory.close()
-        if self._store is not None:
-            self._store.unstore(_store_name(key, memory.usable_bytes))
+        if memory.place is None:
+            await self._drop(name)
+        try:
+            # In a thread: to free 32 GiB takes seconds.
+            await anyio.to_thread.run_sync(memory.remove, name)
+        except OSError as error:
+            raise HegmError(
+                UNAVAILABLE, f"{name} cannot be removed: {error.strerror or error}", "see the log of hegmd"
+            ) from error
+        piece.memory = None
 
-    def close(self) -> None:
-        """Let go of everything here; what the service manager keeps, it keeps."""
-        while self._held:
-            self._held.popitem()[1].close()
+    async def _forget_file(self, piece: Piece) -> None:
+        if piece.spilled:
+            await anyio.to_thread.run_sync(self._folder().remove, str(piece.name))
+            piece.spilled = False
 
-    def adopt(self, name: str, fd: int) -> None:
-        """Take back what an earlier run of the daemon stored under that name. Closes what it cannot make sense of."""
-        key, usable_bytes = _parse_store_name(name)
-        if key is None or key in self._held:
-            os.close(fd)
-            return
-        self._held[key] = Memory(fd, os.fstat(fd).st_size, usable_bytes, huge=False)
+    def _rename(self, piece: Piece, new_name: str) -> None:
+        old_name = str(piece.name)
+        if piece.spilled:
+            self._folder().rename(old_name, new_name)
+        if piece.memory is not None and piece.memory.place is not None:
+            try:
+                piece.memory.place.rename(old_name, new_name)
+            except OSError as error:
+                if piece.spilled:
+                    self._folder().rename(new_name, old_name)
+                raise HegmError(
+                    UNAVAILABLE, f"{old_name} cannot be renamed: {error.strerror or error}", "see the log of hegmd"
+                ) from error
 
-    def _keep(self, key: Key, memory: Memory) -> None:
-        if self._store is not None:
-            self._store.store(_store_name(key, memory.usable_bytes), [memory.fd])
+    def _folder(self) -> SpillFolder:
+        if self.keep.spill is None:
+            raise Refused("this daemon has no directory for bytes on disk", "set pool.spill_dir in its configuration")
+        return self.keep.spill
+
+    def _file_of(self, piece: Piece) -> str:
+        return str(self._folder().path(str(piece.name)))
+
+    async def _ask_for_room(self, key: Key, whole_bytes: int) -> None:
+        missing_bytes = self._others_bytes(key) + whole_bytes - self.budget_bytes()
+        if missing_bytes > 0 and self.make_room is not None:
+            await self.make_room(missing_bytes)
+
+    def _others_bytes(self, key: Key) -> int:
+        known = self._held.get(key)
+        return self.held_bytes - (0 if known is None else _memory_bytes(known))
 
     def _refuse_over_budget(self, key: Key, size_bytes: int, whole_bytes: int) -> None:
-        known = self._held.get(key)
-        others_bytes = self.held_bytes - (0 if known is None else known.size_bytes)
+        others_bytes = self._others_bytes(key)
         budget_bytes = self.budget_bytes()
         if others_bytes + whole_bytes <= budget_bytes:
             return
-        configured = bool(self._given_budget_bytes)
+        first = "raise" if self._given_budget_bytes else "free memory on the node, set"
         raise Refused(
             f"the pool may hold {budget_bytes // MIB} MiB, holds {others_bytes // MIB} MiB for others, and "
             f"{whole_bytes // MIB} MiB are needed for {key.worker}",
-            "raise pool.budget_bytes, or resume a suspended job first"
-            if configured
-            else "free memory on the node, set pool.budget_bytes, or resume a suspended job first",
+            f"{first} pool.budget_bytes, resume a suspended job, or have it on disk with: hegmctl suspend --spill PID",
             {
                 "budget_bytes": budget_bytes,
                 "held_bytes": others_bytes,
@@ -224,51 +395,5 @@ class Pool:
         )
 
 
-def _make(key: Key, size_bytes: int, whole_bytes: int, huge: bool) -> Memory:
-    """A sealed memfd with its pages present. Blocks."""
-    if huge:
-        try:
-            return _make_one(key, size_bytes, whole_bytes, os.MFD_HUGETLB)
-        except HegmError as error:  # somebody else took the huge pages in between
-            logger.info("no 2 MiB pages for %s: %s", key.worker, error.message)
-    return _make_one(key, size_bytes, whole_bytes, 0)
-
-
-def _make_one(key: Key, size_bytes: int, whole_bytes: int, huge_flag: int) -> Memory:
-    try:
-        fd = os.memfd_create(f"hegm-{key.worker}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | huge_flag)
-    except OSError as error:
-        raise _no_pages(key, whole_bytes, error) from error
-    try:
-        os.ftruncate(fd, whole_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        populate(fd, whole_bytes)
-    except OSError as error:
-        os.close(fd)
-        raise _no_pages(key, whole_bytes, error) from error
-    except BaseException:
-        os.close(fd)
-        raise
-    return Memory(fd, whole_bytes, size_bytes, huge=bool(huge_flag))
-
-
-def _no_pages(key: Key, whole_bytes: int, error: OSError) -> Refused:
-    return Refused(
-        f"the node has no {whole_bytes // MIB} MiB for {key.worker}: {error.strerror or error}",
-        "free memory, or look at the memory limit of hegmd's own control group (MemoryMax=)",
-        {"needed_bytes": whole_bytes, "errno": error.errno},
-    )
-
-
-def _store_name(key: Key, usable_bytes: int) -> str:
-    return f"{STORE_PREFIX}-{key.operation}-{key.worker}-{usable_bytes}"
-
-
-def _parse_store_name(name: str) -> tuple[Key | None, int]:
-    """Whose a stored piece is, and its size. Operations have no dash in their names, workers may."""
-    rest = name.removeprefix(f"{STORE_PREFIX}-")
-    operation, _, after = rest.partition("-")
-    worker, _, size = after.rpartition("-")
-    if rest == name or not operation or not worker or not size.isdigit():
-        return None, 0
-    return Key(operation, worker), int(size)
+def _memory_bytes(piece: Piece) -> int:
+    return 0 if piece.memory is None else piece.memory.size_bytes

@@ -42,7 +42,15 @@ DESCRIPTORS_PER_MESSAGE = 253
 # A report waits this long for room in the manager's queue. PID 1 empties it within microseconds unless it is stuck.
 SEND_LIMIT_S = 0.5
 
-_TAKEN_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
+_TAKEN_VARIABLES = (
+    "NOTIFY_SOCKET",
+    "WATCHDOG_USEC",
+    "WATCHDOG_PID",
+    "LISTEN_PID",
+    "LISTEN_FDS",
+    "LISTEN_FDNAMES",
+    "FDSTORE",
+)
 
 
 def under_systemd(environ: Mapping[str, str]) -> bool:
@@ -59,6 +67,8 @@ class Offer:
     """The manager acts when it has heard nothing for this long; report at least twice as often. None: no watchdog."""
     descriptor_names: tuple[str, ...]
     """The name of each passed descriptor, in the order of their numbers, which start at 3."""
+    keeps_descriptors: bool = False
+    """Whether there is a descriptor store behind the address."""
 
     def manager(self) -> ServiceManager:
         """The way to report. Raises HegmError when the address is not of a kind that this system has."""
@@ -80,7 +90,15 @@ def take_offer(environ: MutableMapping[str, str], pid: int) -> Offer:
         notify_address=said.get("NOTIFY_SOCKET") or None,
         watchdog_limit_s=_watchdog_limit_s(said, pid),
         descriptor_names=_descriptor_names(said, pid),
+        keeps_descriptors=bool(said.get("NOTIFY_SOCKET")) and _has_store(said, environ),
     )
+
+
+def _has_store(said: Mapping[str, str], environ: Mapping[str, str]) -> bool:
+    """systemd says so from 254 on. Before, its units are known by their invocation, and ours asks for a store."""
+    if "FDSTORE" in said:
+        return _number(said, "FDSTORE") > 0
+    return "INVOCATION_ID" in environ
 
 
 def _watchdog_limit_s(said: Mapping[str, str], pid: int) -> float | None:

@@ -385,7 +385,25 @@ class PoolSettings:
     budget_bytes: int = setting(
         Amount(0, 1 << 50),
         0,
-        "The most that the pool may hold, in bytes; 0 for half of the memory that is available when it is needed.",
+        "The most memory that the pool may hold, in bytes; 0 for half of what is available when it is needed.",
+        reloads=False,
+    )
+    memory: str = setting(
+        OneOf(("named", "nameless")),
+        "named",
+        "Memory with a name, in hugetlbfs or /dev/shm, which outlives every process; or held by descriptors alone.",
+        reloads=False,
+    )
+    spill: str = setting(
+        OneOf(("asked", "full", "always")),
+        "asked",
+        "When bytes of suspended jobs go to disk: when asked (--spill), also when the budget is full, or always.",
+        reloads=False,
+    )
+    spill_dir: Path | None = setting(
+        PathName(optional=True),
+        "",
+        'The directory on disk for the bytes of suspended jobs; "" for `spill` in the state directory.',
         reloads=False,
     )
 

@@ -10,17 +10,21 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
+import secrets
 import stat
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from hegmd.errors import REFUSED, HegmError
+from hegmd.errors import REFUSED, UNAVAILABLE, HegmError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 LOCK_NAME = "lock"
+IDENTITY_NAME = "identity"
+_IDENTITY_BYTES = 16
 
 
 class StateDir:
@@ -71,6 +75,32 @@ class StateDir:
         with contextlib.suppress(OSError):
             os.ftruncate(self._lock_fd, 0)
             os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+
+    def identity(self) -> str:
+        """What tells this directory from every other, on this node and elsewhere: hexadecimal digits, made once.
+
+        Raises HegmError when it can neither be read nor made.
+        """
+        path = self.path / IDENTITY_NAME
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                known = path.read_text().strip()
+                if re.fullmatch(rf"[0-9a-f]{{{2 * _IDENTITY_BYTES}}}", known):
+                    return known
+            made = secrets.token_hex(_IDENTITY_BYTES)
+            fresh = path.with_suffix(".new")
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+                file.write(f"{made}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.rename(path)
+        except OSError as error:
+            raise HegmError(
+                UNAVAILABLE,
+                f"{path} cannot be made: {error.strerror or error}",
+                f"free space on the disk of {self.path}",
+            ) from error
+        return made
 
     def close(self) -> None:
         """Let go of the directory. Closing twice is fine."""

@@ -6,29 +6,30 @@ pieces lie one after the other in a flat space; the first ones can be given back
 
 Room costs nothing to lose: a job whose room is gone stays checkpointed until there is some again, and an operation that
 a new daemon takes up holds its room anew. Bytes are another matter: before any are put into it, memory is to be `kept`,
-and then it is also in the service manager's descriptor store, under a name that tells owner, GPU, place and size, from
-where `adopt` takes it back. Room is not kept there because the manager closes its copy in its own time, and the one
-moment at which held memory has to be free at once is when a process is restored into it.
+and then a store has it too (hegmd/store.py), under a name that tells owner, GPU, place and size, from where `adopt`
+takes it back. Room is not kept there: the one moment at which held memory has to be free at once is when a process is
+restored into it, and then nobody else's promptness is to be relied upon.
 
 Belongs to the event loop. Knows nothing of operations and workers but the names that it is given.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
 import anyio
-import anyio.to_thread
 
 from hegmd.errors import Bug, HegmError, Refused
 from hegmd.helper.link import Answer
 from hegmd.log import fields
+from hegmd.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,6 @@ MOST_PIECES = 128
 # Starting a helper is not in these: a call's deadline begins when there is one.
 _HOLD_S = 10.0
 _HOLD_BYTES_PER_S = 4 * GIB
-_SETTLE_S = 2.0
 
 _NAME = re.compile(
     STORE_PREFIX + r"-(?P<who>.+)-(?P<gpu>GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-(?P<at>\d+)-(?P<size>\d+)"
@@ -55,14 +55,6 @@ class Helper(Protocol):
     """Who makes the memory: `helper.link.Link`."""
 
     async def call(self, op: str, args: Mapping[str, object], *, deadline_s: float) -> Answer: ...
-
-
-class Store(Protocol):
-    """Where descriptors outlive the daemon: `service.ServiceManager`, or nothing."""
-
-    def store(self, name: str, descriptors: Iterable[int]) -> bool: ...
-    def unstore(self, name: str) -> bool: ...
-    def barrier(self, limit_s: float) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +97,11 @@ def piece_sizes(size_bytes: int) -> list[int]:
 
 
 class VideoMemory:
-    """Everything that is held, by owner and by the GPU's UUID."""
+    """Everything that is held, by owner and by the GPU's UUID. `store` is where it outlives the daemon, if anywhere."""
 
     def __init__(self, helper: Helper, store: Store | None = None) -> None:
+        self.store = store
         self._helper = helper
-        self._store = store
         self._held: dict[Key, _Holding] = {}
         self._taking = anyio.Lock()
 
@@ -156,7 +148,7 @@ class VideoMemory:
             with answer.fds:
                 added = _pieces_of(answer, holding.end)
                 if holding.kept:
-                    self._keep(who, gpu, added)
+                    await self._keep(who, gpu, added)
                 answer.fds.take()
             holding.pieces += added
             self._held[who, gpu] = holding
@@ -167,7 +159,7 @@ class VideoMemory:
             extra=fields(gpu=gpu, size_bytes=holding.size_bytes),
         )
 
-    def keep(self, who: str, gpu: str) -> bool:
+    async def keep(self, who: str, gpu: str) -> bool:
         """Have it outlive the daemon from now on, before bytes are put into it; whether there is who keeps it.
 
         Raises HegmError when it could not be handed over: then nobody is to rely on it.
@@ -175,15 +167,18 @@ class VideoMemory:
         holding = self._held.get((who, gpu))
         if holding is None:
             raise Bug("video memory is to be kept that is not held", facts={"who": who, "gpu": gpu})
-        holding.kept = holding.kept or self._keep(who, gpu, holding.pieces)
+        holding.kept = holding.kept or await self._keep(who, gpu, holding.pieces)
         return holding.kept
 
-    def give(self, who: str, gpu: str) -> None:
-        """Give it back to the GPU. Fine when nothing is held. What is kept is free once its keeper has let go too."""
+    async def give(self, who: str, gpu: str) -> None:
+        """Give it back to the GPU: when this returns, it is free. Fine when nothing is held.
+
+        Raises HegmError when a store does not let go of it: then the daemon holds it no longer, and the store does.
+        """
         holding = self._held.pop((who, gpu), None)
         if holding is not None:
             given, holding.pieces = holding.pieces, []
-            self._close(who, gpu, holding, given)
+            await self._let_go(who, gpu, holding, given)
 
     async def give_first(self, who: str, gpu: str, count: int) -> int:
         """Give back the first pieces; how many bytes. When this returns, they are free, also where they were kept."""
@@ -193,58 +188,54 @@ class VideoMemory:
         given, holding.pieces = holding.pieces[:count], holding.pieces[count:]
         if not holding.pieces:
             del self._held[who, gpu]
-        self._close(who, gpu, holding, given)
-        if holding.kept and self._store is not None:
-            settled = await anyio.to_thread.run_sync(self._store.barrier, _SETTLE_S)
-            if not settled:
-                logger.warning("the service manager did not let go of video memory within %g s", _SETTLE_S)
+        await self._let_go(who, gpu, holding, given)
         return sum(piece.size_bytes for piece in given)
 
     def close(self) -> None:
-        """Let go of everything here; what the service manager keeps, it keeps."""
+        """Let go of everything here; what a store has, it keeps."""
         while self._held:
             _, holding = self._held.popitem()
             for piece in holding.pieces:
                 os.close(piece.fd)
 
-    def adopt(self, name: str, fd: int) -> None:
-        """Take back what an earlier run of the daemon had kept. Closes what it cannot make sense of."""
+    def adopt(self, name: str, fd: int) -> bool:
+        """Take back what an earlier run of the daemon had kept; whether it is that. If not, it stays the caller's."""
         found = _NAME.fullmatch(name)
         if found is None:
-            logger.warning("a descriptor that was kept as %s is not video memory of ours", name)
-            os.close(fd)
-            return
+            return False
         holding = self._held.setdefault((found["who"], found["gpu"]), _Holding())
         holding.kept = True
         at = int(found["at"])
         if any(piece.at == at for piece in holding.pieces):  # kept twice
             os.close(fd)
-            return
+            return True
         holding.pieces.append(Piece(fd, at, int(found["size"])))
         holding.pieces.sort(key=lambda piece: piece.at)
+        return True
 
-    # -- the keeper ----------------------------------------------------------------------------------------------------
+    # -- the store ----------------------------------------------------------------------------------------------------
 
-    def _keep(self, who: str, gpu: str, pieces: Iterable[Piece]) -> bool:
-        if self._store is None:
+    async def _keep(self, who: str, gpu: str, pieces: Sequence[Piece]) -> bool:
+        if self.store is None:
             return False
-        handed: list[Piece] = []
+        handed: list[str] = []
         try:
             for piece in pieces:
-                handed.append(piece)
-                if not self._store.store(_store_name(who, gpu, piece), [piece.fd]):
-                    return False
-        except HegmError:
-            for piece in handed:
-                self._store.unstore(_store_name(who, gpu, piece))
+                handed.append(_store_name(who, gpu, piece))
+                await self.store.put(handed[-1], piece.fd)
+        except BaseException:
+            with anyio.CancelScope(shield=True), contextlib.suppress(HegmError):
+                await self.store.drop(*handed)
             raise
         return True
 
-    def _close(self, who: str, gpu: str, holding: _Holding, pieces: Iterable[Piece]) -> None:
+    async def _let_go(self, who: str, gpu: str, holding: _Holding, pieces: Sequence[Piece]) -> None:
+        """Cancelled, it is given back all the same: nobody would know of it any more."""
         for piece in pieces:
             os.close(piece.fd)
-            if holding.kept and self._store is not None:
-                self._store.unstore(_store_name(who, gpu, piece))
+        if holding.kept and self.store is not None and pieces:
+            with anyio.CancelScope(shield=True):
+                await self.store.drop(*[_store_name(who, gpu, piece) for piece in pieces])
 
 
 def _pieces_of(answer: Answer, start: int) -> list[Piece]:

@@ -282,6 +282,13 @@ def cancel(session: Session) -> int:
     return operating.cancel(session)
 
 
+def adopt(session: Session) -> int:
+    """`hegmctl adopt`."""
+    from hegmctl import operating
+
+    return operating.adopt(session)
+
+
 def ops(session: Session) -> int:
     """`hegmctl ops`."""
     from hegmctl.operating_text import operations_text
@@ -296,7 +303,7 @@ def ops(session: Session) -> int:
 def op(session: Session) -> int:
     """`hegmctl op`, as it stands, or once it has come to rest."""
     from hegmctl.operating import follow
-    from hegmctl.operating_text import story_text
+    from hegmctl.operating_text import story_text, whole_story_text
     from hegmd.protocol.messages import Story, StoryReply
 
     arguments = session.arguments
@@ -306,7 +313,7 @@ def op(session: Session) -> int:
             reply = follow(session, connection, op_id)
         else:
             reply = connection.call(Story(id=op_id), StoryReply)
-    session.sink.answer(reply, story_text)
+    session.sink.answer(reply, whole_story_text if arguments.flag("story") else story_text)
     return 0
 
 
@@ -352,5 +359,6 @@ COMMANDS: dict[str, Command] = {
     "ops": ops,
     "op": op,
     "cancel": cancel,
+    "adopt": adopt,
     "__complete": complete,
 }

@@ -5,6 +5,8 @@ page and the completions of three shells (`pages`). To add a command: add it her
 
 It is not argparse because argparse costs 9 ms to import, as much as a whole Python start, and every call would pay it;
 and because argparse can be asked neither for its grammar nor for a good word to somebody who mistyped. Holds data only.
+
+Longer than 400 lines because it is one table, which is read from top to bottom.
 """
 
 from __future__ import annotations
@@ -133,7 +135,7 @@ GLOBAL_OPTIONS: tuple[Option, ...] = (
 GROUPS: dict[str, str] = {"simulate": "make simulated GPUs hold memory or fail"}
 
 FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid", "none")
-EVENT_KINDS = ("config", "events", "gpu", "inventory", "operation", "process", "vendor")
+EVENT_KINDS = ("config", "events", "gpu", "inventory", "operation", "pool", "process", "vendor")
 
 _DRY_RUN = Option("-n", "--dry-run", doc="only show what would be done, or every reason why it cannot be")
 _NO_WAIT = Option("--no-wait", doc="do not wait for the end; `hegmctl op` shows it")
@@ -296,10 +298,19 @@ _VERBS = (
         "suspend",
         "take running jobs off their GPUs",
         "Stops the job between two batches and holds its bytes in the pool until `resume`; meanwhile its memory is "
-        "free for others.",
-        options=(_DRY_RUN, _WAIT, _NO_WAIT),
+        "free for others. With --spill the bytes go on to disk and take no memory either; that can be asked of a job "
+        "that is suspended already. Where the disk has no room, they stay in memory, and the command fails.",
+        options=(
+            Option("--spill", doc="have the bytes on disk, with checksums, until `resume`"),
+            _DRY_RUN,
+            _WAIT,
+            _NO_WAIT,
+        ),
         arguments=(_JOBS,),
-        examples=(("hegmctl suspend 4711", "take 4711 off its GPU"),),
+        examples=(
+            ("hegmctl suspend 4711", "take 4711 off its GPU"),
+            ("hegmctl suspend --spill 4711", "and have its bytes on disk"),
+        ),
     ),
     Verb(
         "resume",
@@ -343,11 +354,19 @@ _VERBS = (
         ),
         examples=(("hegmctl swap 4711 4712", "each goes where the other is"),),
     ),
-    Verb("ops", "show the operations", "Those under way, the suspended, and the last ones that are over."),
+    Verb(
+        "ops",
+        "show the operations, and what needs a person",
+        "Those under way, the suspended, and the last ones that are over; below them what was found on the node and "
+        "belongs to none, each with the command that does something about it.",
+    ),
     Verb(
         "op",
         "show one operation and its story",
-        options=(Option("-f", "--follow", doc="wait until it has come to rest, and show how it comes on"),),
+        options=(
+            Option("-f", "--follow", doc="wait until it has come to rest, and show how it comes on"),
+            Option("--story", doc="tell the story in full: times by the clock, causes, what was found and then done"),
+        ),
         arguments=(Argument("ID", doc="the operation"),),
     ),
     Verb(
@@ -355,6 +374,26 @@ _VERBS = (
         "have an operation turned back",
         "The job is brought back to how it was. Refused where going on is shorter than going back.",
         arguments=(Argument("ID", doc="the operation"),),
+    ),
+    Verb(
+        "adopt",
+        "bring back what no operation has",
+        "Without a PID, lists what was found on the node and belongs to no operation: processes that stand, bytes in "
+        "memory or on disk. With a PID, makes an operation of that process and the others of its job and lets them go "
+        "on. Nothing of it is ever deleted unless --drop says so.",
+        options=(
+            Option("--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go on at; else the job's own"),
+            Option("--drop", kind=TEXT, metavar="NAME", doc="give up these bytes for good"),
+            Option("-y", "--yes", doc="do not ask before that"),
+            _DRY_RUN,
+            _WAIT,
+            _NO_WAIT,
+        ),
+        arguments=(Argument("PID", many=True, kind=PID, doc="a process of the job"),),
+        examples=(
+            ("hegmctl adopt", "what there is"),
+            ("hegmctl adopt 4711 --to gpu0", "let process 4711 go on, on gpu0"),
+        ),
     ),
     Verb(
         "help",

@@ -15,16 +15,22 @@ from hegmctl.operating_text import (
     progress_text,
     swapped_text,
 )
+from hegmctl.strays_text import dropped_text, strays_text
 from hegmd.errors import CANCELLED, USAGE, HegmError, code_named
 from hegmd.protocol.messages import (
+    Adopt,
     CancelOperation,
     Drain,
     Drained,
+    Dropped,
+    DropStray,
     Migrate,
     OperationReply,
     Resume,
     Story,
     StoryReply,
+    Strays,
+    StraysReply,
     Suspend,
     Swap,
 )
@@ -69,6 +75,7 @@ def suspend(session: Session) -> int:
         limit_s=arguments.seconds("timeout"),
         wait=not arguments.flag("no-wait"),
         dry_run=arguments.flag("dry-run"),
+        spill=arguments.flag("spill"),
     )
     return _run_one(session, request)
 
@@ -83,6 +90,45 @@ def resume(session: Session) -> int:
         dry_run=arguments.flag("dry-run"),
     )
     return _run_one(session, request)
+
+
+def adopt(session: Session) -> int:
+    """`hegmctl adopt`: the list, one job, or the end of some bytes."""
+    arguments = session.arguments
+    pids, name = arguments.wholes("PID"), arguments.text("drop")
+    if len(pids) > 1 or (pids and name is not None):
+        raise HegmError(USAGE, "adopt takes one PID, or --drop and one name", "hegmctl adopt lists what there is")
+    if name is not None:
+        return _drop(session, name)
+    if pids:
+        request = Adopt(
+            pid=pids[0],
+            to=arguments.text("to"),
+            wait=not arguments.flag("no-wait"),
+            dry_run=arguments.flag("dry-run"),
+        )
+        return _run_one(session, request)
+    with session.connect() as connection:
+        reply = connection.call(Strays(), StraysReply)
+    session.sink.answer(reply, strays_text)
+    return 0
+
+
+def _drop(session: Session, name: str) -> int:
+    from hegmctl.output import ask
+
+    if not session.arguments.flag("yes"):
+        answer = ask(f"Give up {name}? Whatever job these bytes are of can never go on [y/N] ")
+        if answer is None:
+            raise HegmError(
+                USAGE, f"{name} would be gone for good, and nobody can be asked", "say --yes if that is wanted"
+            )
+        if answer.strip().lower() not in ("y", "yes"):
+            raise HegmError(CANCELLED, f"{name} stays", "hegmctl adopt lists what there is")
+    with session.connect() as connection:
+        reply = connection.call(DropStray(name=name), Dropped)
+    session.sink.answer(reply, dropped_text)
+    return 0
 
 
 def drain(session: Session) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import localtime, strftime
 
 from hegmctl.quantities import binary_size
+from hegmctl.strays_text import strays_lines
 from hegmctl.tables import UNKNOWN, Column, Style, printable, table, wrapped
 
 TYPE_CHECKING = False
@@ -26,15 +27,15 @@ _STATES = {
 }
 # The order of phases, so that the bar can tell how far it is while no bytes move.
 _PHASES = (
-    "planned settling arming counting quiescing measuring evacuating checkpointing leaving restoring refilling "
-    "releasing verifying tidying"
+    "planned settling arming counting quiescing measuring evacuating checkpointing leaving spilling restoring "
+    "refilling releasing verifying tidying"
 ).split()
 
 
 def progress_text(progress: OperationProgress, style: Style) -> list[str]:
     """One line: what is done now, how far it is, and the bytes of it."""
     phase = progress.phase
-    moving = phase in ("evacuating", "refilling") and progress.size_bytes > 0
+    moving = phase in ("evacuating", "spilling", "refilling") and progress.size_bytes > 0
     place = _PHASES.index(phase) if phase in _PHASES else len(_PHASES)
     within = min(1.0, progress.moved_bytes / progress.size_bytes) if moving else 0.0
     share = min(1.0, (place + within) / len(_PHASES))
@@ -57,6 +58,10 @@ def _outcome(operation: Operation, style: Style) -> list[str]:
     if operation.failure is not None:
         lines.append(f"  {printable(operation.failure.message)}")
         lines.append(f"  next: {printable(operation.failure.hint)}")
+    if operation.waits is not None:
+        if operation.failure is None or operation.failure.message not in operation.waits.why:
+            lines.append(f"  waits: {printable(operation.waits.why)}")
+        lines.append(f"  next: {printable(operation.waits.next)}")
     return lines
 
 
@@ -190,8 +195,9 @@ def cancelled_text(reply: OperationReply, style: Style) -> list[str]:
 
 def operations_text(reply: OperationsReply, style: Style) -> list[str]:
     """The table of `hegmctl ops`."""
+    strays = ["", *strays_lines(reply.strays, style)] if reply.strays else []
     if not reply.operations:
-        return ["There has been no operation here."]
+        return ["There has been no operation here.", *strays]
     columns = (
         Column("ID", right=True),
         Column("KIND"),
@@ -203,7 +209,17 @@ def operations_text(reply: OperationsReply, style: Style) -> list[str]:
         Column("BEGAN", drop=3),
         Column("WHY", shrink=12, drop=4),
     )
-    return table(columns, [_row(operation) for operation in reply.operations], style)
+    return [*table(columns, [_row(operation) for operation in reply.operations], style), *_waits(reply, style), *strays]
+
+
+def _waits(reply: OperationsReply, style: Style) -> list[str]:
+    """What operations wait for, the command in a line of its own, to be copied."""
+    lines: list[str] = []
+    for operation in reply.operations:
+        if operation.waits is not None:
+            lines += [f"  {line}" for line in _paragraph(f"operation {operation.id}: {operation.waits.why}", style)]
+            lines.append(f"    next: {printable(operation.waits.next)}")
+    return ["", style.paint("Waiting:", "yellow"), *lines] if lines else []
 
 
 def _row(operation: Operation) -> list[Cell]:
@@ -239,8 +255,24 @@ def story_text(reply: StoryReply, style: Style) -> list[str]:
         lines.append(f"({reply.untold} earlier lines are no longer remembered)")
     began_utc = reply.story[0].utc if reply.story else 0.0
     for line in reply.story:
-        what = line.event or "planned"
         then = f" -> {', '.join(line.effects)}" if line.effects else ""
         detail = f" ({line.detail})" if line.detail else ""
-        lines.append(printable(f"{line.utc - began_utc:9.3f} s  {line.phase:<13} {what}{detail}{then}"))
+        what = f"{line.event or 'planned'}{detail}{then}"
+        lines.append(printable(f"{line.utc - began_utc:9.3f} s  {line.phase:<13} {what}"))
+    return lines
+
+
+def whole_story_text(reply: StoryReply, style: Style) -> list[str]:
+    """The same in full: when by the clock, what it came from, and what was to be done then, in lines of their own."""
+    lines = [*_outcome(reply.operation, style), ""]
+    if reply.untold:
+        lines.append(f"({reply.untold} earlier lines are no longer remembered)")
+    for line in reply.story:
+        seconds, milliseconds = divmod(round(line.utc * 1000), 1000)
+        when = f"{strftime('%Y-%m-%d %H:%M:%S', localtime(seconds))}.{milliseconds:03d}"
+        cause = f", by {line.cause}" if line.cause else ""
+        lines.append(f"{when}  {printable(line.event or 'planned')}{printable(cause)}: {printable(line.phase)}")
+        lines += [f"    {part}" for part in _paragraph(line.detail, style) if part]
+        if line.effects:
+            lines += [f"    then: {part}" for part in _paragraph(", ".join(line.effects), style)]
     return lines

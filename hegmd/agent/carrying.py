@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from ..errors import REFUSED, HegmError
+from .refusals import refusal
 from .torch_state import Found
 
 TYPE_CHECKING = False
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from ..errors import HegmError
     from .shown import Shown, View
     from .transfer import Evacuated
 
@@ -39,6 +40,13 @@ class Carrying:
     def held_bytes(self) -> int:
         """Bytes that are out of the process now."""
         return 0 if self.out is None else self.out.size_bytes
+
+    @property
+    def entrusted(self) -> bool:
+        """Whether those bytes are with the daemon alone, so that this process cannot bring them back by itself."""
+        if self._evacuated is not None:
+            return self._evacuated.fd < 0
+        return self.out is not None
 
     def keeps(self, fd: int) -> bool:
         """Whether that descriptor belongs to what is out."""
@@ -68,11 +76,20 @@ class Carrying:
         self._evacuated = transfer.evacuate(fd, found.storages, found.sizes, progress)
         return len(self._evacuated)
 
+    def entrust(self) -> None:
+        """Close the own descriptor of what is out, if there is one. Raises HegmError when nothing is."""
+        if self.out is None:
+            raise refusal("nothing of this process is out of it", "evacuate it first")
+        if self._evacuated is not None:
+            self._evacuated.close()
+
     def refill(self, fd: int | None, progress: Callable[[int], None]) -> Evacuated:
         """Bring back what was evacuated. Raises HegmError, and leaves it out, when that cannot be."""
         evacuated = self._evacuated
         if evacuated is None:
             raise refusal("nothing of this process is out of it", "evacuate it first")
+        if fd is None and evacuated.fd < 0:
+            raise refusal("its bytes are with hegmd alone, and none came", "see: hegmctl adopt")
         evacuated.bring_back(evacuated.fd if fd is None else fd, progress)
         evacuated.close()
         self._evacuated = None
@@ -92,11 +109,6 @@ class Carrying:
         if self._shown is None:
             raise refusal(f"{what} is about storages that were shown, and none were", "export them first")
         return self._shown
-
-
-def refusal(message: str, hint: str) -> HegmError:
-    """A refusal that says which process it is about."""
-    return HegmError(REFUSED, f"process {os.getpid()}: {message}", hint)
 
 
 def _transfer() -> Any:

@@ -154,6 +154,7 @@ class Channel:
             boundary=self._gate.count,
             parked=self._gate.parked,
             held_bytes=self._orders.held_bytes,
+            entrusted=self._orders.entrusted,
         )
 
     def next_turn(self, connected: socket.socket) -> bool:

@@ -17,9 +17,9 @@ from ..errors import HegmError
 from ..protocol.messages import AgentReport, LeftAlone, Order
 from . import torch_state
 from .carrying import Carrying
-from .carrying import refusal as _refusal
 from .notes import note
 from .quiesce import CALL, PARK, Asked, Gate
+from .refusals import BUSY_HINT, DEBUG_HINT, no_boundary, refusal
 from .stillness import busy_thread
 
 TYPE_CHECKING = False
@@ -59,6 +59,7 @@ class Orders:
         self._carrying = Carrying()
         self._found: torch_state.Found | None = None
         self._alone_deadline: float | None = None
+        self._resting = False
         self._signal: int | None = None
         self.known_bytes = 0
         self.changed_by_itself = False
@@ -67,6 +68,8 @@ class Orders:
             "park": self._park,
             "withdraw": self._withdraw,
             "evacuate": self._evacuate,
+            "rest": self._rest,
+            "entrust": self._entrust,
             "refill": self._refill,
             "export": self._export,
             "free": self._free,
@@ -80,6 +83,11 @@ class Orders:
         """Bytes that are out of the process now."""
         return self._carrying.held_bytes
 
+    @property
+    def entrusted(self) -> bool:
+        """Whether those bytes are with the daemon alone."""
+        return self._carrying.entrusted
+
     # ---- the daemon comes and goes ----------------------------------------------------------------------------------
 
     def begin(self, report: Callable[[AgentReport], None]) -> None:
@@ -89,7 +97,10 @@ class Orders:
         self.changed_by_itself = False
 
     def end(self) -> None:
-        """The daemon is gone: what it asked for is withdrawn; what is parked waits for the next one, for a while."""
+        """The daemon is gone: what it asked for is withdrawn; what is parked waits for the next one.
+
+        In the middle of a move that is for a while; what was suspended stays suspended however long it takes.
+        """
         if self._report is None:
             return
         self._report = None
@@ -98,7 +109,7 @@ class Orders:
             self._gate.withdraw()
         elif pending is not None and pending.do == "park":
             self._let_go()
-        if self._gate.parked:
+        if self._gate.parked and not self._resting:
             self._alone_deadline = monotonic() + _park_limit_s()
 
     def note_signal(self, number: int) -> None:
@@ -114,13 +125,13 @@ class Orders:
         try:
             action = self._do.get(order.do)
             if action is None:
-                raise _refusal(f"there is no order {order.do!r}", "bring hegmd and the agent to the same release")
+                raise refusal(f"there is no order {order.do!r}", "bring hegmd and the agent to the same release")
             action(order, fd)
         except HegmError as error:
             self._failed(order.order, error)
         except Exception as error:  # noqa: BLE001 - the edge: whatever fails in here, the script does not notice
             note(f"order {order.do} failed: {error!r}")
-            self._failed(order.order, _refusal(f"the agent failed at {order.do}: {error!r}", _DEBUG_HINT))
+            self._failed(order.order, refusal(f"the agent failed at {order.do}: {error!r}", DEBUG_HINT))
             self._come_back("an error in the agent")
         finally:
             if fd is not None and not self._carrying.keeps(fd):
@@ -145,11 +156,11 @@ class Orders:
             self._done(order.order)
             return
         if self._carrying.out is not None:
-            raise _refusal("the bytes of this process are out of it", "refill it first")
+            raise refusal("the bytes of this process are out of it", "refill it first")
         before = self._pending
         if before is not None and before.do == "park":
             self._pending = None
-            self._failed(before.order, _refusal("another boundary to park at was named", "nothing needs to be done"))
+            self._failed(before.order, refusal("another boundary to park at was named", "nothing needs to be done"))
         self._wait_for(order, order.limit_s)
         self._found = None
         if self._gate.parked and self._gate.count >= at:
@@ -160,15 +171,15 @@ class Orders:
             self._pending = None
             self._gate.withdraw()
             passed = f"boundary {at} was passed before the order to park at it came"
-            self._failed(order.order, _refusal(passed, "name a later one"))
+            self._failed(order.order, refusal(passed, "name a later one"))
 
     def _withdraw(self, order: Order, _fd: int | None) -> None:
         if self._carrying.out is not None:
-            raise _refusal("the bytes of this process are out of it", "refill it first, then release it")
+            raise refusal("the bytes of this process are out of it", "refill it first, then release it")
         pending, self._pending = self._pending, None
         self._let_go()
         if pending is not None:
-            self._failed(pending.order, _refusal(f"{pending.do} was withdrawn", "nothing needs to be done"))
+            self._failed(pending.order, refusal(f"{pending.do} was withdrawn", "nothing needs to be done"))
         self._done(order.order)
 
     def _evacuate(self, order: Order, fd: int | None) -> None:
@@ -176,6 +187,18 @@ class Orders:
         storages = self._carrying.evacuate(fd, found, self._progress_of(order.order))
         left_alone = _counted(found)
         self._done(order.order, storages=storages, size_bytes=self.held_bytes, left_alone=left_alone)
+
+    def _rest(self, order: Order, _fd: int | None) -> None:
+        """The operation is at rest: this process stays as it is, also while there is no daemon."""
+        self._require_parked("rest")
+        self._resting = True
+        self._done(order.order)
+
+    def _entrust(self, order: Order, _fd: int | None) -> None:
+        """The daemon has the bytes elsewhere: without a descriptor here, their memory can be given back."""
+        self._carrying.entrust()
+        self._resting = True
+        self._done(order.order)
 
     def _refill(self, order: Order, fd: int | None) -> None:
         evacuated = self._carrying.refill(fd, self._progress_of(order.order))
@@ -203,10 +226,11 @@ class Orders:
 
     def _release(self, order: Order, _fd: int | None) -> None:
         if self._carrying.out is not None:
-            raise _refusal("the bytes of this process are out of it", "refill it first")
+            raise refusal("the bytes of this process are out of it", "refill it first")
         self._require_parked("release")
         self._carrying.forget()
         self._found = None
+        self._resting = False
         self._wait_for(order, order.limit_s)
         self._gate.release_and_watch()
 
@@ -251,7 +275,7 @@ class Orders:
             if pending.do == "survey":
                 self._done(pending.order, parked=False, held_bytes=0)  # the count is known, the bytes are not
             else:
-                self._failed(pending.order, _no_boundary(pending, "after it was released"))
+                self._failed(pending.order, no_boundary(pending.limit_s, "after it was released"))
 
     def _look_after_park(self, pending: Pending, *, is_late: bool) -> None:
         busy = None
@@ -264,7 +288,7 @@ class Orders:
         if is_late:
             self._pending = None
             self._gate.withdraw()
-            error = _no_boundary(pending, "") if busy is None else _refusal(f"{busy}, not at rest", _BUSY_HINT)
+            error = no_boundary(pending.limit_s, "") if busy is None else refusal(f"{busy}, not at rest", BUSY_HINT)
             self._failed(pending.order, error)
 
     def _come_back(self, why: str) -> None:
@@ -272,8 +296,11 @@ class Orders:
         note(f"coming back by itself: {why}")
         pending, self._pending = self._pending, None
         if self._carrying.out is not None:
+            if self._carrying.entrusted:  # it stays parked until they are brought back
+                self._pending = pending
+                return
             try:
-                self._carrying.refill(None, _no_progress)
+                self._carrying.refill(None, lambda _so_far_bytes: None)
             except HegmError as error:
                 note(f"{error.message}; trying again")
                 self._alone_deadline = monotonic() + _TRY_AGAIN_S
@@ -281,7 +308,7 @@ class Orders:
         self._let_go()
         self.changed_by_itself = True
         if pending is not None:
-            self._failed(pending.order, _refusal(f"the process went on by itself: {why}", "ask again"))
+            self._failed(pending.order, refusal(f"the process went on by itself: {why}", "ask again"))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -295,25 +322,26 @@ class Orders:
     def _let_go(self) -> None:
         self._carrying.forget()
         self._found = None
+        self._resting = False
         self._gate.withdraw()
 
     def _wait_for(self, order: Order, limit_s: float | None) -> None:
         if self._pending is not None:
-            raise _refusal(f"order {self._pending.order} ({self._pending.do}) is under way", "wait, or withdraw it")
+            raise refusal(f"order {self._pending.order} ({self._pending.do}) is under way", "wait, or withdraw it")
         self._pending = Pending(order, limit_s)
 
     def _require_parked(self, what: str) -> None:
         if not self._gate.parked or self._pending is not None:
-            raise _refusal(f"{what} needs a parked training thread, and it is not parked", "park it first")
+            raise refusal(f"{what} needs a parked training thread, and it is not parked", "park it first")
 
     def _found_at_rest(self, what: str) -> torch_state.Found:
         """The storages that are to leave, with nobody using them. Raises HegmError."""
         if self._carrying.out is not None:
-            raise _refusal("the bytes of this process are out already", "bring them back before they are taken again")
+            raise refusal("the bytes of this process are out already", "bring them back before they are taken again")
         self._require_parked(what)
         busy = busy_thread(self._gate.parked_threads, self._gate.trainers)
         if busy is not None:
-            raise _refusal(f"{busy} and may be using storages", _BUSY_HINT)
+            raise refusal(f"{busy} and may be using storages", BUSY_HINT)
         found, self._found = self._found or torch_state.find(), None
         return found
 
@@ -356,25 +384,10 @@ class Orders:
             self._report(AgentReport(**values))
 
 
-_DEBUG_HINT = "the job goes on; start it with HEGM_AGENT_DEBUG=FILE to see more"
-_BUSY_HINT = "it has to be parked or waiting; try again at another moment"
-
-
-def _no_progress(_so_far_bytes: int) -> None:
-    pass
-
-
 def _counted(found: torch_state.Found) -> tuple[LeftAlone, ...]:
     return tuple(
         LeftAlone(why=why, storages=count, size_bytes=size_bytes)
         for why, (count, size_bytes) in sorted(found.left_alone.items())
-    )
-
-
-def _no_boundary(pending: Pending, when: str) -> HegmError:
-    return _refusal(
-        " ".join(f"no batch boundary within {pending.limit_s:g} s {when}".split()),
-        "allow more time; for a hand-written loop, call hegm.boundary() once a batch",
     )
 
 

@@ -148,6 +148,13 @@ class Carrier(Protocol):
         """For how many bytes of storages it holds memory."""
         ...
 
+    async def fetch(self, subject: Subject, on_progress: Progress) -> None:
+        """Have the bytes, which may have been put on disk meanwhile, where they can be carried from.
+
+        Fine when they are. Raises HegmError; then they are where they were.
+        """
+        ...
+
     async def arm(self, subject: Subject) -> None:
         """Be ready to carry, with all that this takes on GPUs, before room is relied upon. Raises HegmError."""
         ...

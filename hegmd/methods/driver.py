@@ -83,8 +83,8 @@ class DriverMethod:
 
     async def give_room(self, subject: Subject, gpu: str) -> None:
         uuid = await self._gpus.uuid_of(gpu)
-        self._memory.give(rest_of(subject), uuid)
-        self._memory.give(storages_of(subject), uuid)
+        await self._memory.give(rest_of(subject), uuid)
+        await self._memory.give(storages_of(subject), uuid)
         self._gpus.changed()
 
     def rooms(self, subject: Subject) -> Mapping[str, int]:
@@ -196,7 +196,7 @@ class DriverMethod:
         crowded = free_bytes is None or free_bytes < CALM_BYTES
         others = await self._others(subject, gpu) if crowded else []
         async with self._neighbours.held_still(others, but_for=self._in_hand):
-            self._memory.give(rest_of(subject), uuid)
+            await self._memory.give(rest_of(subject), uuid)
             free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
             if free_bytes is None or free_bytes < subject.rest_bytes:
                 await self._hold_again(subject, uuid)
@@ -235,7 +235,7 @@ class DriverMethod:
         """Whoever is quicker than the process gets it; then its bytes wait for the next attempt, and none is lost."""
         if subject.gpu is not None:
             async with self._gpus.turn(subject.gpu):
-                self._memory.give(storages_of(subject), await self._gpus.uuid_of(subject.gpu))
+                await self._memory.give(storages_of(subject), await self._gpus.uuid_of(subject.gpu))
 
     # -- how it stands -------------------------------------------------------------------------------------------------
 
@@ -329,6 +329,9 @@ class DriverCarrier:
 
     def held_bytes(self, subject: Subject) -> int:
         return 0
+
+    async def fetch(self, subject: Subject, on_progress: Progress) -> None:
+        """They are in the process."""
 
     async def arm(self, subject: Subject) -> None:
         """Nothing has to be ready."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hegmd.helper.link import Link
 from hegmd.helper.route import Route
-from hegmd.methods.base import Subject
+from hegmd.methods.base import Progress, Subject
 from hegmd.methods.copying import CopyingCarrier
 from hegmd.methods.gpus import Gpus
 from hegmd.methods.worker import key_of
@@ -33,10 +33,17 @@ class HostCarrier(CopyingCarrier):
 
     async def give(self, subject: Subject) -> None:
         await self.disarm(subject)
-        self._pool.give(key_of(subject))
+        await self._pool.give(key_of(subject))
 
     def held_bytes(self, subject: Subject) -> int:
         return self._pool.held_for(key_of(subject))
+
+    async def fetch(self, subject: Subject, on_progress: Progress) -> None:
+        await self._pool.fetch(key_of(subject), on_progress)
+
+    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+        await self._pool.to_fill(key_of(subject))
+        return await super().take_out(subject, on_progress)
 
     def space_bytes(self, subject: Subject) -> int:
         return self._pool.memory(key_of(subject)).size_bytes

@@ -6,10 +6,10 @@ room for copies and storages at once, the storages are made in rounds, and what 
 
 from __future__ import annotations
 
-from hegmd.errors import Refused
+from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import Link
 from hegmd.helper.route import Route
-from hegmd.methods.base import NoRoom, Subject
+from hegmd.methods.base import NoRoom, Progress, Subject
 from hegmd.methods.copying import CopyingCarrier
 from hegmd.methods.gpus import Gpus, VideoMemory, bytes_of
 
@@ -36,18 +36,25 @@ class PeerCarrier(CopyingCarrier):
             except Refused as error:
                 raise NoRoom(error.message, error.hint, error.facts) from error
         self._gpus.changed()
-        self._memory.keep(bytes_of(subject), where)
+        try:
+            await self._memory.keep(bytes_of(subject), where)
+        except HegmError:
+            await self._memory.give(bytes_of(subject), where)
+            raise
         await self.arm_or_give(subject)
 
     async def give(self, subject: Subject) -> None:
         await self.disarm(subject)
         where = self._where(subject)
         if where is not None:
-            self._memory.give(bytes_of(subject), where)
+            await self._memory.give(bytes_of(subject), where)
             self._gpus.changed()
 
     def held_bytes(self, subject: Subject) -> int:
         return sum(self._memory.of(bytes_of(subject)).values())
+
+    async def fetch(self, subject: Subject, on_progress: Progress) -> None:
+        """Video memory is put nowhere else."""
 
     def space_bytes(self, subject: Subject) -> int:
         where = self._where(subject)

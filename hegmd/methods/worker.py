@@ -25,10 +25,13 @@ class WorkerCarrier:
         await self._pool.take(key_of(subject), size_bytes)
 
     async def give(self, subject: Subject) -> None:
-        self._pool.give(key_of(subject))
+        await self._pool.give(key_of(subject))
 
     def held_bytes(self, subject: Subject) -> int:
         return self._pool.held_for(key_of(subject))
+
+    async def fetch(self, subject: Subject, on_progress: Progress) -> None:
+        await self._pool.fetch(key_of(subject), on_progress)
 
     async def arm(self, subject: Subject) -> None:
         """Nothing has to be ready."""
@@ -38,15 +41,15 @@ class WorkerCarrier:
 
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
         """Raises OrderFailed, AgentAway."""
-        memory = self._pool.memory(key_of(subject))
+        memory = await self._pool.to_fill(key_of(subject))
         report = await subject.worker.order("evacuate", fds=[memory.fd], on_progress=on_progress)
         return report.size_bytes or 0
 
     async def put_back(self, subject: Subject, on_progress: Progress) -> int:
         """Raises OrderFailed, AgentAway. The bytes stay in the memory too.
 
-        Memory that went with an earlier daemon is not needed: the agent keeps a descriptor of its own as long as its
-        bytes are out.
+        Memory that went with an earlier daemon is not needed: the agent keeps a descriptor of its own until it has
+        entrusted its bytes, and by then they are on disk.
         """
         memory = self._memory(subject)
         fds = () if memory is None else [memory.fd]

@@ -54,6 +54,8 @@ class Tallies:
     log_dropped: int = 0
     log_held_back: int = 0
     audit_lost: int = 0
+    pool_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
+    strays: int = 0
 
 
 # A value of a GPU that changes, by name, kind, meaning, and how it is found.
@@ -217,6 +219,10 @@ def _kept(out: Exposition, tallies: Tallies) -> None:
     held_back.add(tallies.log_held_back)
     lost = out.family("hegmd_audit_records_lost_total", "counter", "Audit records that are in the log only.")
     lost.add(tallies.audit_lost)
+    pool = out.family("hegmd_pool_bytes", "gauge", "What the pool has: held in memory, on disk, and its budget.")
+    _by_word(pool, "what", tallies.pool_bytes)
+    strays = out.family("hegmd_strays", "gauge", "Bytes and processes that no operation has and that need a person.")
+    strays.add(tallies.strays)
 
 
 def _daemon(out: Exposition, build: Build, own: OwnProcess) -> None:

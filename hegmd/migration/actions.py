@@ -122,11 +122,18 @@ def _waits_for_moved(op: Operation) -> bool:
 
 
 def recovered(op: Operation, event: events.Recovered, now: float) -> Operation:
-    """Nothing that was under way is known, nor what the daemon holds; everybody is asked."""
+    """Nothing that was under way is known, nor what the daemon holds; everybody is asked.
+
+    One that had not begun does not begin by itself: whoever asked for it was given no answer, or was refused because
+    the journal could not be written. The deadline is set anew, since after a reboot the clock is another one.
+    """
+    if op.phase == course.PLANNED:
+        message = f"hegmd was stopped before operation {op.id} had begun"
+        return _back(op, CANCELLED.name, message, "nothing was done; ask for it again")
     for pending in op.pending:
         op = _forgotten(op, pending)
     workers = [w if w.gone else w.replace(unsure=True, recount=True, waits=None) for w in op.workers]
-    return op.replace(workers=tuple(workers), pending=())
+    return course.on_time(op.replace(workers=tuple(workers), pending=()), now)
 
 
 def _forgotten(op: Operation, pending: Pending) -> Operation:
@@ -256,9 +263,11 @@ def inspected(op: Operation, worker: Worker, pending: Pending, event: events.Ins
         parked=event.parked,
         boundary=event.boundary if event.parked or not worker.touched else worker.boundary,
         out=event.out_bytes > 0,
+        # Whoever took them, bytes that are out have to be seen in use again before what holds them is given back.
+        touched=worker.touched or event.out_bytes > 0,
         at=event.gpu,
         left=worker.left if event.gpu is not None or worker.at is None else worker.at,
-        verified=worker.verified or (worker.touched and passed),
+        verified=not event.out_bytes and (worker.verified or (worker.touched and passed)),
         rooms=event.rooms if worker.recount else worker.rooms,
         pool_bytes=event.pool_bytes if worker.recount else worker.pool_bytes,
     )
@@ -285,7 +294,9 @@ def failed(op: Operation, worker: Worker, pending: Pending, event: events.Failed
         changed = {"asked": False} if pending.effect == effects.Park.tag else {}
         return _astray(op.with_worker(worker.replace(**changed)), event)
     if pending.effect in _UNCERTAIN:
-        op = op.with_worker(worker.replace(unsure=True))
+        # A driver that could not restore may have lost the room that was held for it: it is counted again.
+        recount = worker.recount or pending.effect == effects.Restore.tag
+        op = op.with_worker(worker.replace(unsure=True, recount=recount))
         if pending.effect in _OUTWARD and op.heading == BACK:
             return _split(op, worker.name, event)
         return _astray(op, event)

@@ -15,6 +15,7 @@ from hegmd.migration.operation import BACK, FORWARD, HOLD, Operation, Pending, W
 from hegmd.migration.stages import STAGES, Stage, Want, limit_s
 
 SETTLING = STAGES[0]
+PLANNED = "planned"
 SUSPENDED, DONE, UNDONE, LOST = "suspended", "done", "undone", "lost"
 TERMINAL = (DONE, UNDONE, LOST)
 # Waiting for what does not come is done less and less often, up to this.
@@ -133,6 +134,12 @@ def _in_phase(op: Operation, phase: str, now: float) -> Operation:
         return op
     limit = limit_s(op.limits, phase)
     return op.replace(phase=phase, tries=0, deadline=None if limit is None else now + limit)
+
+
+def on_time(op: Operation, now: float) -> Operation:
+    """The operation with the deadline of its phase counted from now, for a clock that may be another one."""
+    limit = limit_s(op.limits, op.phase)
+    return op.replace(tries=0, deadline=None if limit is None else now + limit)
 
 
 def later(op: Operation, now: float) -> Operation:

@@ -52,7 +52,7 @@ from dataclasses import dataclass
 
 from hegmd.errors import Refused
 from hegmd.migration import actions
-from hegmd.migration.course import SUSPENDED, TERMINAL, advance
+from hegmd.migration.course import PLANNED, SUSPENDED, TERMINAL, advance
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Ending, Event
 from hegmd.migration.operation import Operation
@@ -60,7 +60,6 @@ from hegmd.migration.stages import STAGES
 
 __all__ = ["EVENTS", "PHASES", "TABLE", "TERMINAL", "Event", "Operation", "Result", "Row", "handle", "row_for"]
 
-PLANNED = "planned"
 ACTIVE = tuple(stage.phase for stage in STAGES)
 PHASES = (PLANNED, *ACTIVE, SUSPENDED, *TERMINAL)
 EVENTS = tuple(sorted(Event.register))
@@ -165,7 +164,8 @@ def _put_happenings(put: Put) -> None:
     put("agent-back", [PLANNED], Row(IGNORE, "nothing was asked of the agent yet"))
     put("deadline-passed", ACTIVE, Row(MOVE, "back where that is open, else another attempt", actions.deadline_passed))
     put("deadline-passed", [PLANNED, SUSPENDED], Row(IGNORE, "it has no deadline here: an alarm from an earlier phase"))
-    put("recovered", [PLANNED, *ACTIVE, SUSPENDED], Row(MOVE, "all are asked how they stand", actions.recovered))
+    put("recovered", [PLANNED], Row(MOVE, "it had not begun, and does not begin by itself", actions.recovered))
+    put("recovered", [*ACTIVE, SUSPENDED], Row(MOVE, "all are asked how they stand", actions.recovered))
     for event in ("worker-gone", "agent-lost", "agent-back", "deadline-passed", "recovered"):
         put(event, TERMINAL, _OVER)
 

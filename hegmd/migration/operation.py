@@ -137,6 +137,7 @@ class Operation(Record):
     tries: int = field("how often the deadline passed in this part", default=0)
     failure: Failure | None = field("why it does not get to what was asked", default=None)
     lacks: Failure | None = field("what it waits for now, such as room on a GPU", default=None)
+    spill: bool = field("whether its bytes are to go to disk while it is suspended", default=False)
 
     @property
     def live(self) -> Iterator[Worker]:

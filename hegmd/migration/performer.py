@@ -129,11 +129,12 @@ class Performer:
 
     # -- room and pool -------------------------------------------------------------------------------------------------
 
-    async def _take_room(self, op: Operation, member: Member, effect: effects.TakeRoom, _: Progress) -> Event:
+    async def _take_room(self, op: Operation, member: Member, effect: effects.TakeRoom, tell: Progress) -> Event:
         """For bytes that are out the carrier is made ready too: what that takes has to be there before a restore."""
         subject = self._subject(op, member)
         await self._method(member).hold_room(subject, effect.gpu, effect.size_bytes)
         if member.out:
+            await self._carrier(member).fetch(subject, tell)
             await self._carrier(member).arm(subject)
         return events.RoomTaken(**_ends(effect))
 
@@ -201,18 +202,22 @@ class Performer:
         self._note_pace(member, BY_DRIVER, OUT, left.rest_bytes or 0, began)
         return events.Checkpointed(**_ends(effect), room_bytes=left.room_bytes, rest_bytes=left.rest_bytes)
 
-    async def _restore(self, op: Operation, member: Member, effect: effects.Restore, _: Progress) -> Event:
+    async def _restore(self, op: Operation, member: Member, effect: effects.Restore, tell: Progress) -> Event:
+        subject = self._subject(op, member)
+        if member.out:
+            await self._carrier(member).fetch(subject, tell)  # one that fails has changed nothing
         began = anyio.current_time()
-        await self._method(member).restore(self._subject(op, member), effect.gpu)
+        await self._method(member).restore(subject, effect.gpu)
         self._note_pace(member, BY_DRIVER, IN, member.rest_bytes, began)
         return events.Restored(**_ends(effect))
 
     async def _refill(self, op: Operation, member: Member, effect: effects.Refill, tell: Progress) -> Event:
         if self._worker(member).held_bytes:
-            subject = self._subject(op, member)
+            subject, carrier = self._subject(op, member), self._carrier(member)
+            await carrier.fetch(subject, tell)
             await self._method(member).make_way(subject)
             began = anyio.current_time()
-            size_bytes = await self._carrier(member).put_back(subject, tell)
+            size_bytes = await carrier.put_back(subject, tell)
             self._note_pace(member, member.carrier, IN, size_bytes, began)
         return events.Refilled(**_ends(effect))
 

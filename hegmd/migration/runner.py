@@ -22,30 +22,27 @@ from pathlib import Path
 import anyio
 import anyio.abc
 import anyio.lowlevel
-import anyio.to_thread
 
-from hegmd.errors import NOT_FOUND, Bug, HegmError
+from hegmd.errors import Bug, HegmError
 from hegmd.events import EventLog
-from hegmd.log import fields, limited
+from hegmd.log import fields
 from hegmd.migration import effects, events, journal
 from hegmd.migration.course import TERMINAL
+from hegmd.migration.disk import Disk
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
 from hegmd.migration.journal import History
-from hegmd.migration.journal_file import JournalFile
+from hegmd.migration.ledger import Ledger
 from hegmd.migration.machine import handle
 from hegmd.migration.operation import Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.performer import Performer
 from hegmd.migration.running import AT_REST, Errand, Running
-from hegmd.migration.telling import description
+from hegmd.migration.telling import description, happenings
 from hegmd.protocol import operations as told
 from hegmd.workers import BACK, CAME, ENDED, LEFT, Worker
 
 logger = logging.getLogger(__name__)
-
-# A journal that could not be written is tried again after so long.
-JOURNAL_RETRY_S = 1.0
 
 
 class Runner:
@@ -57,41 +54,37 @@ class Runner:
         performer: Performer,
         log: EventLog,
         *,
+        disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
         utc: Callable[[], float] = time.time,
     ) -> None:
-        self._file = JournalFile(folder)
+        self._ledger = Ledger(folder, log, disk=disk)
         self._performer = performer
         self._log = log
         self._clock = clock
         self._utc = utc
-        self._histories: dict[str, History] = {}
         self._running: dict[str, Running] = {}
         self._ended: dict[str, Running] = {}
-        self._writing = anyio.Lock()
         self._tasks: anyio.abc.TaskGroup | None = None
 
     # -- up and down ---------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Read the journal. Blocks. Raises HegmError for one that cannot be trusted."""
-        reading = self._file.open()
-        self._histories = dict(reading.histories)
-        if reading.torn:
-            logger.warning("the journal ended within a record: the daemon was stopped while it wrote it")
+        self._ledger.open()
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Go on with what is not over, and run what is begun, until cancelled."""
         try:
             async with anyio.create_task_group() as self._tasks:
-                for history in tuple(self._histories.values()):
+                for history in tuple(self._ledger.histories.values()):
                     if history.operation.phase not in TERMINAL:
                         self._start(Running(history), events.Recovered(cause="hegmd was started"))
                 task_status.started()
                 await anyio.sleep_forever()
         finally:
             self._tasks = None
-            self._file.close()
+            self._ledger.close()
 
     def _start(self, running: Running, first: Event) -> None:
         if self._tasks is None:
@@ -104,7 +97,7 @@ class Runner:
 
     def next_id(self) -> str:
         """An id that no operation in the journal has."""
-        return str(1 + max((int(op_id) for op_id in self._histories if op_id.isdigit()), default=0))
+        return self._ledger.next_id()
 
     async def begin(self, op: Operation) -> None:
         """Put an operation in the journal and start it. Raises HegmError; nothing has been done then."""
@@ -113,13 +106,11 @@ class Runner:
         running = Running(history)
         for member in op.workers:
             running.note_connection(member.name, self._performer.connection(member))
-        # Takes the id and the processes, before anything is waited for.
-        self._histories[op.id], self._running[op.id] = history, running
+        self._running[op.id] = running  # takes the processes, before anything is waited for
         try:
-            async with self._writing:
-                await anyio.to_thread.run_sync(self._file.append, journal.opening(op, utc))
+            await self._ledger.enter(history, journal.opening(op, utc))
         except BaseException:
-            del self._histories[op.id], self._running[op.id]
+            del self._running[op.id]
             raise
         pids = ", ".join(str(worker.pid) for worker in op.workers)
         self._log.record("operation.began", "info", f"operation {op.id}: {op.kind} of {pids}", facts={"id": op.id})
@@ -149,15 +140,11 @@ class Runner:
 
     def history(self, op_id: str) -> History:
         """One operation and its story. Raises NOT_FOUND."""
-        history = self._histories.get(op_id)
-        if history is None:
-            hint = "hegmctl ops lists those that are remembered"
-            raise HegmError(NOT_FOUND, f"there is no operation {op_id[:40]!r}", hint, {"id": op_id[:40]})
-        return history
+        return self._ledger.history(op_id)
 
     def operations(self) -> tuple[Operation, ...]:
         """All that are remembered, oldest first."""
-        return tuple(history.operation for history in self._histories.values())
+        return tuple(history.operation for history in self._ledger.histories.values())
 
     def under_way(self) -> tuple[Operation, ...]:
         """Those that are not over, the suspended among them."""
@@ -193,6 +180,7 @@ class Runner:
             self.history(op_id).operation,
             moved_bytes=0 if running is None else sum(running.moved.values()),
             blackout_s=None if running is None else running.blackout_s,
+            trouble=self._ledger.trouble,
         )
 
     async def follow(self, op_id: str) -> AsyncIterator[told.OperationProgress]:
@@ -261,27 +249,10 @@ class Runner:
             return ()
         record, line = journal.step(before, event, after, wanted, now=now, utc=self._utc())
         history = running.history.after(after, line)
-        await self._write(after.id, history, record)
+        await self._ledger.write(history, record)
         running.history = history
         self._note(running, event, before, after)
         return wanted
-
-    async def _write(self, op_id: str, history: History, record: bytes) -> None:
-        """Have it on disk, however long that takes."""
-        while True:
-            try:
-                async with self._writing:
-                    if self._file.is_due:
-                        await anyio.to_thread.run_sync(self._rewrite)
-                    await anyio.to_thread.run_sync(self._file.append, record)
-                    self._histories[op_id] = history
-                return
-            except HegmError as error:
-                limited(logger, "journal", logging.ERROR, "operations stand still: %s", error.message)
-            await anyio.sleep(JOURNAL_RETRY_S)
-
-    def _rewrite(self) -> None:
-        self._file.rewrite(tuple(self._histories.values()))
 
     def _note(self, running: Running, event: Event, before: Operation, after: Operation) -> None:
         """Keep what is told of the operation and is not in it: times and progress."""
@@ -294,6 +265,8 @@ class Runner:
             if not any(member.parked for member in after.live):
                 running.stood_since = None
         self._note_driver(running, event, after)
+        for happening in happenings(before, event, after):
+            self._log.record(happening.kind, happening.severity, happening.message, facts={"id": after.id})
         if before.phase != after.phase:
             running.moved.clear()
             logger.info("operation %s: %s", after.id, after.phase, extra=fields(operation=after.id, phase=after.phase))
@@ -334,9 +307,7 @@ class Runner:
         self._ended[op.id] = running
         for old in tuple(self._ended)[: -journal.REMEMBERED]:
             del self._ended[old]
-        over = [known for known, history in self._histories.items() if history.operation.phase in TERMINAL]
-        for old in over[: -journal.REMEMBERED]:
-            del self._histories[old]
+        self._ledger.forget_oldest()
         for asking in running.inbox:
             try:
                 handle(op, asking.event, self._clock())

@@ -115,7 +115,9 @@ def _releasing(op: Operation, worker: Worker) -> Iterator[Want]:
     if worker.gone or worker.goal is None or op.heading == HOLD:
         return
     if worker.parked:
-        yield effects.Release, {}
+        # Ranks go on together or not at all: one that has its bytes while another is suspended goes on standing.
+        if not (op.lockstep and any(other.goal is None for other in op.live)):
+            yield effects.Release, {}
     elif worker.asked:
         yield effects.Withdraw, {}
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from hegmd.migration.course import SUSPENDED, TERMINAL
+from hegmd.migration.course import PLANNED, SUSPENDED, TERMINAL
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
-from hegmd.migration.machine import EVENTS, IGNORE, MOVE, PHASES, PLANNED, REFUSE, TABLE
+from hegmd.migration.machine import EVENTS, IGNORE, MOVE, PHASES, REFUSE, TABLE
 from hegmd.migration.stages import STAGES
 
 PAGE = Path(__file__).with_name("STATES.md")

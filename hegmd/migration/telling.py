@@ -1,14 +1,27 @@
-"""An operation as people and programs are told of it, from the one that the machine keeps. Pure."""
+"""An operation as people and programs are told of it, from the one that the machine keeps. Pure.
+
+HAPPENINGS are the events of the node that operations cause, each a kind that is counted (`hegmd_events_total`) and that
+docs/operations.md explains.
+"""
 
 from __future__ import annotations
 
-from hegmd.migration.operation import Operation
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hegmd.errors import HegmError
+from hegmd.migration import events
+from hegmd.migration.course import LOST, SUSPENDED, TERMINAL, UNDONE
+from hegmd.migration.events import Event
+from hegmd.migration.operation import BACK, FOR_AGENT, HOLD, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.protocol import operations as told
 
 
-def description(op: Operation, *, moved_bytes: int = 0, blackout_s: float | None = None) -> told.Operation:
-    """How it stands; the two figures are the runner's, who has the clock and the reports."""
+def description(
+    op: Operation, *, moved_bytes: int = 0, blackout_s: float | None = None, trouble: HegmError | None = None
+) -> told.Operation:
+    """How it stands; the figures are the runner's, who has the clock and the reports, and the journal's trouble too."""
     failure = op.failure or op.lacks
     return told.Operation(
         id=op.id,
@@ -21,7 +34,32 @@ def description(op: Operation, *, moved_bytes: int = 0, blackout_s: float | None
         moved_bytes=moved_bytes,
         blackout_s=blackout_s,
         failure=None if failure is None else told.Reason(code=failure.code, message=failure.message, hint=failure.hint),
+        waits=waiting(op, trouble),
     )
+
+
+def waiting(op: Operation, trouble: HegmError | None = None) -> told.Wait | None:
+    """What it waits for, the most pressing first; None for one that is over, or comes on."""
+    if op.phase in TERMINAL:
+        return None
+    if trouble is not None:
+        return told.Wait(why=f"it stands still: {trouble.message}", next=trouble.hint)
+    for member in op.live:
+        if member.waits == FOR_AGENT:
+            return told.Wait(
+                why=f"the agent of process {member.pid} is not connected",
+                next=f"it comes back by itself; if it does not, see the log of the job and: hegmctl op {op.id}",
+            )
+    if op.phase == SUSPENDED:
+        pid = next((member.pid for member in op.live), None)
+        why = "it is suspended" if op.failure is None else f"its job stands: {op.failure.message}"
+        return told.Wait(why=why, next=f"hegmctl resume {pid}")
+    if op.tries > 1:
+        return told.Wait(
+            why=f"{op.phase} has not come to its end in {op.tries} attempts; the next is made by itself",
+            next=f"see what it meets with: hegmctl op {op.id} --story",
+        )
+    return None
 
 
 def process_of(member: Member) -> told.OperationProcess:
@@ -41,3 +79,53 @@ def process_of(member: Member) -> told.OperationProcess:
         size_bytes=member.carried_bytes,
         state=state,
     )
+
+
+HAPPENINGS = {
+    "operation.journal-failed": "the journal cannot be written: operations stand still, and none begins",
+    "operation.journal-mended": "it can be written again, and they go on",
+    "operation.began": "it was asked for, and is in the journal",
+    "operation.turned-back": "it will not get to what was asked; the job is brought back to how it was",
+    "operation.held": "neither way is open; the job stands with its bytes held until it is resumed",
+    "operation.recovered": "a daemon that was started has found it in the journal, and asks how its processes stand",
+    "operation.found": "how a process of it stood after that",
+    "operation.suspended": "its job is off the GPUs, its bytes held",
+    "operation.done": "what was asked has been done, and a batch was seen after it",
+    "operation.undone": "it ended with the job as it was",
+    "operation.lost": "a process ended while its bytes were out of it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """One event of the node."""
+
+    kind: str
+    severity: str
+    message: str
+
+
+def happenings(before: Operation, event: Event, after: Operation) -> Iterator[Happening]:
+    """What a step of an operation is worth telling of, besides its phases."""
+    who = f"operation {after.id}"
+    if isinstance(event, events.Recovered):
+        yield Happening("operation.recovered", "warning", f"{who} was {before.phase} when hegmd was stopped")
+    member = before.worker(event.worker) if isinstance(event, events.Inspected | events.WorkerGone) else None
+    if member is not None and member.recount:
+        yield Happening("operation.found", "info", f"{who}: process {member.pid} {_found(event)}")
+    why = "" if after.failure is None else f": {after.failure.message}"
+    if after.heading != before.heading:
+        if after.heading == BACK and after.phase not in (UNDONE, LOST):
+            yield Happening("operation.turned-back", "warning", f"{who} turns back{why}")
+        elif after.heading == HOLD:
+            yield Happening("operation.held", "error", f"{who} is held, its job stands{why}; hegmctl resume")
+    if after.phase == SUSPENDED and before.phase != SUSPENDED and not why:
+        yield Happening("operation.suspended", "info", f"{who}: suspended")
+
+
+def _found(event: Event) -> str:
+    if not isinstance(event, events.Inspected):
+        return "has ended"
+    where = "no GPU" if event.gpu is None else event.gpu
+    out = f", {event.out_bytes} bytes of it out" if event.out_bytes else ""
+    return f"{'stands' if event.parked else 'trains'} on {where}{out}"

@@ -13,7 +13,7 @@ Longer than 400 lines because every message is in this one place, and it is a li
 
 from __future__ import annotations
 
-from .operations import Operation, OperationProgress, Plan, Reason, StoryLine
+from .operations import Operation, OperationProgress, Plan, Reason, StoryLine, Stray
 from .record import Record, field
 from .snapshots import Check, Event, Gpu, GpuProcess, Vendor
 
@@ -275,7 +275,11 @@ class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgre
 
 
 class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Take running jobs off their GPUs, between two of their batches, and hold their bytes until a resume."""
+    """Take running jobs off their GPUs, between two of their batches, and hold their bytes until a resume.
+
+    With `spill` they go on to disk and take no memory meanwhile; of jobs that are suspended already too. When that
+    cannot be, the jobs are suspended with their bytes in memory and the reply is an error that says why.
+    """
 
     pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
     limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
@@ -284,6 +288,7 @@ class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgre
     carrier: str | None = field(
         "peer, host, worker or driver, where the choice of how the bytes go is not hegmd's", default=None
     )
+    spill: bool = field("whether their bytes are to go to disk", default=False)
 
 
 class Resume(Request, op="resume", reply=OperationReply, event=OperationProgress, changes_state=True):
@@ -328,9 +333,10 @@ class Swap(Request, op="swap", reply=Drained, event=OperationProgress, changes_s
 
 
 class OperationsReply(Record):
-    """The operations that the daemon remembers."""
+    """The operations that the daemon remembers, and what no operation has."""
 
     operations: tuple[Operation, ...] = field("oldest first")
+    strays: tuple[Stray, ...] = field("what was found and needs a person", default=())
 
 
 class Operations(Request, op="operations", reply=OperationsReply):
@@ -358,11 +364,45 @@ class CancelOperation(Request, op="operation.cancel", reply=OperationReply, chan
     id: str = field("id of the operation")
 
 
+class StraysReply(Record):
+    """What was found on the node and no operation has."""
+
+    strays: tuple[Stray, ...] = field("bytes, parked processes, and what cannot be read")
+
+
+class Strays(Request, op="strays", reply=StraysReply):
+    """What needs a person: bytes of the pool that no operation owns, processes that stand and that none claims."""
+
+
+class Adopt(Request, op="adopt", reply=OperationReply, event=OperationProgress, changes_state=True):
+    """Make an operation of a process that stands and that none claims, and let it go on."""
+
+    pid: int = field("the process; the others of its job come along")
+    to: str | None = field("the GPU to go on at; nil for the one that it was started for", default=None)
+    wait: bool = field("whether to wait for the end", default=True)
+    dry_run: bool = field("whether only the plan is wanted", default=False)
+
+
+class Dropped(Record):
+    """Bytes were given back to the node; nobody can have them any more."""
+
+    name: str = field("what they were called")
+    size_bytes: int | None = field("how many; nil if that was not known", default=None)
+
+
+class DropStray(Request, op="strays.drop", reply=Dropped, changes_state=True):
+    """Give bytes that no operation owns back to the node. There is no way back from that."""
+
+    name: str = field("what they are called")
+
+
 class Order(Record):
     """What the daemon wants of an agent. `do` says what; what is done is told by `agent.report`."""
 
     order: int = field("number of the order, counted by the daemon on this connection")
-    do: str = field("survey, park, withdraw, evacuate, refill, export, free, make, filled, release or dismiss")
+    do: str = field(
+        "survey, park, withdraw, evacuate, refill, export, free, make, filled, rest, entrust, release or dismiss"
+    )
     at: int | None = field(
         "park: at the boundary with this count, or the next one after it; nil for the next", default=None
     )
@@ -385,7 +425,9 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     """An agent offers its process: the daemon's orders come as events until one side ends it.
 
     The process is the peer of the connection, by the kernel's word; what is said here only describes it. Orders that
-    move bytes (`evacuate`, `refill`) come with one descriptor, the memory to copy to or from.
+    move bytes (`evacuate`, `refill`) come with one descriptor, the memory to copy to or from. One that is told to
+    `rest` stays parked however long no daemon is there; one that is told to `entrust` closes its own descriptor of
+    its bytes as well, and gets another one with `refill`.
 
     Where the daemon copies by itself: `export` shows the storages, `free` frees exactly these, and from then on they
     are out; `make` makes those again that are out and not made yet, and shows them; `filled` says that some have their
@@ -405,6 +447,7 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     boundary: int = field("batch boundaries that it has passed")
     parked: bool = field("whether the training thread is parked now, as after a restart of the daemon", default=False)
     held_bytes: int = field("bytes of its storages that are out of the process now", default=0)
+    entrusted: bool = field("whether the daemon alone has those bytes, so that it has to send them back", default=False)
 
 
 class CudaFacts(Record):

@@ -79,6 +79,13 @@ class OperationProcess(Record):
     )
 
 
+class Wait(Record):
+    """What an operation that is not over waits for."""
+
+    why: str = field("what it waits for, or what keeps it from going on")
+    next: str = field("what can be done about it, a command where there is one")
+
+
 class Operation(Record):
     """How an operation stands."""
 
@@ -94,6 +101,7 @@ class Operation(Record):
         "how long the training threads stood; nil as long as that is not over", default=None
     )
     failure: Reason | None = field("why it did not, or will not, get to what was asked", default=None)
+    waits: Wait | None = field("what it waits for; nil while it comes on by itself, and when it is over", default=None)
 
 
 class StoryLine(Record):
@@ -114,3 +122,15 @@ class OperationProgress(Record):
     phase: str = field("what is done now")
     moved_bytes: int = field("bytes that are through the step that is under way", default=0)
     size_bytes: int = field("bytes to carry, in all", default=0)
+
+
+class Stray(Record):
+    """Something that was found on the node and that no operation has. Nothing is done to it unasked."""
+
+    name: str = field("what to call it in commands: of bytes their name, of a process its pid")
+    kind: str = field("bytes, process, or unknown: something that looks like bytes of ours and cannot be believed")
+    pid: int | None = field("the process that it is, or whose bytes they were", default=None)
+    size_bytes: int | None = field("bytes that are held", default=None)
+    where: str = field("where it is")
+    why: str = field("why nobody has it")
+    next: str = field("the command that does something about it")

@@ -119,7 +119,7 @@ class Record:
 
     def to_plain(self) -> dict[str, object]:
         """The record as a map of plain values, every field present."""
-        return {name: _plain(value) for name, value in self.__dict__.items()}
+        return {name: plain_value(value) for name, value in self.__dict__.items()}
 
     @classmethod
     def from_plain(cls, value: object, where: str) -> Self:
@@ -149,15 +149,21 @@ def as_list(value: object) -> list[Any] | tuple[Any, ...] | None:
     return value if isinstance(value, (list, tuple)) else None  # pyright: ignore[reportUnknownVariableType] - said above
 
 
-def _plain(value: object) -> object:
+_PLAIN_TYPES = frozenset((str, int, float, bool, bytes, type(None)))
+
+
+def plain_value(value: object) -> object:
+    """A field's value as plain values."""
+    if type(value) in _PLAIN_TYPES:  # most are, and a journal writes many
+        return value
     if isinstance(value, Record):
         return value.to_plain()
     items = as_list(value)
     if items is not None:
-        return [_plain(item) for item in items]
+        return [plain_value(item) for item in items]
     entries = as_map(value)
     if entries is not None:
-        return {key: _plain(item) for key, item in entries.items()}
+        return {key: plain_value(item) for key, item in entries.items()}
     return value
 
 

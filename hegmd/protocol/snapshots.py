@@ -158,7 +158,12 @@ EVENT_KINDS: Mapping[str, tuple[str, ...]] = {
     "events": ("events.missed",),
     "gpu": ("gpu.back", "gpu.found", "gpu.health", "gpu.lost", "gpu.mode"),
     "inventory": ("inventory.fresh", "inventory.ready", "inventory.stale"),
-    "operation": ("operation.began", "operation.done", "operation.lost", "operation.undone"),
+    "operation": (
+        *("operation.began", "operation.done", "operation.found", "operation.held"),
+        *("operation.journal-failed", "operation.journal-mended", "operation.lost", "operation.recovered"),
+        *("operation.suspended", "operation.turned-back", "operation.undone"),
+    ),
+    "pool": ("pool.dropped", "pool.spill-failed", "pool.spilled", "pool.stray"),
     "process": ("process.ended", "process.started"),
     "vendor": ("vendor.failed", "vendor.recovered"),
 }

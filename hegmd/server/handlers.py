@@ -19,6 +19,7 @@ from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
 from hegmd.server.operation_handlers import OperationHandlers
 from hegmd.server.session import Call
+from hegmd.strays import Strays
 from hegmd.workers import Workers
 
 # An answer may be this old. Several callers at once then share one reading of the drivers.
@@ -35,6 +36,7 @@ class Services:
     workers: Workers
     operations: Operations
     sequences: Sequences
+    strays: Strays
     simulator: SimulatedProvider | None
     limits: m.Limits
     doctor: Callable[[Callable[[Check], Awaitable[None]]], Awaitable[tuple[Check, ...]]]
@@ -65,7 +67,7 @@ class Handlers:
             m.SimulateFault: self.simulate_fault,
             m.AgentAttend: self.agent_attend,
             m.AgentReport: self.agent_report,
-            **OperationHandlers(self._s.policy, self._s.operations, self._s.sequences).table(),
+            **OperationHandlers(self._s.policy, self._s.operations, self._s.sequences, self._s.strays).table(),
         }
 
     async def hello(self, call: Call, hello: m.Hello) -> m.Welcome:

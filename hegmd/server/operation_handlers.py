@@ -12,15 +12,17 @@ from hegmd.sequences import Outcome, Sequences
 from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
 from hegmd.server.session import Call
+from hegmd.strays import Strays
 
 
 class OperationHandlers:
     """One method per message."""
 
-    def __init__(self, policy: Policy, operations: Operations, sequences: Sequences) -> None:
+    def __init__(self, policy: Policy, operations: Operations, sequences: Sequences, strays: Strays) -> None:
         self._policy = policy
         self._operations = operations
         self._sequences = sequences
+        self._strays = strays
 
     def table(self) -> Mapping[type[m.Request], Handler]:
         """Which method answers which message."""
@@ -33,6 +35,9 @@ class OperationHandlers:
             m.Operations: self.operations,
             m.Story: self.story,
             m.CancelOperation: self.cancel,
+            m.Strays: self.strays,
+            m.Adopt: self.adopt,
+            m.DropStray: self.drop_stray,
         }
 
     async def migrate(self, call: Call, request: m.Migrate) -> m.OperationReply:
@@ -43,7 +48,7 @@ class OperationHandlers:
     async def suspend(self, call: Call, request: m.Suspend) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         asked = replace(asked, carrier=request.carrier)
-        return _reply(await self._operations.suspend(request.pids, asked))
+        return _reply(await self._operations.suspend(request.pids, asked, spill=request.spill))
 
     async def resume(self, call: Call, request: m.Resume) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run)
@@ -59,7 +64,8 @@ class OperationHandlers:
 
     async def operations(self, call: Call, _: m.Operations) -> m.OperationsReply:
         runner = self._operations.runner
-        return m.OperationsReply(operations=tuple(runner.describe(op.id) for op in runner.operations()))
+        operations = tuple(runner.describe(op.id) for op in runner.operations())
+        return m.OperationsReply(operations=operations, strays=self._strays.all())
 
     async def story(self, call: Call, request: m.Story) -> m.StoryReply:
         runner = self._operations.runner
@@ -71,6 +77,16 @@ class OperationHandlers:
 
     async def cancel(self, call: Call, request: m.CancelOperation) -> m.OperationReply:
         return m.OperationReply(operation=await self._operations.cancel(request.id, self._asked(call)))
+
+    async def strays(self, call: Call, _: m.Strays) -> m.StraysReply:
+        return m.StraysReply(strays=self._strays.all())
+
+    async def adopt(self, call: Call, request: m.Adopt) -> m.OperationReply:
+        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run)
+        return _reply(await self._operations.adopt(request.pid, request.to, asked))
+
+    async def drop_stray(self, call: Call, request: m.DropStray) -> m.Dropped:
+        return m.Dropped(name=request.name, size_bytes=await self._strays.drop(request.name))
 
     def _asked(self, call: Call, *, wait: bool = True, dry_run: bool = False, limit_s: float | None = None) -> Asked:
         def may(uid: int | None) -> bool:

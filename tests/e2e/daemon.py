@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,6 +40,14 @@ class RunningDaemon:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.stop()
         self.log.close()
+        self._give_back_memory()
+
+    def _give_back_memory(self) -> None:
+        """What is suspended outlives its daemon on purpose; the next one on this state directory, which never comes,
+        would find it."""
+        with contextlib.suppress(FileNotFoundError):
+            identity = (self.folder / "state" / "identity").read_text()[:16]
+            shutil.rmtree(f"/dev/shm/hegmd-{os.geteuid()}-{identity}")
 
     def command(self) -> list[str]:
         """What is run; with two simulated GPUs of 8 GiB unless others were asked for."""

@@ -142,6 +142,68 @@ def test_without_a_daemon_it_comes_back_by_itself_after_the_limit(socket_path: P
     assert output == undisturbed([PLAIN])
 
 
+def test_told_to_rest_it_stays_however_long_no_daemon_is_there(socket_path: Path, pool: int) -> None:
+    """Its GPU may be somebody else's by then; without the order it would be back before the next daemon is."""
+    with Training([PLAIN], socket_path, HEGM_PARK_LIMIT_S="0") as training:
+        with ScriptedDaemon(socket_path) as first:
+            agent = first.attended()
+            size_bytes = _out(agent, pool)
+            agent.done("rest")
+        with ScriptedDaemon(socket_path) as second:
+            again = second.attended()
+            assert again.said is not None
+            assert (again.said.parked, again.said.held_bytes, again.said.entrusted) == (True, size_bytes, False)
+            again.done("refill", pool)
+            again.done("release", limit_s=20)
+            status, output, errors = training.result()
+    assert (status, errors) == (0, "")
+    assert output == undisturbed([PLAIN])
+
+
+def test_what_it_has_entrusted_it_holds_no_descriptor_of_and_takes_from_another(socket_path: Path, pool: int) -> None:
+    def has_descriptor() -> bool:
+        folder = Path(f"/proc/{training.process.pid}/fd")
+        return any("memfd:pool" in os.readlink(link) for link in folder.iterdir())
+
+    with ScriptedDaemon(socket_path) as daemon, Training([PLAIN], socket_path) as training:
+        agent = daemon.attended()
+        assert "nothing" in agent.order("entrust").message
+        assert "not parked" in agent.order("rest").message
+        size_bytes = _out(agent, pool)
+        assert has_descriptor(), "the test would see none in any case"
+        agent.done("entrust")
+        assert not has_descriptor()
+        agent.done("entrust")
+        assert agent.done("survey").held_bytes == size_bytes
+        assert "with hegmd alone" in agent.order("refill").message
+        elsewhere = os.memfd_create("elsewhere", os.MFD_CLOEXEC)
+        whole_bytes = os.fstat(pool).st_size
+        os.pwrite(elsewhere, os.pread(pool, whole_bytes, 0), 0)
+        agent.done("refill", elsewhere)
+        os.close(elsewhere)
+        agent.done("release", limit_s=20)
+        status, output, errors = training.result()
+    assert (status, errors) == (0, "")
+    assert output == undisturbed([PLAIN])
+
+
+def test_a_signal_waits_for_bytes_that_are_with_the_daemon_alone(socket_path: Path, pool: int) -> None:
+    """The script would otherwise handle it with empty storages."""
+    with ScriptedDaemon(socket_path) as daemon, Training([PLAIN], socket_path) as training:
+        agent = daemon.attended()
+        _out(agent, pool)
+        agent.done("entrust")
+        training.process.send_signal(signal.SIGINT)
+        assert agent.done("survey").parked
+        assert training.process.poll() is None
+        agent.done("refill", pool)
+        agent.send("release", limit_s=20)
+        agent.wait_until_gone()
+        status, _output, errors = training.result()
+    assert status == -signal.SIGINT
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
 def test_an_interrupt_while_its_bytes_are_out_brings_them_back_first(socket_path: Path, pool: int) -> None:
     with ScriptedDaemon(socket_path) as daemon, Training([PLAIN], socket_path) as training:
         agent = daemon.attended()

@@ -85,3 +85,35 @@ def test_a_unit_that_takes_too_long_is_ended_by_systemd(machine: SystemdNode) ->
     _, outcome = run_confined(machine, 1, "sleep", "600")
     assert "was not done after 1 s and was ended" in outcome
     machine.wait_for_journal("reached runtime time limit", after=before)
+
+
+HOLD = """
+import os, pathlib, sys
+from hegmd.pool_memory import make_memory
+from hegmd.pool_names import Key, PieceName
+from hegmd.pool_places import find_places
+from hegmd.spill_file import SpillFolder
+name = PieceName(Key("7", "4711"), 4096, "ab")
+places = find_places("0" * 32)
+if sys.argv[1] == "make":
+    memory = make_memory(name, 4 << 20, places=places, huge=False)
+    assert memory.place is not None, "no place takes a file"
+    os.pwrite(memory.fd, b"weights", 0)
+    spill = SpillFolder(pathlib.Path(os.environ["STATE_DIRECTORY"]) / "spill", spare_bytes=0)
+    spill.write(str(name), memory.fd, 4 << 20, lambda: False, lambda _: None)
+    spill.remove(str(name))
+else:
+    (found,) = [file for place in places for file in place.find()]
+    print(os.pread(found.fd, 7, 0), found.why_not)
+    for place in places:
+        place.remove(found.name)
+"""
+
+
+def test_bytes_with_a_name_outlive_the_units_end_in_the_daemons_sandbox(machine: SystemdNode) -> None:
+    """Two runs of a unit that is as confined as the daemon's, one after the other: what `systemctl stop` leaves."""
+    options = ["--quiet", "--wait", "--pipe", "--collect", *confinement(), f"--setenv=PYTHONPATH={ROOT}"]
+    options += ["--property=StateDirectory=hegm-try", "--property=PrivateTmp=yes", "--property=UMask=0077"]
+    machine.run("systemd-run", *options, sys.executable, "-c", HOLD, "make")
+    found = machine.run("systemd-run", *options, sys.executable, "-c", HOLD, "find")
+    assert found.stdout.split() == ["b'weights'"]

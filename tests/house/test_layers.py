@@ -25,8 +25,11 @@ EVERYTHING = ("hegmd.*",)
 SEEN = ("hegmd.log", "hegmd.audit", "hegmd.metrics", "hegmd.events")
 # The node as it is: hardware, workers, and how programs are run on it.
 NODE = ("hegmd.devices", "hegmd.external", "hegmd.workers", "hegmd.workloads", "hegmd.ways")
-# Where operations are asked for, one or several in a row.
-ASKED = ("hegmd.operations", "hegmd.sequences")
+# Where operations, and what no operation has, are asked for.
+ASKED = ("hegmd.operations", "hegmd.sequences", "hegmd.strays")
+# What pieces of the pool are made of, and where.
+PIECES = ("hegmd.pieces", "hegmd.pool_names", "hegmd.pool_places", "hegmd.pool_memory", "hegmd.spill_file")
+POOLED = ("hegmd.errors", *PIECES, "hegmd.store")
 # What operations are carried out with.
 MOVING = (*GROUND, "hegmd.log", "hegmd.workers", "hegmd.rooms", "hegmd.pool", "hegmd.methods")
 
@@ -51,7 +54,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.state_dir": ("hegmd.errors",),
     "hegmd.detached": ("hegmd.errors",),
     "hegmd.descriptors": (),
+    "hegmd.crew": (),
     "hegmd.stream": (*GROUND, "hegmd.descriptors"),
+    # Where descriptors outlive the daemon; the keeper's own process takes the standard library and no more
+    "hegmd.store": (*GROUND, "hegmd.service"),
+    "hegmd.keeper": (),
+    "hegmd.keeper.client": (*GROUND, "hegmd.keeper"),
     # The node
     "hegmd.external": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.descriptors"),
     "hegmd.devices": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.toml_lines"),
@@ -70,9 +78,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.helper.session": (*GROUND, "hegmd.log", "hegmd.external", "hegmd.stream", "hegmd.helper"),
     "hegmd.helper.link": (*GROUND, "hegmd.external", "hegmd.helper"),
     "hegmd.helper.route": ("hegmd.errors", "hegmd.helper"),
-    "hegmd.vram": (*GROUND, "hegmd.log", "hegmd.helper"),
-    "hegmd.pages": (),
-    "hegmd.pool": (*GROUND, "hegmd.log", "hegmd.pages", "hegmd.pieces"),
+    "hegmd.vram": (*GROUND, "hegmd.log", "hegmd.helper", "hegmd.store"),
+    "hegmd.pages": ("hegmd.crew", "hegmd.pieces"),
+    "hegmd.pool_names": ("hegmd.errors",),
+    "hegmd.pool_places": ("hegmd.pieces",),
+    "hegmd.pool_memory": ("hegmd.errors", "hegmd.pages", "hegmd.pieces", "hegmd.pool_names", "hegmd.pool_places"),
+    "hegmd.spill_file": ("hegmd.errors", "hegmd.crew"),
+    "hegmd.spilling": ("hegmd.errors", "hegmd.detached", "hegmd.pool_memory", "hegmd.spill_file"),
+    "hegmd.pool_piece": POOLED,
+    "hegmd.pool_found": (*POOLED, "hegmd.pool_piece"),
+    "hegmd.pool": (*POOLED, "hegmd.log", "hegmd.pool_piece", "hegmd.spilling"),
     "hegmd.rooms": (*GROUND, "hegmd.log", "hegmd.devices"),
     "hegmd.attendance": (*GROUND, "hegmd.rooms", "hegmd.workers"),
     "hegmd.methods": (
@@ -80,13 +95,18 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("hegmd.vram", "hegmd.workers"),
     ),
     "hegmd.migration": (*GROUND, "hegmd.pieces"),
+    "hegmd.migration.ledger": (*GROUND, "hegmd.log", "hegmd.events", "hegmd.migration"),
     "hegmd.migration.performer": (*MOVING, "hegmd.migration"),
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
+    "hegmd.strays": (*MOVING, "hegmd.events", "hegmd.migration.adoption", "hegmd.pool_found"),
+    "hegmd.resting": (*MOVING, "hegmd.agent_orders", "hegmd.events", "hegmd.migration"),
     "hegmd.lookout": (
         *(*GROUND, "hegmd.detached", "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.processes"),
         *("hegmd.workers",),
     ),
-    "hegmd.operations": (*GROUND, "hegmd.inventory", "hegmd.lookout", "hegmd.migration", "hegmd.workers"),
+    "hegmd.operations": (
+        *(*MOVING, "hegmd.inventory", "hegmd.lookout", "hegmd.migration", "hegmd.resting", "hegmd.strays"),
+    ),
     "hegmd.sequences": (*GROUND, "hegmd.log", "hegmd.lookout", "hegmd.migration", "hegmd.operations"),
     # Those who ask
     "hegmd.server": (
@@ -131,6 +151,7 @@ PURE = (
     "hegmd.ways",
     "hegmd.workloads",
     "hegmd.migration.actions",
+    "hegmd.migration.adoption",
     "hegmd.migration.candidates",
     "hegmd.migration.carriage",
     "hegmd.migration.course",
@@ -148,6 +169,7 @@ PURE = (
     "hegmd.migration.plan",
     "hegmd.migration.stages",
     "hegmd.migration.tagged",
+    "hegmd.migration.telling",
     "hegmd.migration.wording",
     "hegmd.pieces",
 )

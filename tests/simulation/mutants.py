@@ -1,17 +1,28 @@
-"""Machines with a bug put in on purpose: the simulation is worth something only if it finds each of them.
+"""Parts with a bug put in on purpose: the simulation is worth something only if it finds each of them.
 
-Each stands between the simulation and the real machine, so the product has no switch for it.
+Each stands between the simulation and the real machine, the real journal file, or a model, so the product has no switch
+for it. MUTANTS names them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from hegmd.errors import HegmError
 from hegmd.migration import course, effects, events, machine
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
+from hegmd.migration.journal import History
+from hegmd.migration.journal_file import JournalFile
 from hegmd.migration.operation import BACK, Operation, Worker
-from tests.simulation.daemon import Handle
+from tests.simulation.daemon import Parts
+from tests.simulation.disk import ModelDisk
+from tests.simulation.hands import Hands
+from tests.simulation.node import Process
 
 Result = tuple[Operation, tuple[Effect, ...]]
 
@@ -100,7 +111,110 @@ def lets_go_one_by_one(op: Operation, event: Event, now: float) -> Result:
     return after, wanted
 
 
-MUTANTS: tuple[Handle, ...] = (
+def takes_another_program_for_the_same(op: Operation, event: Event, now: float) -> Result:
+    """The pid is trusted, and not what the agent calls itself."""
+    if isinstance(event, events.AgentBack) and (worker := op.worker(event.worker)):
+        event = event.replace(token=worker.token)
+    return machine.handle(op, event, now)
+
+
+# ---- the disk and the journal's file ---------------------------------------------------------------------------------
+
+
+class NeverSyncs(ModelDisk):
+    def sync(self, fd: int) -> None:
+        return
+
+
+class NeverSyncsNames(ModelDisk):
+    def sync_folder(self, folder: Path) -> None:
+        return
+
+
+class LeavesHalfARecord(JournalFile):
+    """A write that finds no room is left as it is, and the next record follows it."""
+
+    def _cut_off(self) -> None:
+        return
+
+
+class KeepsAFileWithoutAName(JournalFile):
+    """When a journal that was written anew has its name and that is not on disk, the old file goes on being written."""
+
+    def rewrite(self, histories: Iterable[History]) -> None:
+        old, self._fd = self._fd, -1
+        try:
+            super().rewrite(histories)
+        except HegmError:
+            self._fd = old
+            raise
+        if old >= 0:
+            self._disk.close(old)
+
+
+class ForgetsWhatIsSuspended(JournalFile):
+    def rewrite(self, histories: Iterable[History]) -> None:
+        super().rewrite([history for history in histories if history.operation.phase != course.SUSPENDED])
+
+
+class WritesOverTheOldOne(JournalFile):
+    """A journal that is written anew takes the old one's place before it is whole."""
+
+    def rewrite(self, histories: Iterable[History]) -> None:
+        with contextlib.suppress(OSError):
+            self._disk.remove(self.path)
+        super().rewrite(histories)
+
+
+# ---- the hands -------------------------------------------------------------------------------------------------------
+
+
+class RestoresWithoutRoom(Hands):
+    def has_room(self, process: Process, gpu: str) -> bool:
+        return True
+
+
+class TakesALostHelperForDone(Hands):
+    def checkpoint(self, effect: Any, process: Process) -> Event:
+        event = super().checkpoint(effect, process)
+        lost = isinstance(event, events.Failed) and event.fault == events.BROKEN
+        return events.Checkpointed(effect=effect.number, worker=effect.worker) if lost else event
+
+
+class LeavesProcessesLocked(Hands):
+    def unlock(self, process: Process) -> None:
+        return
+
+
+class OrdersAnotherProgram(Hands):
+    def knows_program(self, process: Process) -> bool:
+        return False
+
+
+class LooksWhileBytesAreMoving(Hands):
+    def is_busy(self, process: Process) -> bool:
+        return False
+
+
+def frees_before_the_refill(op: Operation, event: Event, now: float) -> Result:
+    """The pool's memory goes back as soon as the process is on its GPU."""
+    after, wanted = machine.handle(op, event, now)
+    if isinstance(event, events.Restored):
+        wanted = (effects.GivePool(number=10_000 + after.seq, worker=event.worker, cause=0), *wanted)
+    return after, wanted
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Parts with one bug, and odds under which it shows sooner."""
+
+    parts: Parts
+    odds: dict[str, float] = field(default_factory=dict)
+
+
+_CRASHING = {"crash": 0.1}
+_BROKEN_HANDLES = (
+    frees_before_the_refill,
     frees_before_the_next_boundary,
     believes_in_room,
     takes_late_endings_for_new_ones,
@@ -113,3 +227,21 @@ MUTANTS: tuple[Handle, ...] = (
     does_not_count_again,
     lets_go_one_by_one,
 )
+MUTANTS: dict[str, Mutant] = {
+    **{handle.__name__: Mutant(Parts(handle=handle)) for handle in _BROKEN_HANDLES},
+    "takes_another_program_for_the_same": Mutant(Parts(handle=takes_another_program_for_the_same), {"exec": 0.02}),
+    "acts_before_the_journal_is_on_disk": Mutant(Parts(acts_before_sync=True), _CRASHING),
+    "acts_though_the_journal_cannot_be_written": Mutant(Parts(ignores_write_errors=True)),
+    "forgets_descriptors_when_it_restarts": Mutant(Parts(forgets_descriptors=True), _CRASHING),
+    "never_syncs": Mutant(Parts(disk=NeverSyncs)),
+    "never_syncs_names": Mutant(Parts(disk=NeverSyncsNames)),
+    "leaves_half_a_record": Mutant(Parts(journal_file=LeavesHalfARecord), {"full": 0.05, **_CRASHING}),
+    "keeps_a_file_without_a_name": Mutant(Parts(journal_file=KeepsAFileWithoutAName), {"break": 0.2}),
+    "forgets_what_is_suspended": Mutant(Parts(journal_file=ForgetsWhatIsSuspended), _CRASHING),
+    "writes_over_the_old_journal": Mutant(Parts(journal_file=WritesOverTheOldOne), {"full": 0.1, **_CRASHING}),
+    "restores_without_room": Mutant(Parts(hands=RestoresWithoutRoom), {"grab": 0.3}),
+    "takes_a_lost_helper_for_done": Mutant(Parts(hands=TakesALostHelperForDone), {"helper": 0.2}),
+    "leaves_processes_locked": Mutant(Parts(hands=LeavesProcessesLocked), {"helper": 0.2}),
+    "orders_another_program": Mutant(Parts(hands=OrdersAnotherProgram), {"exec": 0.02}),
+    "looks_while_bytes_are_moving": Mutant(Parts(hands=LooksWhileBytesAreMoving), {"disconnect": 0.05}),
+}

@@ -1,14 +1,16 @@
 """A model of a node: GPUs with room, a pool, and workers that train, stand, give their bytes away and get them back.
 
 It is the truth that the machine only hears of. Whatever must never happen raises `Violation` at the moment at which it
-happens. A worker's bytes are modelled by the step that they belong to: bytes of another step are not its bytes.
+happens. A worker's bytes are modelled by the step that they belong to: bytes of another step are not its bytes. What
+the driver does to a process is in driver.py; what must hold between any two steps is in promises.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from random import Random
 
-from hegmd.migration.operation import Operation
+RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
 
 
 class Violation(AssertionError):
@@ -22,39 +24,60 @@ class Process:
     name: str
     pid: int
     token: str
+    job: int
     gpu: str | None
     size_bytes: int
     boundary: int = 3
     alive: bool = True
+    replaced: bool = False  # its pid runs another program now, which has an agent too
     connected: bool = True
     connection: int = 1
+    stopped: bool = False  # by SIGSTOP: it does nothing, and does not say so
     asked_at: int | None = None  # it is to stand at this boundary or a later one
     parked: bool = False
     has_bytes: bool = True
     step: int = 3  # the training step that its bytes belong to
     proven: bool = True  # whether it has passed a boundary since it got its bytes back
     under_way: str | None = None  # an order that goes on in it though the connection that it came by has ended
+    memory_bytes: int = 0  # of the descriptor that came with that order
+    driver: str = RUNNING
+    finishing: bool = False  # it ends a call of the driver by itself whose caller was killed; until then no query ends
 
     @property
     def runs(self) -> bool:
-        return self.alive and not self.parked
+        return self.alive and not self.parked and not self.stopped and self.driver == RUNNING
 
 
 @dataclass
 class Node:
-    """The whole of it. `capacity` and `holds` are in bytes, by GPU; a hold belongs to a worker or to somebody else."""
+    """The whole of it. `capacity` and `holds` are in bytes, by GPU; a hold belongs to a worker or to somebody else.
+
+    `driven` GPUs are moved by a driver that frees and takes real memory; on others a process can go on without one.
+    `keeper` says that what the daemon holds by descriptor outlives it. Without one, agents keep their own bytes.
+    """
 
     capacity: dict[str, int]
     processes: dict[str, Process]
-    lockstep: bool
+    lockstep: dict[int, bool]
     pool_free: int
-    imagined: bool  # on a GPU that is only imagined, a process can go on without one
+    driven: bool
+    keeper: bool
     holds: dict[str, dict[str, int]] = field(default_factory=dict)
     pool: dict[str, int] = field(default_factory=dict)
     copies: dict[str, int] = field(default_factory=dict)
+    own_copies: set[str] = field(default_factory=set)  # those whose agent holds a descriptor of its own
+    unclaimed: set[str] = field(default_factory=set)  # no journal tells of them any more: they wait for `adopt`
 
     def free(self, gpu: str) -> int:
         return self.capacity[gpu] - sum(self.holds.get(gpu, {}).values())
+
+    def held(self, name: str, gpu: str) -> int:
+        return self.holds.get(gpu, {}).get(name, 0)
+
+    def ranks(self, name: str) -> list[Process]:
+        """The living processes of that one's job, itself among them."""
+        job = self.processes[name].job
+        return [process for process in self.processes.values() if process.job == job and process.alive]
 
     # ---- what the daemon does itself --------------------------------------------------------------------------------
 
@@ -82,45 +105,54 @@ class Node:
 
     def give_pool(self, name: str) -> None:
         process = self.processes[name]
-        if process.alive and not process.has_bytes:
+        if process.alive and not process.has_bytes and name in self.pool:
             raise Violation(f"the bytes of {name} were freed while they are nowhere else")
         if process.alive and not process.proven:
             raise Violation(f"the bytes of {name} were freed before it had passed a boundary with its own")
+        self._drop_pool(name)
+
+    def _drop_pool(self, name: str) -> None:
         self.pool_free += self.pool.pop(name, 0)
-        self.copies.pop(name, None)
+        if name not in self.own_copies:
+            self.copies.pop(name, None)
 
     # ---- what is done in a worker -----------------------------------------------------------------------------------
 
-    def evacuate(self, name: str) -> None:
+    def evacuate(self, name: str, memory_bytes: int | None = None) -> None:
+        """Into the pool, or into memory that came with the order and that the agent has had in hand since."""
         process = self.processes[name]
+        memory_bytes = self.pool.get(name, 0) if memory_bytes is None else memory_bytes
         if not process.parked:
             raise Violation(f"{name} was evacuated while it trains")
         if not process.has_bytes:
             return
-        if self.pool.get(name, 0) < process.size_bytes:
-            raise Violation(f"{name} was evacuated to {self.pool.get(name, 0)} bytes, {process.size_bytes} are needed")
+        if memory_bytes < process.size_bytes:
+            raise Violation(f"{name} was evacuated to {memory_bytes} bytes, {process.size_bytes} are needed")
         self._must_stand_together(name)
         self.copies[name] = process.step
+        if not self.keeper:
+            self.own_copies.add(name)
         process.has_bytes = False
         process.proven = False
 
     def _must_stand_together(self, name: str) -> None:
-        if self.lockstep:
-            counts = {p.boundary for p in self.processes.values() if p.alive and p.parked and p.has_bytes}
+        if self.lockstep[self.processes[name].job]:
+            counts = {p.boundary for p in self.ranks(name) if p.parked and p.has_bytes}
             if len(counts) > 1:
                 raise Violation(f"{name} was evacuated while the ranks stand at {sorted(counts)}")
 
-    def checkpoint(self, name: str) -> None:
+    def leave(self, name: str) -> None:
+        """A GPU that is only imagined is left by saying so; the room there stays held."""
         process = self.processes[name]
         if not process.parked:
             raise Violation(f"{name} was checkpointed while it trains")
         process.gpu = None
 
-    def restore(self, name: str, gpu: str) -> None:
+    def arrive(self, name: str, gpu: str) -> None:
         process = self.processes[name]
         if process.gpu is not None:
             return
-        if self.holds.get(gpu, {}).get(name, 0) < process.size_bytes:
+        if self.held(name, gpu) < process.size_bytes:
             raise Violation(f"{name} was restored on {gpu} without the room: it is lost")
         process.gpu = gpu
 
@@ -130,20 +162,29 @@ class Node:
             raise Violation(f"{name} was refilled while it trains")
         if process.gpu is None:
             raise Violation(f"{name} was refilled while it is on no GPU")
+        if process.driver != RUNNING:
+            raise Violation(f"{name} was refilled while the driver has it {process.driver}: it would hang")
         if process.has_bytes:
             return
-        if self.holds.get(process.gpu, {}).get(name, 0) < process.size_bytes:
+        if self.held(name, process.gpu) < process.size_bytes:
             raise Violation(f"{name} was refilled on {process.gpu} without the room")
         if self.copies.get(name) != process.step:
             raise Violation(f"{name} was refilled with the bytes of step {self.copies.get(name)}, not {process.step}")
+        self._take_back(process)
+
+    def _take_back(self, process: Process) -> None:
         process.has_bytes = True
+        self.own_copies.discard(process.name)
+        if process.name not in self.pool:
+            self.copies.pop(process.name, None)
 
     def release(self, name: str) -> None:
         process = self.processes[name]
         process.asked_at = None
-        if process.parked and not (process.has_bytes and process.gpu):
+        if process.parked and not (process.has_bytes and process.gpu and process.driver == RUNNING):
             raise Violation(f"{name} was let go without its bytes")
-        if self.lockstep and process.parked and any(p.alive and not p.has_bytes for p in self.processes.values()):
+        together = self.lockstep[process.job] and process.parked
+        if together and any(not p.has_bytes for p in self.ranks(name)):
             raise Violation(f"{name} was let go while another rank has no bytes")
         process.parked = False
 
@@ -152,7 +193,7 @@ class Node:
         process = self.processes[name]
         if not process.runs:
             return False
-        if self.lockstep and any(p.boundary < process.boundary for p in self.processes.values()):
+        if self.lockstep[process.job] and any(p.boundary < process.boundary for p in self.ranks(name)):
             return False
         process.boundary += 1
         process.step += 1
@@ -163,36 +204,40 @@ class Node:
     def come_back_alone(self, name: str) -> bool:
         """What an agent does that has stood for too long without a daemon, or at a signal. False if it cannot."""
         process = self.processes[name]
-        if not process.parked or process.under_way or (process.gpu is None and not self.imagined):
+        if not process.parked or process.under_way or process.stopped or process.driver != RUNNING:
             return False
-        room = process.size_bytes if process.gpu is None else self.holds.get(process.gpu, {}).get(name, 0)
-        if not process.has_bytes and room < process.size_bytes:
+        if process.gpu is None and self.driven:
             return False
-        if not process.has_bytes and self.copies.get(name) != process.step:
-            return False
-        process.has_bytes, process.parked, process.asked_at = True, False, None
+        if not process.has_bytes:
+            room = process.size_bytes if process.gpu is None else self.held(name, process.gpu)
+            if room < process.size_bytes or self.copies.get(name) != process.step:
+                return False
+            self._take_back(process)
+        process.parked, process.asked_at = False, None
         return True
 
     def die(self, name: str) -> None:
         process = self.processes[name]
-        process.alive = process.connected = process.parked = False
-        process.under_way = None
+        process.alive = process.connected = process.parked = process.stopped = process.finishing = False
+        process.under_way = process.asked_at = None
+        process.driver = RUNNING
+        self.unclaimed.discard(name)
+        self.own_copies.discard(name)
+        if name not in self.pool:
+            self.copies.pop(name, None)
         if process.gpu is not None:
             self.holds.get(process.gpu, {}).pop(name, None)
 
-    # ---- what must hold all the time --------------------------------------------------------------------------------
+    # ---- what is lost with a daemon ---------------------------------------------------------------------------------
 
-    def check(self, op: Operation) -> None:
-        for gpu, capacity in self.capacity.items():
-            if sum(self.holds.get(gpu, {}).values()) > capacity:
-                raise Violation(f"more is held on {gpu} than it has")
-        for name, process in self.processes.items():
-            if not process.alive:
-                continue
-            if not process.has_bytes and self.copies.get(name) != process.step:
-                raise Violation(f"the bytes of {name} are nowhere")
-            if process.gpu and self.holds.get(process.gpu, {}).get(name, 0) < process.size_bytes:
-                raise Violation(f"{name} is on {process.gpu} without room that is its own")
-            stands = process.parked or process.asked_at is not None
-            if stands and op.phase in {"done", "undone", "lost"}:
-                raise Violation(f"{name} stands though the operation is {op.phase}")
+    def lose_daemon(self, *, kept: bool, random: Random) -> None:
+        """What only the daemon held is gone: room on other GPUs than its own, and memory that nobody keeps for it."""
+        if kept:
+            return
+        for name in list(self.pool):
+            self._drop_pool(name)
+        for gpu, held in self.holds.items() if random.random() < 0.5 else ():
+            for name in list(held):
+                process = self.processes.get(name)
+                if process is not None and (process.gpu != gpu or not process.alive):
+                    del held[name]

@@ -6,12 +6,14 @@ Every order is noted, and a test can hold an order up, refuse it, or take the co
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 
 import anyio
 import anyio.abc
 
+from hegmd.errors import Refused
 from hegmd.protocol.messages import AgentAttend, AgentReport, Order
 from hegmd.protocol.snapshots import AgentInfo
 from hegmd.workers import Workers
@@ -30,6 +32,9 @@ class ModelAgent:
         self.size_bytes = len(data)
         self.boundary = 5
         self.parked = False
+        #: Whether it was told to rest, and whether it has let go of its own descriptor of its bytes.
+        self.resting = False
+        self.entrusted = False
         self.seen: list[str] = []
         #: What it refuses, with these words.
         self.refuses: dict[str, str] = {}
@@ -60,6 +65,7 @@ class ModelAgent:
             parked=self.parked,
             held_bytes=self.size_bytes if self.data is None else 0,
             size_bytes=self.size_bytes,
+            entrusted=self.entrusted,
         ).replace(**self.about)
         with scope:
             await self.workers.attend(key, self.pid, os.getuid(), PROGRAM, about, self.take)
@@ -85,7 +91,9 @@ class ModelAgent:
                 self._report(key, order, "failed", message=self.refuses[order.do], hint="ask the test")
                 return
             self._do(order, fds)
-            self._report(key, order, "done", size_bytes=self.size_bytes, storages=1)
+            standing = {"parked": self.parked, "held_bytes": self.size_bytes if self.data is None else 0}
+            more = standing if order.do == "survey" else {}
+            self._report(key, order, "done", size_bytes=self.size_bytes, storages=1, **more)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -105,10 +113,19 @@ class ModelAgent:
             self.data = None
         elif order.do == "refill":
             assert self.parked
+            assert fds, "its bytes are with the daemon, and none came"
             self.data = os.pread(fds[0], self.size_bytes, 0)
+            self.resting = self.entrusted = False
+        elif order.do == "rest":
+            assert self.parked
+            self.resting = True
+        elif order.do == "entrust":
+            assert self.data is None
+            self.resting = self.entrusted = True
 
     def _report(self, key: object, order: Order, result: str, **values: object) -> None:
         if self._key is not key or self._scope.cancel_called:
             return
         report = AgentReport(order=order.order, result=result, boundary=self.boundary)
-        self.workers.report(key, report.replace(**values))
+        with contextlib.suppress(Refused):  # the daemon has left by now; it hears how things stand when it is back
+            self.workers.report(key, report.replace(**values))

@@ -1,4 +1,8 @@
-"""A daemon's inside without its socket: real runner, journal, pool, rooms and inventory, for model agents to attend."""
+"""A daemon's inside without its socket, for the tests of what moves jobs: all real but the agents and the GPUs.
+
+Leaving the context is the daemon's end, as far as operations can tell it from a kill; a second one on the same folder
+is the next daemon.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,12 @@ from hegmd.events import EventLog
 from hegmd.inventory import Inventory
 from hegmd.moving import Moving
 from hegmd.operations import Asked
+from hegmd.pool import Keep, Pool
+from hegmd.pool_places import Place
 from hegmd.processes import ProcessTable
 from hegmd.processes.procfs import Unreadable, Vanished, read_start
 from hegmd.protocol.operations import Operation, OperationProgress
-from hegmd.service import ServiceManager
+from hegmd.spill_file import SpillFolder
 from hegmd.ways import NodeMeans
 from hegmd.workers import Workers
 from tests.unit.model_agent import ModelAgent
@@ -35,9 +41,11 @@ def start_ticks(pid: int) -> int | None:
 
 
 class Node:
-    """A daemon's inside without its socket."""
+    """A daemon's inside without its socket. `spill` is the setting, `spare_bytes` what the disk is to keep free."""
 
-    def __init__(self, state_dir: Path, tasks: anyio.abc.TaskGroup, spec: str) -> None:
+    def __init__(
+        self, state_dir: Path, tasks: anyio.abc.TaskGroup, spec: str, *, spill: str = "asked", spare_bytes: int = 0
+    ) -> None:
         self.simulator = SimulatedProvider(parse_topology(spec))
         self.workers = Workers(start_ticks)
         self.events = EventLog()
@@ -51,13 +59,16 @@ class Node:
             means=lambda: NodeMeans(uid=os.geteuid(), criu_path=None),
             held=self.held_bytes,
         )
+        keep = Keep(
+            [Place(state_dir / "memory", huge=False)], None, SpillFolder(state_dir / "spill", spare_bytes=spare_bytes)
+        )
         self.moving = Moving(
             state_dir=state_dir,
-            budget_bytes=64 * MIB,
+            pool=Pool(64 * MIB, keep=keep),
+            spill=spill,
             simulator=self.simulator,
             inventory=self.inventory,
             workers=self.workers,
-            manager=ServiceManager(None),
             events=self.events,
             start_ticks=start_ticks,
         )
@@ -100,10 +111,12 @@ class Node:
 
 
 @asynccontextmanager
-async def running(state_dir: Path, spec: str = "2x1GiB") -> AsyncIterator[Node]:
+async def running(
+    state_dir: Path, spec: str = "2x1GiB", *, spill: str = "asked", spare_bytes: int = 0
+) -> AsyncIterator[Node]:
     """A node that runs; leaving it is the daemon's end, as far as operations can tell a kill."""
     async with anyio.create_task_group() as tasks:
-        node = Node(state_dir, tasks, spec)
+        node = Node(state_dir, tasks, spec, spill=spill, spare_bytes=spare_bytes)
         async with node.inventory:
             await node.moving.open()
             await node.inventory.refresh()

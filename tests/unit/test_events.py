@@ -14,6 +14,7 @@ from anyio.lowlevel import checkpoint
 from hegmd.errors import BAD_REQUEST, Bug, HegmError
 from hegmd.events import MISSED, EventLog, require_kinds
 from hegmd.migration.course import TERMINAL
+from hegmd.migration.telling import HAPPENINGS
 from hegmd.protocol.snapshots import EVENT_KINDS, Event
 
 
@@ -107,8 +108,8 @@ def test_a_kind_that_there_is_not_was_waited_for_without_end(kinds: tuple[str, .
 
 def test_every_kind_that_is_recorded_can_be_asked_for() -> None:
     sources = "\n".join(path.read_text() for path in (Path(__file__).parents[2] / "hegmd").rglob("*.py"))
-    recorded = set(re.findall(r'record(?:_gpu)?\(\s*"([a-z_]+\.[a-z_]+)"', sources))
-    recorded |= {f"operation.{phase}" for phase in TERMINAL} | {MISSED}
+    recorded = set(re.findall(r'record(?:_gpu)?\(\s*"([a-z_]+\.[a-z_-]+)"', sources))
+    recorded |= {f"operation.{phase}" for phase in TERMINAL} | set(HAPPENINGS) | {MISSED}
     table = {kind for kinds in EVENT_KINDS.values() for kind in kinds}
     assert recorded == table
     assert all(kind.startswith(f"{family}.") for family, kinds in EVENT_KINDS.items() for kind in kinds)

@@ -6,11 +6,15 @@ import ctypes
 import fcntl
 import os
 import re
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hegmd import pages
+from hegmd.pieces import HUGE_PAGE_BYTES
+from hegmd.pool_places import SHARED_MEMORY
 
 MIB = 1 << 20
 
@@ -21,7 +25,14 @@ def _memfd(size_bytes: int) -> int:
     return fd
 
 
-@pytest.mark.parametrize("size_bytes", [4096, pages.HUGE_PAGE_BYTES, 65 * MIB, 130 * MIB + 4096])
+def _named(size_bytes: int) -> int:
+    fd, path = tempfile.mkstemp(prefix="memfd:pages", dir=SHARED_MEMORY)
+    os.unlink(path)
+    os.truncate(fd, size_bytes)
+    return fd
+
+
+@pytest.mark.parametrize("size_bytes", [4096, HUGE_PAGE_BYTES, 65 * MIB, 130 * MIB + 4096])
 def test_every_page_is_there_and_empty(size_bytes: int) -> None:
     fd = _memfd(size_bytes)
     pages.populate(fd, size_bytes)
@@ -40,12 +51,13 @@ def test_what_was_written_before_stays() -> None:
     os.close(fd)
 
 
-def test_pages_are_huge_where_the_kernel_makes_them_on_demand() -> None:
+@pytest.mark.parametrize("make", [_memfd, _named], ids=["nameless", "in /dev/shm"])
+def test_pages_are_huge_where_the_kernel_makes_them_on_demand(make: Callable[[int], int]) -> None:
     if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 1):
         pytest.skip("MADV_COLLAPSE came with Linux 6.1")
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("this kernel has no transparent huge pages")
-    fd = _memfd(64 * MIB)
+    fd = make(64 * MIB)
     pages.populate(fd, 64 * MIB)
     # Touching a byte of a huge page brings the whole page; a small one would come alone.
     with pages.Window(fd, 0, 64 * MIB) as address:
@@ -55,7 +67,7 @@ def test_pages_are_huge_where_the_kernel_makes_them_on_demand() -> None:
     (entry,) = (part for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", smaps) if "memfd:pages" in part)
     resident = re.search(r"^Rss: +(\d+) kB$", entry, re.MULTILINE)
     assert resident is not None
-    assert int(resident[1]) == pages.HUGE_PAGE_BYTES >> 10, "the pages are small ones"
+    assert int(resident[1]) == HUGE_PAGE_BYTES >> 10, "the pages are small ones"
 
 
 @pytest.mark.parametrize("size_bytes", [256 * MIB, MIB], ids=["huge pages", "small pages"])

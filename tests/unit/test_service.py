@@ -338,3 +338,19 @@ def test_barrier_opens_when_the_manager_has_come_to_it(manager: Manager, reports
     os.close(received)
     waiting.join()
     assert opened == [True]
+
+
+@pytest.mark.parametrize(
+    ("environ", "kept"),
+    [
+        ({"NOTIFY_SOCKET": "/run/n", "FDSTORE": "1024"}, True),
+        ({"NOTIFY_SOCKET": "/run/n", "FDSTORE": "0"}, False),
+        ({"NOTIFY_SOCKET": "/run/n", "INVOCATION_ID": "77"}, True),  # systemd before 254 does not say
+        ({"NOTIFY_SOCKET": "/run/n"}, False),  # some other supervisor, which closes what it is sent
+        ({"INVOCATION_ID": "77", "FDSTORE": "3"}, False),  # started by hand from the shell of a service
+        ({}, False),
+    ],
+)
+def test_whether_there_is_a_store_is_known_from_the_environment(environ: dict[str, str], kept: bool) -> None:
+    assert take_offer(environ, 77).keeps_descriptors is kept
+    assert "FDSTORE" not in environ

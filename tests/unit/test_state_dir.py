@@ -75,3 +75,22 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(HegmError):
         StateDir(state)
     assert victim.read_text() == "precious"
+
+
+def test_its_identity_stays_and_no_other_directory_has_it(tmp_path: Path) -> None:
+    with StateDir(tmp_path / "one") as one, StateDir(tmp_path / "two") as two:
+        identity = one.identity()
+        assert len(identity) == 32
+        assert identity != two.identity()
+    with StateDir(tmp_path / "one") as again:
+        assert again.identity() == identity
+        (again.path / "identity").write_text("torn")
+        assert again.identity() not in {identity, "torn"}
+
+
+def test_an_identity_that_cannot_be_made_is_told_of(tmp_path: Path) -> None:
+    with StateDir(tmp_path / "s") as state:
+        (state.path / "identity.new").mkdir()
+        with pytest.raises(HegmError, match="cannot be made") as caught:
+            state.identity()
+        assert "free space" in caught.value.hint

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 
 import anyio
 import pytest
 
 from hegmd.descriptors import Descriptors
-from hegmd.errors import UNAVAILABLE, HegmError, Refused
+from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import Answer
 from hegmd.vram import GIB, MIB, MOST_PIECES, VideoMemory, piece_sizes
+from tests.unit.descriptor_store import DescriptorStore
 
 GPU = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 OTHER = "GPU-fedcba98-7654-3210-fedc-ba9876543210"
@@ -41,45 +42,15 @@ class Gpus:
         return Answer({"sizes": sizes}, Descriptors([os.memfd_create("video") for _ in sizes]))
 
 
-class Store:
-    """What a service manager would keep."""
-
-    def __init__(self, room: int = 1000) -> None:
-        self.kept: dict[str, int] = {}
-        self.room = room
-        self.barriers = 0
-
-    def store(self, name: str, descriptors: Iterable[int]) -> bool:
-        (fd,) = descriptors
-        if len(self.kept) >= self.room:
-            raise HegmError(UNAVAILABLE, "the manager takes no more", "look at FileDescriptorStoreMax=")
-        self.kept[name] = os.dup(fd)
-        return True
-
-    def unstore(self, name: str) -> bool:
-        if name in self.kept:
-            os.close(self.kept.pop(name))
-        return True
-
-    def barrier(self, limit_s: float) -> bool:
-        assert limit_s > 0
-        self.barriers += 1
-        return True
-
-    def close(self) -> None:
-        for name in list(self.kept):
-            self.unstore(name)
-
-
 @pytest.fixture
-def store() -> Iterator[Store]:
-    made = Store()
+async def store() -> AsyncIterator[DescriptorStore]:
+    made = DescriptorStore()
     yield made
-    made.close()
+    await made.drop(*list(made.kept))
 
 
 @pytest.fixture
-async def memory(store: Store) -> AsyncIterator[VideoMemory]:
+async def memory(store: DescriptorStore) -> AsyncIterator[VideoMemory]:
     made = VideoMemory(Gpus(), store)
     yield made
     made.close()
@@ -105,13 +76,13 @@ async def test_what_is_held_is_told_by_owner_and_gpu(memory: VideoMemory) -> Non
         (GIB, GIB),
         (2 * GIB, 2 * MIB),
     ]
-    memory.give(WHO, GPU)
-    memory.give(WHO, GPU)
+    await memory.give(WHO, GPU)
+    await memory.give(WHO, GPU)
     assert memory.of(WHO) == {OTHER: 2 * MIB}
     assert memory.pieces(WHO, GPU) == ()
 
 
-async def test_holding_again_adds_what_is_missing_and_nothing_else(store: Store) -> None:
+async def test_holding_again_adds_what_is_missing_and_nothing_else(store: DescriptorStore) -> None:
     gpus = Gpus()
     memory = VideoMemory(gpus, store)
     for size_bytes in (GIB, GIB, MIB, 3 * GIB, 0):
@@ -121,7 +92,7 @@ async def test_holding_again_adds_what_is_missing_and_nothing_else(store: Store)
     memory.close()
 
 
-async def test_no_room_changes_nothing(store: Store) -> None:
+async def test_no_room_changes_nothing(store: DescriptorStore) -> None:
     memory = VideoMemory(Gpus(room_bytes=2 * GIB), store)
     await memory.hold(WHO, GPU, GIB)
     with pytest.raises(Refused, match="no room"):
@@ -140,7 +111,7 @@ async def test_what_is_given_back_while_more_comes_is_not_taken_for_held() -> No
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(memory.hold, WHO, GPU, 3 * GIB)
         await gpus.begun.wait()
-        memory.give(WHO, GPU)
+        await memory.give(WHO, GPU)
         gpus.wait.set()
     assert [(piece.at, piece.size_bytes) for piece in memory.pieces(WHO, GPU)] == [(0, GIB), (GIB, GIB)]
     for piece in memory.pieces(WHO, GPU):
@@ -166,40 +137,44 @@ async def test_a_hold_that_is_cancelled_leaves_nothing() -> None:
 
 
 async def test_room_is_nobody_elses_but_bytes_are_kept_until_they_are_given_back(
-    memory: VideoMemory, store: Store
+    memory: VideoMemory, store: DescriptorStore
 ) -> None:
-    """A copy that the service manager closes in its own time would be missing where a process is restored."""
+    """A copy that somebody else closes in its own time would be missing where a process is restored."""
     await memory.hold(WHO, GPU, 2 * GIB)
     assert not store.kept
-    assert memory.keep(WHO, GPU)
+    assert await memory.keep(WHO, GPU)
     assert sorted(store.kept) == [f"hegm-vram-{WHO}-{GPU}-{at}-{GIB}" for at in (0, GIB)]
     await memory.hold(WHO, GPU, 3 * GIB)
     assert len(store.kept) == 3, "what is added to what is kept is kept"
-    memory.give(WHO, GPU)
+    await memory.give(WHO, GPU)
     assert not store.kept
 
 
-async def test_what_was_kept_is_there_for_the_next_daemon_in_its_place(memory: VideoMemory, store: Store) -> None:
+async def test_what_was_kept_is_there_for_the_next_daemon_in_its_place(
+    memory: VideoMemory, store: DescriptorStore
+) -> None:
     await memory.hold(WHO, GPU, 3 * GIB)
-    memory.keep(WHO, GPU)
+    await memory.keep(WHO, GPU)
     assert await memory.give_first(WHO, GPU, 1) == GIB
-    assert store.barriers == 1, "what is given back in a move is to be free when the next round begins"
+    assert len(store.kept) == 2, "what is given back in a move is to be free when the next round begins"
     inodes = [os.fstat(piece.fd).st_ino for piece in memory.pieces(WHO, GPU)]
     memory.close()
 
     later = VideoMemory(Gpus(), store)
-    for name, fd in reversed(list(store.kept.items())):  # in whatever order the manager passes them
+    for name, fd in reversed(list(store.kept.items())):  # in whatever order they come
         later.adopt(name, os.dup(fd))
     assert [(piece.at, piece.size_bytes) for piece in later.pieces(WHO, GPU)] == [(GIB, GIB), (2 * GIB, GIB)]
     assert [os.fstat(piece.fd).st_ino for piece in later.pieces(WHO, GPU)] == inodes
     assert later.of(WHO) == {GPU: 2 * GIB}
-    later.give(WHO, GPU)
-    assert not store.kept, "what is given back by a later daemon stays with the manager"
+    await later.give(WHO, GPU)
+    assert not store.kept, "what is given back by a later daemon stays in the store"
 
 
-async def test_bytes_of_which_a_part_is_lost_are_not_taken_for_whole(memory: VideoMemory, store: Store) -> None:
+async def test_bytes_of_which_a_part_is_lost_are_not_taken_for_whole(
+    memory: VideoMemory, store: DescriptorStore
+) -> None:
     await memory.hold(WHO, GPU, 3 * GIB)
-    memory.keep(WHO, GPU)
+    await memory.keep(WHO, GPU)
     later = VideoMemory(Gpus(), store)
     for name, fd in store.kept.items():
         if f"-{GIB}-{GIB}" not in name:
@@ -210,11 +185,10 @@ async def test_bytes_of_which_a_part_is_lost_are_not_taken_for_whole(memory: Vid
 
 
 @pytest.mark.parametrize("name", ["hegm-vram", "hegm-vram-x", f"hegm-vram-a-{GPU}-1", f"hegm-pool-a-{GPU}-1-2"])
-async def test_a_descriptor_of_another_name_is_closed(memory: VideoMemory, name: str) -> None:
+async def test_a_descriptor_of_another_name_stays_its_callers(memory: VideoMemory, name: str) -> None:
     fd = os.memfd_create("what")
-    memory.adopt(name, fd)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
+    assert not memory.adopt(name, fd)
+    os.close(fd)
     assert not memory.by_owner()
 
 
@@ -224,18 +198,18 @@ async def test_a_piece_that_was_kept_twice_counts_once(memory: VideoMemory) -> N
     assert memory.of(WHO) == {GPU: GIB}
 
 
-async def test_what_cannot_be_kept_whole_is_not_kept_at_all(memory: VideoMemory, store: Store) -> None:
+async def test_what_cannot_be_kept_whole_is_not_kept_at_all(memory: VideoMemory, store: DescriptorStore) -> None:
     """Half of a job's bytes are none, and nobody may go on as if they were safe."""
     store.room = 2
     await memory.hold(WHO, GPU, 3 * GIB)
-    with pytest.raises(HegmError, match="takes no more"):
-        memory.keep(WHO, GPU)
+    with pytest.raises(HegmError, match="does not take"):
+        await memory.keep(WHO, GPU)
     assert not store.kept
     assert memory.of(WHO) == {GPU: 3 * GIB}
 
 
-async def test_without_a_service_manager_nothing_is_kept_and_that_is_said() -> None:
+async def test_without_a_store_nothing_is_kept_and_that_is_said() -> None:
     memory = VideoMemory(Gpus())
     await memory.hold(WHO, GPU, GIB)
-    assert memory.keep(WHO, GPU) is False
+    assert await memory.keep(WHO, GPU) is False
     memory.close()

@@ -12,6 +12,7 @@ from hegmctl.answers import DoctorAnswer, PingAnswer, VersionAnswer
 from hegmd.protocol.messages import (
     ConfigReply,
     Drained,
+    Dropped,
     ErrorInfo,
     FaultReply,
     GpusReply,
@@ -22,6 +23,7 @@ from hegmd.protocol.messages import (
     ProcessesReply,
     ReloadReply,
     StoryReply,
+    StraysReply,
 )
 from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import Field, Record
@@ -53,6 +55,8 @@ PRINTED: tuple[tuple[str, type[Record], str], ...] = (
     ("drain", Drained, _AFTER_PROGRESS),
     ("swap", Drained, _AFTER_PROGRESS),
     ("ops", OperationsReply, _ONE),
+    ("adopt", StraysReply, _ONE),
+    ("adopt --drop", Dropped, _ONE),
     ("op", StoryReply, _ONE),
     ("op --follow", StoryReply, _AFTER_PROGRESS),
     ("cancel", OperationReply, _ONE),

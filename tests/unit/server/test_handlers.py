@@ -19,6 +19,7 @@ from hegmd.sequences import Sequences
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.handlers import Handlers, Services
 from hegmd.server.session import Call, Session, SessionLimits
+from hegmd.strays import Strays
 from hegmd.stream import PeerStream
 from hegmd.workers import Workers
 from tests.unit.doubles import Provider, gpu, use
@@ -50,6 +51,7 @@ def handlers_of(node: Node) -> Handlers:
         workers=Workers(),
         operations=cast(Operations, None),  # nothing is moved here
         sequences=cast(Sequences, None),
+        strays=Strays([], node.events),
         simulator=None,
         limits=Limits(frame_bytes=65_536, requests_in_flight=4),
         doctor=_nothing,

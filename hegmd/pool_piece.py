@@ -1,0 +1,42 @@
+"""One piece of the pool, and the means by which it outlives the daemon: values for the pool, which owns the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from hegmd.pool_memory import Memory
+from hegmd.pool_names import PieceName
+from hegmd.pool_places import Place
+from hegmd.spill_file import SpillFolder
+from hegmd.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Where pieces can be: places with names, a store for what has none, and a directory on disk."""
+
+    places: Sequence[Place] = ()
+    store: Store | None = None
+    spill: SpillFolder | None = None
+
+
+class Piece:
+    """One owner's bytes: in memory, on disk, or for a while in both. Only the pool changes it."""
+
+    def __init__(
+        self, name: PieceName, size_bytes: int, memory: Memory | None = None, *, spilled: bool = False
+    ) -> None:
+        self.name = name
+        self.size_bytes = size_bytes
+        self.memory = memory
+        self.spilled = spilled
+        self.lock = anyio.Lock()
+        self.spilling: anyio.CancelScope | None = None
+
+    @property
+    def usable_bytes(self) -> int:
+        """How many bytes of storages it was made for; the rest is for the agent's table."""
+        return self.name.usable_bytes

@@ -1,0 +1,358 @@
+"""A piece of the pool as a file on disk: written past the page cache, a sum for each chunk, whole or not there.
+
+Layout, all in blocks of 4096 bytes: a head (magic, version, sizes, the piece's mark, CRC-32 of itself), the bytes, then
+the CRC-32 of each chunk and one of that table. A chunk's sum starts from its number, so that two that changed places
+are found. The file is written under another name, synced, read back from the disk and compared, and only then renamed:
+a file under its own name has been seen to be good. A disk that is full leaves nothing behind and nothing changed.
+
+Everything blocks and is called in a thread; `unwanted` is asked between chunks. The memory is read with `pread` and
+never mapped, since a job has had its descriptor and could have cut it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hegmd.crew import share_out, threads_for
+from hegmd.errors import UNAVAILABLE, HegmError, Refused
+
+MAGIC = b"HEGMSPIL"
+VERSION = 1
+BLOCK_BYTES = 4096
+CHUNK_BYTES = 8 << 20
+ENDING, UNFINISHED = ".spill", ".spill.new"
+
+_HEAD = struct.Struct("<8sIIQQ")  # magic, version, length of the name, bytes, chunk
+_SUM = struct.Struct("<I")
+_FREE_OF = "free space under {folder}, or name a directory with more of it as pool.spill_dir"
+
+Progress = Callable[[int], object]
+
+
+class Unwanted(Exception):
+    """Nobody waits for it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSpill:
+    """A file that is there from before, by its head: its size, or why it is not to be trusted."""
+
+    name: str
+    size_bytes: int
+    why_not: str = ""
+
+
+class SpillFolder:
+    """The directory of the spilled pieces. `spare_bytes` of its disk are never taken: others have a use for them."""
+
+    def __init__(self, folder: Path, *, spare_bytes: int) -> None:
+        self.folder = folder
+        self._spare_bytes = spare_bytes
+
+    def path(self, name: str) -> Path:
+        """Where that piece is."""
+        return self.folder / (name + ENDING)
+
+    def write(self, name: str, fd: int, size_bytes: int, unwanted: Callable[[], bool], progress: Progress) -> None:
+        """Have the memory's bytes on disk under that name. Raises HegmError or Unwanted, having left nothing."""
+        fresh = self.folder / (name + UNFINISHED)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._refuse_if_others_may_look()
+            self._refuse_without_space(name, size_bytes)
+            try:
+                with _opened(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+                    os.posix_fallocate(file, 0, _file_bytes(size_bytes))
+                    sums = _copy_out(fd, file, size_bytes, unwanted, progress)
+                    _write_ends(file, _mark_of(name), size_bytes, sums)
+                    os.fsync(file)
+                    _compare(file, size_bytes, sums, unwanted)
+                fresh.rename(self.path(name))
+                self._sync()
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    fresh.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise self._failed(f"{size_bytes} bytes cannot be written to {fresh}", error) from error
+
+    def read(self, name: str, size_bytes: int, into: Callable[[int, memoryview], None], progress: Progress) -> None:
+        """Have every chunk of that piece told, with its place, once its sum was found right. Raises HegmError.
+
+        `into` is called from several threads and must not keep the view.
+        """
+        path = self.path(name)
+        try:
+            with _opened(path, os.O_RDONLY) as file:
+                found = _head_of(file, os.fstat(file).st_size)
+                if found.why_not or found.name != _mark_of(name) or found.size_bytes != size_bytes:
+                    raise _damaged(path, found.why_not or f"it is of {found.name}, with {found.size_bytes} bytes")
+                _copy_in(file, size_bytes, _sums_of(file, path, size_bytes), path, into, progress)
+        except OSError as error:
+            raise self._failed(f"{path} cannot be read", error) from error
+
+    def remove(self, name: str) -> None:
+        """Its bytes are not needed any more. Fine when it is not there. Raises HegmError."""
+        try:
+            self.path(name).unlink(missing_ok=True)
+        except OSError as error:
+            raise self._failed(f"{self.path(name)} cannot be removed", error) from error
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Give a file to another owner; its mark is the same under either name. Raises HegmError."""
+        old, new = self.path(name), self.path(new_name)
+        try:
+            old.rename(new)
+            self._sync()
+        except OSError as error:
+            raise self._failed(f"{old} cannot be renamed", error) from error
+
+    def find(self) -> list[FoundSpill]:
+        """What an earlier daemon left here; what it was still writing is taken away."""
+        found: list[FoundSpill] = []
+        try:
+            entries = sorted(self.folder.iterdir())
+        except OSError:  # there is no such directory, or none that can be looked into: so there is nothing to be had
+            return []
+        for path in entries:
+            if path.name.endswith(UNFINISHED):
+                path.unlink(missing_ok=True)
+            elif path.name.endswith(ENDING):
+                found.append(_look_at(path))
+        return found
+
+    def _refuse_if_others_may_look(self) -> None:
+        status = self.folder.stat()
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+            raise Refused(
+                f"{self.folder} can be written by others (uid {status.st_uid}, {stat.S_IMODE(status.st_mode):04o})",
+                f"chown {os.geteuid()} {self.folder} && chmod 0700 {self.folder}",
+            )
+
+    def _refuse_without_space(self, name: str, size_bytes: int) -> None:
+        status = os.statvfs(self.folder)
+        free_bytes = status.f_bavail * status.f_frsize
+        needed_bytes = _file_bytes(size_bytes) + self._spare_bytes
+        if free_bytes < needed_bytes:
+            raise Refused(
+                f"{self.folder} has {free_bytes >> 20} MiB free; {name} needs {_file_bytes(size_bytes) >> 20} MiB, and "
+                f"{self._spare_bytes >> 20} MiB are left to others",
+                _FREE_OF.format(folder=self.folder),
+                {"free_bytes": free_bytes, "needed_bytes": needed_bytes},
+            )
+
+    def _sync(self) -> None:
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _failed(self, what: str, error: OSError) -> HegmError:
+        message, facts = f"{what}: {error.strerror or error}", {"errno": error.errno}
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return Refused(message, _FREE_OF.format(folder=self.folder), facts)
+        return HegmError(UNAVAILABLE, message, f"look at the disk of {self.folder}: dmesg, df -h", facts)
+
+
+# ---- layout ----------------------------------------------------------------------------------------------------------
+
+
+def _up(size_bytes: int) -> int:
+    return (size_bytes + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
+
+
+def _chunks(size_bytes: int) -> range:
+    return range((size_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES)
+
+
+def _file_bytes(size_bytes: int) -> int:
+    return BLOCK_BYTES + _up(size_bytes) + _up(_SUM.size * (len(_chunks(size_bytes)) + 1))
+
+
+def _mark_of(name: str) -> str:
+    """The part of a piece's name that is its own, whoever owns it: size and nonce."""
+    return name.rpartition("-")[2]
+
+
+def _write_ends(file: int, mark: str, size_bytes: int, sums: list[int]) -> None:
+    """The head, and the table of sums with its own at the end."""
+    title = mark.encode()
+    head = _HEAD.pack(MAGIC, VERSION, len(title), size_bytes, CHUNK_BYTES) + title
+    table = b"".join(_SUM.pack(one) for one in sums)
+    for data, place in ((head, 0), (table, BLOCK_BYTES + _up(size_bytes))):
+        whole = data + _SUM.pack(zlib.crc32(data))
+        with mmap.mmap(-1, _up(len(whole))) as block:
+            block[: len(whole)] = whole
+            _write_whole(file, memoryview(block), place)
+
+
+def _head_of(file: int, file_bytes: int) -> FoundSpill:
+    with mmap.mmap(-1, BLOCK_BYTES) as block:
+        if os.preadv(file, [block], 0) < BLOCK_BYTES:
+            return FoundSpill("", 0, "it is cut short")
+        magic, version, length, size_bytes, chunk_bytes = _HEAD.unpack_from(block)
+        if magic != MAGIC:
+            return FoundSpill("", 0, "it is no spill file")
+        end = _HEAD.size + length
+        if end + _SUM.size > BLOCK_BYTES or _SUM.unpack_from(block, end)[0] != zlib.crc32(block[:end]):
+            return FoundSpill("", 0, "its head does not fit its checksum")
+        name = block[_HEAD.size : end].decode("utf-8", "replace")
+    if version != VERSION or chunk_bytes != CHUNK_BYTES:
+        return FoundSpill(name, size_bytes, f"it is of version {version}, and this hegmd reads {VERSION}")
+    if file_bytes < _file_bytes(size_bytes):
+        return FoundSpill(name, size_bytes, f"it has {file_bytes} bytes and should have {_file_bytes(size_bytes)}")
+    return FoundSpill(name, size_bytes)
+
+
+def _sums_of(file: int, path: Path, size_bytes: int) -> list[int]:
+    count = len(_chunks(size_bytes))
+    used = _SUM.size * count
+    with mmap.mmap(-1, _up(used + _SUM.size)) as block:
+        got = os.preadv(file, [block], BLOCK_BYTES + _up(size_bytes))
+        if got < used + _SUM.size or _SUM.unpack_from(block, used)[0] != zlib.crc32(block[:used]):
+            raise _damaged(path, "its table of checksums does not fit its own")
+        return [one for (one,) in _SUM.iter_unpack(block[:used])]
+
+
+def _look_at(path: Path) -> FoundSpill:
+    name = path.name.removesuffix(ENDING)
+    try:
+        with _opened(path, os.O_RDONLY) as file:
+            status = os.fstat(file)
+            found = _head_of(file, status.st_size)
+    except OSError as error:
+        return FoundSpill(name, 0, f"it cannot be read: {error.strerror or error}")
+    why_not = found.why_not or ("" if found.name == _mark_of(name) else f"it is of {found.name}")
+    return FoundSpill(name, found.size_bytes, why_not)
+
+
+def _damaged(path: Path, why: str) -> HegmError:
+    return HegmError(
+        UNAVAILABLE,
+        f"{path} is damaged: {why}",
+        "the job stays parked; look at the disk, and put the file back from a copy if there is one",
+        {"path": str(path)},
+    )
+
+
+# ---- copying ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Generator[int]:
+    """The file, read and written past the page cache where its file system can do that."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        # Not at the opening: a file system that cannot would have made the file and then failed.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _each_chunk(size_bytes: int, work: Callable[[int, memoryview, int], None], progress: Progress) -> None:
+    """Have `work` called for each chunk by number, with a buffer of a whole number of blocks and the chunk's length."""
+    guard = threading.Lock()
+    done_bytes = 0
+
+    def start() -> Callable[[int], None]:
+        buffer = mmap.mmap(-1, CHUNK_BYTES)  # on a page, as O_DIRECT wants it
+
+        def one(number: int) -> None:
+            nonlocal done_bytes
+            length = min(CHUNK_BYTES, size_bytes - number * CHUNK_BYTES)
+            with memoryview(buffer) as whole, whole[: _up(length)] as view:
+                work(number, view, length)
+            with guard:
+                done_bytes += length
+                progress(done_bytes)
+
+        return one
+
+    numbers = _chunks(size_bytes)
+    share_out(numbers, start, threads=threads_for(len(numbers)), name="spill")
+
+
+def _copy_out(fd: int, file: int, size_bytes: int, unwanted: Callable[[], bool], progress: Progress) -> list[int]:
+    """The chunks of that memory to the file; their sums."""
+    sums = [0] * len(_chunks(size_bytes))
+
+    def copy(number: int, view: memoryview, length: int) -> None:
+        if unwanted():
+            raise Unwanted
+        if _read_whole(fd, view[:length], number * CHUNK_BYTES) < length:
+            raise Refused(
+                f"the memory of {size_bytes} bytes ends within chunk {number}: somebody with its descriptor cut it",
+                "resume the job as it is; look at what else its owner runs",
+            )
+        sums[number] = zlib.crc32(view, number + 1)
+        _write_whole(file, view, BLOCK_BYTES + number * CHUNK_BYTES)
+
+    _each_chunk(size_bytes, copy, progress)
+    return sums
+
+
+def _compare(file: int, size_bytes: int, sums: list[int], unwanted: Callable[[], bool]) -> None:
+    """Raise HegmError unless the disk gives back what was written."""
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # for a file system that goes by the page cache after all
+
+    def compare(number: int, view: memoryview, length: int) -> None:
+        if unwanted():
+            raise Unwanted
+        got = _read_whole(file, view, BLOCK_BYTES + number * CHUNK_BYTES)
+        if got < length or zlib.crc32(view, number + 1) != sums[number]:
+            raise HegmError(
+                UNAVAILABLE,
+                f"the disk gave back other bytes than were written, in chunk {number} of a spill file",
+                "the bytes stay in memory; do not trust that disk: smartctl, dmesg",
+            )
+
+    _each_chunk(size_bytes, compare, lambda _: None)
+
+
+def _copy_in(
+    file: int,
+    size_bytes: int,
+    sums: list[int],
+    path: Path,
+    into: Callable[[int, memoryview], None],
+    progress: Progress,
+) -> None:
+    def copy(number: int, view: memoryview, length: int) -> None:
+        got = _read_whole(file, view, BLOCK_BYTES + number * CHUNK_BYTES)
+        if got < length or zlib.crc32(view, number + 1) != sums[number]:
+            raise _damaged(path, f"chunk {number} of {len(sums)} does not fit its checksum")
+        with view[:length] as bytes_of_it:
+            into(number * CHUNK_BYTES, bytes_of_it)
+
+    _each_chunk(size_bytes, copy, progress)
+
+
+def _read_whole(fd: int, view: memoryview, place: int) -> int:
+    """As much as there is, up to the view's length."""
+    got = 0
+    while got < len(view):
+        more = os.preadv(fd, [view[got:]], place + got)
+        if more == 0:
+            break
+        got += more
+    return got
+
+
+def _write_whole(fd: int, view: memoryview, place: int) -> None:
+    done = 0
+    while done < len(view):
+        done += os.pwritev(fd, [view[done:]], place + done)

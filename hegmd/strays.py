@@ -1,0 +1,203 @@
+"""What was found on the node and no operation has: listed, told of once, and never touched but by a person's word.
+
+One source for each kind of thing: pieces of the pool, what looks like one and is none, and processes that stand. What a
+driver has locked or checkpointed and no operation knows of is another source, beside its vendor. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from hegmd.errors import NOT_FOUND, HegmError, Refused
+from hegmd.events import EventLog
+from hegmd.log import fields
+from hegmd.migration.adoption import Standing
+from hegmd.pool import Piece, Pool
+from hegmd.pool_found import Distrusted
+from hegmd.protocol.operations import Stray
+from hegmd.workers import BACK, CAME, Worker, Workers
+
+logger = logging.getLogger(__name__)
+
+SURVEY_LIMIT_S = 5.0
+
+
+class Source(Protocol):
+    """One kind of things that can be found."""
+
+    def strays(self) -> Iterable[Stray]:
+        """Those that are there now."""
+        ...
+
+    async def drop(self, name: str) -> int | None:
+        """Give up the one of that name for good; how many bytes that frees, if that is known. Raises HegmError."""
+        ...
+
+
+class PieceStrays:
+    """Pieces of the pool that were found at the start. `why` tells what became of the operation of that number."""
+
+    def __init__(self, pool: Pool, why: Callable[[str], str]) -> None:
+        self._pool = pool
+        self._why = why
+
+    def strays(self) -> Iterable[Stray]:
+        for name, piece in self._pool.unclaimed().items():
+            key, memory = piece.name.key, piece.memory
+            worker, _, _ = key.worker.partition("-")
+            where = (
+                "disk" if memory is None else "nameless memory" if memory.place is None else str(memory.place.folder)
+            )
+            yield Stray(
+                name=name,
+                kind="bytes",
+                pid=int(worker) if worker.isdigit() else None,
+                size_bytes=piece.size_bytes,
+                where=where,
+                why=self._why(key.operation),
+                next=f"hegmctl adopt {worker}, if that process stands; else hegmctl adopt --drop {name}",
+            )
+
+    async def drop(self, name: str) -> int | None:
+        return await self._pool.drop_unclaimed(name)
+
+
+class DistrustedStrays:
+    """What looks like a piece and cannot be believed. A person may look at it and take it away by hand."""
+
+    def __init__(self) -> None:
+        self.found: tuple[Distrusted, ...] = ()
+
+    def strays(self) -> Iterable[Stray]:
+        for one in self.found:
+            yield Stray(
+                name=one.name,
+                kind="unknown",
+                size_bytes=one.size_bytes,
+                where=one.where,
+                why=one.why,
+                next=f"look at it in {one.where}, and remove it by hand if nobody needs it",
+            )
+
+    async def drop(self, name: str) -> int | None:
+        where = next(one.where for one in self.found if one.name == name)
+        raise Refused(f"{name} in {where} is nothing that hegmd knows", "look at it, and remove it by hand")
+
+
+class StandingStrays:
+    """Processes that stand, or whose bytes are out, and that no operation has. `in_hand` tells which one has."""
+
+    def __init__(self, workers: Workers, in_hand: Callable[[int], bool]) -> None:
+        self._workers = workers
+        self._in_hand = in_hand
+
+    def standing(self) -> Sequence[Worker]:
+        """Their handles."""
+        return [worker for worker in self._workers if self.is_stray(worker)]
+
+    def is_stray(self, worker: Worker) -> bool:
+        """Whether that one is."""
+        return worker.connected and (worker.parked or worker.held_bytes > 0) and not self._in_hand(worker.pid)
+
+    async def job_of(self, pid: int) -> tuple[Standing, ...]:
+        """That process and the others of its job that stand as well, each asked how it stands. Raises HegmError."""
+        worker = self._workers.find(pid)
+        if worker is None or not worker.connected:
+            raise HegmError(
+                NOT_FOUND, f"process {pid} has no agent that is connected", "see: hegmctl adopt", {"pid": pid}
+            )
+        others = [other for other in self._workers if other is not worker and _is_same_job(worker, other)]
+        found = [await _asked(one) for one in (worker, *others) if one is worker or self.is_stray(one)]
+        if not self.is_stray(worker):
+            raise Refused(f"process {pid} does not stand: there is nothing to adopt", "see: hegmctl ps", {"pid": pid})
+        return tuple(found)
+
+    def strays(self) -> Iterable[Stray]:
+        for worker in self.standing():
+            out = f", {worker.held_bytes} bytes of it are out" if worker.held_bytes else ""
+            yield Stray(
+                name=str(worker.pid),
+                kind="process",
+                pid=worker.pid,
+                size_bytes=worker.held_bytes,
+                where="hegmd alone has them" if worker.about.entrusted else "it has a descriptor of them itself",
+                why=f"its training thread stands{out}, and no operation has it",
+                next=f"hegmctl adopt {worker.pid}",
+            )
+
+    async def drop(self, name: str) -> int | None:
+        raise Refused(f"{name} is a process and not bytes", f"bring it back with: hegmctl adopt {name}; or end it")
+
+
+def _is_same_job(one: Worker, other: Worker) -> bool:
+    run, other_run = one.about.run or one.about.job, other.about.run or other.about.job
+    return run is not None and run == other_run and one.identity.uid == other.identity.uid
+
+
+async def _asked(worker: Worker) -> Standing:
+    await worker.order("survey", limit_s=SURVEY_LIMIT_S)
+    return Standing(
+        pid=worker.pid,
+        start_ticks=worker.identity.start_ticks,
+        uid=worker.identity.uid,
+        token=worker.token,
+        rank=worker.about.rank,
+        world_size=worker.about.world_size,
+        gpu=worker.gpu or worker.about.gpu,
+        boundary=worker.boundary,
+        size_bytes=max(worker.size_bytes or 0, worker.held_bytes),
+        held_bytes=worker.held_bytes,
+    )
+
+
+def found_for(pieces: Mapping[str, Piece], worker: str, held_bytes: int) -> str | None:
+    """The newest of the pieces that can be that worker's. The agent knows its own bytes and refuses any others."""
+    fitting = [
+        (int(piece.name.key.operation) if piece.name.key.operation.isdigit() else 0, name)
+        for name, piece in pieces.items()
+        if piece.name.key.worker == worker and piece.usable_bytes >= held_bytes
+    ]
+    return max(fitting, default=(0, None))[1]
+
+
+class Strays:
+    """All of them. Listens to the workers; each stray is told of once, as an event and in the log."""
+
+    def __init__(self, sources: Sequence[Source], events: EventLog) -> None:
+        self._sources = sources
+        self._events = events
+        self._told: set[str] = set()
+
+    def all(self) -> tuple[Stray, ...]:
+        """Everything that needs a person now."""
+        return tuple([stray for source in self._sources for stray in source.strays()])
+
+    async def drop(self, name: str) -> int | None:
+        """Give up the one of that name for good; how many bytes that frees. Raises HegmError."""
+        for source in self._sources:
+            if any(stray.name == name for stray in source.strays()):
+                freed_bytes = await source.drop(name)
+                self._events.record("pool.dropped", "warning", f"{name} was given up", facts={"name": name})
+                return freed_bytes
+        raise HegmError(NOT_FOUND, f"nothing stray is called {name[:120]!r}", "see: hegmctl adopt")
+
+    def hear(self, news: str, _worker: Worker) -> None:
+        """Listens to the workers."""
+        if news in (CAME, BACK):
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell of those that were not told of yet."""
+        strays = self.all()
+        self._told &= {stray.name for stray in strays}  # a pid may be a stray's again, of another process
+        for stray in strays:
+            if stray.name in self._told:
+                continue
+            self._told.add(stray.name)
+            message = f"{stray.name} needs a person: {stray.why}; {stray.next}"
+            self._events.record(
+                "pool.stray", "warning", message, pid=stray.pid, facts={"name": stray.name, "kind": stray.kind}
+            )
+            logger.warning("%s", message, extra=fields(name=stray.name, kind=stray.kind))

@@ -1,0 +1,157 @@
+"""Suspended jobs and daemons that come and go: trainings, killed daemons, bytes on disk, a journal that is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.agented import SCRIPTS, undisturbed
+from tests.e2e.daemon import RunningDaemon
+from tests.e2e.test_moving import LARGE, Job
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+
+LONG = [str(SCRIPTS / "long.py"), "0", "400"]
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def pieces(state_dir: Path) -> list[Path]:
+    """What is in memory by name for that daemon."""
+    known = state_dir / "identity"
+    identity = known.read_text()[:16] if known.exists() else "none"
+    return list(SHARED_MEMORY.glob(f"hegmd-{os.geteuid()}-{identity}/*"))
+
+
+def keepers(state_dir: Path) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "hegmd.keeper" in words and str(state_dir) in words:
+            found.append(process)
+    return found
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
+    """One that finds nothing left of it at the end: no piece, no place, no keeper, no file on disk."""
+    state_dir = tmp_path / "state"
+    with RunningDaemon(tmp_path) as running:
+        yield running
+        running.stop()
+        identity = (state_dir / "identity").read_text()[:16]
+        left = [*SHARED_MEMORY.glob(f"hegmd-*-{identity}"), *(state_dir / "spill").glob("*")]
+    alive = psutil.wait_procs(keepers(state_dir), timeout=10)[1]
+    for keeper in alive:
+        keeper.kill()
+    assert left == []
+    assert alive == []
+
+
+def until_attended(job: Job) -> None:
+    """The agent comes back by itself."""
+    with job.connect() as hegmd:
+        while not any(process.agent for process in hegmd.processes().processes):
+            hegmd.ping()
+
+
+def strays(job: Job) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = job.command("adopt")[-1]["strays"]
+    return found
+
+
+def test_on_disk_it_outlives_a_kill_and_a_stop_and_no_loss_changes(daemon: RunningDaemon) -> None:
+    expected = undisturbed(LONG)
+    state_dir = daemon.folder / "state"
+    with Job(daemon, LONG, "--gpu", "gpu0") as job:
+        pid = str(job.process.pid)
+        job.steps(10)
+        job.operation("suspend", pid)
+        assert len(pieces(state_dir)) == 1
+        assert job.operation("suspend", pid, "--spill")["phase"] == "suspended"
+        assert pieces(state_dir) == []
+        daemon.stop(signal.SIGKILL)
+        daemon.start()
+        until_attended(job)
+        job.command("op", "1", "--follow")
+        daemon.stop()
+        assert len(list((state_dir / "spill").iterdir())) == 1
+        daemon.start()
+        until_attended(job)
+        job.command("op", "1", "--follow")
+        assert job.operation("resume", pid, "--to", "gpu1")["phase"] == "done"
+        assert job.output() == expected
+
+
+def test_spilled_its_memory_is_really_free(daemon: RunningDaemon, tmp_path: Path) -> None:
+    script = tmp_path / "large.py"
+    script.write_text(LARGE)
+    with Job(daemon, [str(script)]) as job:
+        pid = str(job.process.pid)
+        job.steps(5)
+        (out,) = job.operation("suspend", pid)["processes"]
+        shared = os.statvfs(SHARED_MEMORY)
+        before = shared.f_bfree * shared.f_frsize
+        job.operation("suspend", pid, "--spill")
+        shared = os.statvfs(SHARED_MEMORY)
+        assert shared.f_bfree * shared.f_frsize - before > 0.5 * out["size_bytes"]  # others use it meanwhile
+        held = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        assert not [link for link in held if "hegm-pool" in link], "its agent still has a descriptor"
+        job.operation("resume", pid)
+        job.steps(5)
+        job.process.kill()
+        job.process.wait()
+        with job.connect() as hegmd:
+            while any(process.held_bytes for process in hegmd.processes().processes):
+                hegmd.ping()
+
+
+@pytest.mark.parametrize("memory", ["named", "nameless"])
+def test_a_job_is_adopted_when_the_journal_is_gone(tmp_path: Path, memory: str) -> None:
+    """Named, its bytes are files; nameless, a keeper has them while no daemon is there."""
+    expected = undisturbed(LONG)
+    (tmp_path / "hegmd.toml").write_text(f'[pool]\nmemory = "{memory}"\n')
+    state_dir = tmp_path / "state"
+    environ = {"INVOCATION_ID": ""} if "INVOCATION_ID" in os.environ else {}
+    with RunningDaemon(tmp_path, "--config", str(tmp_path / "hegmd.toml"), environ=environ) as daemon:
+        with Job(daemon, LONG, "--gpu", "gpu0") as job:
+            pid = str(job.process.pid)
+            job.steps(10)
+            job.operation("suspend", pid)
+            assert len(keepers(state_dir)) == (memory == "nameless")
+            daemon.stop(signal.SIGKILL)
+            (state_dir / "operations.journal").unlink()
+            daemon.start()
+            with job.connect() as hegmd:
+                while len(found := strays(job)) < 2:
+                    hegmd.ping()
+            assert {stray["kind"] for stray in found} == {"bytes", "process"}
+            assert job.operation("adopt", pid, "--to", "gpu1")["phase"] == "done"
+            assert job.output() == expected
+            for stray in strays(job):
+                job.command("adopt", "--drop", stray["name"], "--yes")
+        assert strays(job) == []
+        assert pieces(state_dir) == []
+        assert psutil.wait_procs(keepers(state_dir), timeout=10)[1] == []
+
+
+def test_two_daemons_on_one_state_directory_the_second_leaves_everything_alone(daemon: RunningDaemon) -> None:
+    with Job(daemon, LONG) as job:
+        pid = str(job.process.pid)
+        job.steps(10)
+        job.operation("suspend", pid)
+        before = pieces(daemon.folder / "state")
+        second = [word.replace("hegmd.sock", "second.sock") for word in daemon.command()]
+        refused = subprocess.run(second, capture_output=True, text=True, check=False, timeout=60)
+        assert refused.returncode != 0
+        assert f"another hegmd (pid {daemon.process.pid}) holds" in refused.stderr
+        assert pieces(daemon.folder / "state") == before
+        assert job.operation("resume", pid)["phase"] == "done"
+        job.output()

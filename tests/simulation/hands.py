@@ -1,0 +1,274 @@
+"""A model of what performs effects, each way that it can end included: the contract that performer.py has to keep.
+
+Orders go over the connection that the machine has heard of last. What may be lost, late, half done or done twice is
+drawn from the life's odds; what is done is done to the node, which says when it must not have been.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from hegmd.migration import events
+from hegmd.migration.effects import Effect
+from hegmd.migration.events import BROKEN, DISCONNECTED, REFUSED, Event, Failed
+from tests.simulation.driver import CallRefused, Driver, HelperLost
+from tests.simulation.node import CHECKPOINTED, LOCKED, Process, Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.daemon import Daemon
+
+ORDERS = frozenset(("evacuate", "checkpoint", "restore", "refill"))
+# Those that a stopped worker does not answer, within the limit that is theirs.
+ASKED_OF_AGENTS = frozenset(("survey", "inspect"))
+FAILING = frozenset("take-room take-pool survey evacuate checkpoint restore refill release verify give-room".split())
+
+
+@dataclass
+class Running:
+    """An effect that is being performed, for which operation, and the connection that it goes by."""
+
+    op_id: str
+    effect: Any  # one of the classes in effects.py, each with fields of its own
+    connection: int
+    since: float
+    begun: bool = False
+
+
+@dataclass
+class Hands:
+    """Does to the node what effects say."""
+
+    daemon: Daemon
+    random: Random
+    driver: Driver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.driver = Driver(self.daemon.node, self.random, self.daemon.luck)
+
+    def perform(self, running: Running) -> None:
+        """One effect comes to its end, or its worker is not there, or it fails; a park only begins.
+
+        What is for one worker begins in the order in which it was wanted.
+        """
+        daemon = self.daemon
+        name = running.effect.worker
+        same = (r for r in daemon.running if r.effect.worker == name and r.op_id == running.op_id and not r.begun)
+        running = next(same, running)
+        effect, process = running.effect, daemon.node.processes[name]
+        daemon.must_be_durable(running)
+        if effect.in_worker and not self._reaches(running, process):
+            return
+        running.begun = True
+        if effect.tag in FAILING and daemon.luck("fail"):
+            self._fail(running, process)
+            return
+        event = self.do(running, process)
+        if event is not None:
+            daemon.finish(running, event)
+
+    def _reaches(self, running: Running, process: Process) -> bool:
+        """Whether the worker can do it now; if it never will, the effect has ended."""
+        daemon, effect = self.daemon, running.effect
+        if process.replaced:
+            if not self.knows_program(process):
+                raise Violation(f"{effect.tag} went to another program, which runs in the place of {process.name}")
+            daemon.finish(running, failure(effect, DISCONNECTED))
+            return False
+        if not process.alive:
+            daemon.finish(running, None)
+            daemon.post(running.op_id, events.WorkerGone(worker=process.name))
+            return False
+        if effect.tag == "inspect":
+            running.connection = daemon.inspected[running.op_id, effect.number] = process.connection
+        if not process.connected or process.connection != running.connection:
+            daemon.finish(running, failure(effect, DISCONNECTED))
+            return False
+        if process.stopped and effect.tag in ASKED_OF_AGENTS:
+            if daemon.now > running.since + 5.0:
+                daemon.finish(running, failure(effect, BROKEN))
+            running.begun = True
+            return False
+        if process.stopped and not (daemon.node.driven and effect.tag in {"checkpoint", "restore"}):
+            running.begun = True
+            return False
+        if process.under_way and effect.tag != "inspect":
+            raise Violation(f"{process.name} got the order {effect.tag} during {process.under_way}")
+        return True
+
+    def knows_program(self, process: Process) -> bool:
+        """Whether it is seen, by what the agent calls itself, that a process runs another program now."""
+        return True
+
+    def _fail(self, running: Running, process: Process) -> None:
+        effect = running.effect
+        if effect.tag in {"evacuate", "refill"} and self.random.random() < 0.3:
+            self._give_up(running, process)
+            return
+        half_done = effect.in_worker and self.random.random() < 0.5
+        if half_done:
+            self.do(running, process)
+        self.daemon.finish(running, failure(effect, BROKEN if half_done else REFUSED))
+
+    def _give_up(self, running: Running, process: Process) -> None:
+        """An agent that fails within an order brings everything back, lets the script go on, and attends anew."""
+        self.do(running, process)
+        self.daemon.finish(running, failure(running.effect, BROKEN))
+        if self.daemon.node.come_back_alone(process.name):
+            self.daemon.tell(f"{process.name} gives up and goes on alone")
+            self.daemon.disconnect(process, goes_on=False)
+
+    def overdue_parks(self) -> None:
+        """The agent itself gives up on a park whose limit has passed."""
+        daemon = self.daemon
+        for running in list(daemon.running):
+            process = daemon.node.processes[running.effect.worker]
+            late = running.effect.tag == "park" and daemon.now > running.since + running.effect.limit_s
+            if late and process.alive and not process.parked and not process.stopped:
+                process.asked_at = None
+                daemon.finish(running, failure(running.effect, REFUSED))
+
+    # ---- one effect --------------------------------------------------------------------------------------------------
+
+    def do(self, running: Running, process: Process) -> Event | None:
+        """Do it to the node. None for one that ends later, or not at all."""
+        effect = running.effect
+        ends: dict[str, Any] = {"effect": effect.number, "worker": effect.worker}
+        node, name = self.daemon.node, effect.worker
+        match effect.tag:
+            case "take-room":
+                done = node.take_room(name, effect.gpu, effect.size_bytes)
+                return events.RoomTaken(**ends) if done else failure(effect, REFUSED)
+            case "give-room":
+                node.give_room(name, effect.gpu)
+                return events.RoomGiven(**ends)
+            case "take-pool":
+                done = node.take_pool(name, effect.size_bytes)
+                return events.PoolTaken(**ends) if done else failure(effect, REFUSED)
+            case "give-pool":
+                node.give_pool(name)
+                return events.PoolGiven(**ends)
+            case "survey":
+                return events.Surveyed(**ends, boundary=process.boundary, size_bytes=process.size_bytes)
+            case "park":
+                return self._park(running, process)
+            case "withdraw" | "release":
+                node.release(name)
+                self._end_parks(name)
+                return events.Withdrawn(**ends) if effect.tag == "withdraw" else events.Released(**ends)
+            case "evacuate":
+                node.evacuate(name)
+                return events.Evacuated(**ends, size_bytes=process.size_bytes)
+            case "checkpoint":
+                return self.checkpoint(effect, process)
+            case "restore":
+                return self.restore(effect, process)
+            case "refill":
+                node.refill(name)
+                return events.Refilled(**ends)
+            case "verify":
+                return events.Verified(**ends, boundary=process.boundary) if process.boundary > effect.beyond else None
+        return self.inspect(running.op_id, effect, process)
+
+    def _end_parks(self, name: str) -> None:
+        daemon = self.daemon
+        daemon.running = [r for r in daemon.running if r.effect.tag != "park" or r.effect.worker != name]
+
+    def _park(self, running: Running, process: Process) -> Event | None:
+        """Ask; or, once it stands, say where. A new park lets a worker go on that stands before its boundary."""
+        daemon, effect = self.daemon, running.effect
+        ends: dict[str, Any] = {"effect": effect.number, "worker": effect.worker}
+        for other in list(daemon.running):
+            if other.effect.tag == "park" and other.effect.worker == process.name and other is not running:
+                if other.op_id == running.op_id and other.effect.number > effect.number:
+                    return failure(effect, REFUSED)
+                daemon.running.remove(other)
+        if process.parked and (effect.at is None or process.boundary >= effect.at):
+            return events.Parked(**ends, boundary=process.boundary)
+        if effect.at is not None and process.boundary >= effect.at and process.asked_at is None:
+            return events.Overran(**ends, boundary=process.boundary)
+        process.asked_at = effect.at if effect.at is not None else process.asked_at or process.boundary + 1
+        process.parked = False
+        return None
+
+    def checkpoint(self, effect: Any, process: Process) -> Event:
+        """Off the GPU. A real driver frees the room there, which is taken again at once, if nobody is quicker."""
+        node = self.daemon.node
+        done = events.Checkpointed(effect=effect.number, worker=effect.worker)
+        if not node.driven:
+            node.leave(process.name)
+            return done
+        source = process.gpu
+        try:
+            if self.driver.state(process) == CHECKPOINTED:
+                return done
+            if self.driver.state(process) != LOCKED:
+                self.driver.lock(process)
+            self.driver.checkpoint(process)
+        except CallRefused:
+            return failure(effect, REFUSED)
+        except HelperLost:
+            return failure(effect, BROKEN)
+        if source is not None:
+            if self.daemon.luck("grab"):
+                node.take_room("quicker", source, node.free(source))
+            node.take_room(process.name, source, process.size_bytes)
+        return done
+
+    def restore(self, effect: Any, process: Process) -> Event:
+        """Onto the GPU. The driver is only called while room is held there for it."""
+        node = self.daemon.node
+        done = events.Restored(effect=effect.number, worker=effect.worker)
+        if not node.driven:
+            node.arrive(process.name, effect.gpu)
+            return done
+        try:
+            if self.driver.state(process) == CHECKPOINTED:
+                if not self.has_room(process, effect.gpu):
+                    return failure(effect, REFUSED)
+                self.driver.restore(process, effect.gpu)
+            if self.driver.state(process) == LOCKED:
+                self.driver.unlock(process)
+        except CallRefused:
+            return failure(effect, REFUSED)
+        except HelperLost:
+            return failure(effect, BROKEN)
+        return done if process.gpu == effect.gpu else failure(effect, BROKEN)
+
+    def has_room(self, process: Process, gpu: str) -> bool:
+        """Whether so much as it needs is really held there for it."""
+        return self.daemon.node.held(process.name, gpu) >= process.size_bytes
+
+    def inspect(self, op_id: str, effect: Effect, process: Process) -> Event:
+        """How it stands. A process that somebody left locked is unlocked first: that changes nothing for anybody."""
+        node = self.daemon.node
+        try:
+            if node.driven and self.driver.state(process) == LOCKED and process.under_way is None:
+                self.unlock(process)
+        except HelperLost:
+            return failure(effect, BROKEN)
+        return events.Inspected(
+            effect=effect.number,
+            worker=effect.worker,
+            parked=process.parked,
+            boundary=process.boundary,
+            out_bytes=0 if process.has_bytes else process.size_bytes,
+            gpu=process.gpu,
+            rooms={gpu: held[process.name] for gpu, held in node.holds.items() if process.name in held},
+            pool_bytes=node.pool.get(process.name, 0),
+            busy=self.is_busy(process),
+        )
+
+    def unlock(self, process: Process) -> None:
+        self.driver.unlock(process)
+
+    def is_busy(self, process: Process) -> bool:
+        running = self.daemon.running
+        carried = any(r.effect.worker == process.name and r.effect.tag in ORDERS for r in running)
+        return process.under_way is not None or carried
+
+
+def failure(effect: Effect, fault: str) -> Failed:
+    message = f"{effect.tag} of {effect.worker} failed: {fault}"
+    return Failed(effect=effect.number, worker=effect.worker, fault=fault, message=message, hint="try again")

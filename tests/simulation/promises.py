@@ -1,0 +1,91 @@
+"""What is promised, as checks: some hold between any two steps, some at the end of a life."""
+
+from __future__ import annotations
+
+from hegmd.migration import journal, machine
+from hegmd.migration.journal_file import NAME
+from tests.simulation.daemon import Daemon
+from tests.simulation.node import RUNNING, Process, Violation
+
+
+def check(daemon: Daemon) -> None:
+    """What must hold all the time."""
+    node = daemon.node
+    for gpu, capacity in node.capacity.items():
+        if sum(node.holds.get(gpu, {}).values()) > capacity:
+            raise Violation(f"more is held on {gpu} than it has")
+    claimed: dict[str, str] = {}
+    for op in daemon.ops.values():
+        if op.phase in machine.TERMINAL:
+            continue
+        for worker in op.workers:
+            if not worker.gone and claimed.setdefault(worker.name, op.id) != op.id:
+                raise Violation(f"{worker.name} is in the hands of {claimed[worker.name]} and of {op.id}")
+    for process in node.processes.values():
+        if process.alive:
+            _check_process(daemon, process, claimed.get(process.name))
+
+
+def _check_process(daemon: Daemon, process: Process, claimed_by: str | None) -> None:
+    node, name = daemon.node, process.name
+    if not process.has_bytes and node.copies.get(name) != process.step:
+        raise Violation(f"the bytes of {name} are nowhere")
+    if process.gpu and node.held(name, process.gpu) < process.size_bytes:
+        raise Violation(f"{name} is on {process.gpu} without room that is its own")
+    stands = process.parked or process.asked_at is not None or process.driver != RUNNING
+    if stands and claimed_by is None and name not in node.unclaimed:
+        raise Violation(f"{name} stands, and no operation has it that would bring it back")
+
+
+def judge(daemon: Daemon) -> None:
+    """At the end: everybody trains where its operation says, and nothing is held that nobody needs."""
+    node = daemon.node
+    last: dict[str, str] = {}
+    for op in daemon.ops.values():
+        for worker in op.workers:
+            last[worker.name] = op.id
+    for name, process in node.processes.items():
+        if process.alive:
+            _judge_living(daemon, process, last.get(name))
+        elif any(name in held for held in node.holds.values()):
+            raise Violation(f"room of {name} is held though it has ended")
+    if node.pool or node.copies or node.own_copies:
+        raise Violation(f"the pool still holds {node.pool}, agents {sorted(node.own_copies)}")
+    _judge_journal(daemon)
+
+
+def _judge_living(daemon: Daemon, process: Process, op_id: str | None) -> None:
+    node, name = daemon.node, process.name
+    if not (process.runs and process.has_bytes):
+        raise Violation(f"{name} does not train at the end")
+    if process.gpu is None and not node.driven and op_id is None:
+        return  # it went on alone when the journal was lost; on a GPU that is imagined, it is counted in later
+    if process.gpu is None:
+        raise Violation(f"{name} is on no GPU at the end")
+    rooms = {gpu for gpu, held in node.holds.items() if name in held}
+    if rooms != {process.gpu}:
+        raise Violation(f"room of {name}, which is on {process.gpu}, is held on {sorted(rooms)}")
+    worker = None if op_id is None else daemon.ops[op_id].worker(name)
+    if worker is None:
+        return
+    if worker.gone:
+        raise Violation(f"{name} is alive and {op_id} takes it for gone")
+    if process.gpu not in (worker.goal, worker.at) or worker.goal != worker.at:
+        raise Violation(f"{name} is on {process.gpu}; {op_id} has it on {worker.at} and wants it on {worker.goal}")
+    if daemon.ops[op_id or ""].phase == "done" and worker.touched and not process.proven:
+        raise Violation(f"{name} was called done before it had passed a boundary")
+
+
+def _judge_journal(daemon: Daemon) -> None:
+    try:
+        found = journal.read(daemon.disk.read(daemon.file.path)).histories
+    except FileNotFoundError:  # lost, and nothing was asked for since
+        found = {}
+    except journal.JournalBroken as broken:
+        raise Violation(f"the journal cannot be read any more: {broken.message}") from broken
+    known = {op_id: history.operation for op_id, history in found.items()}
+    refused = [op_id for op_id, op in known.items() if op.phase == "planned"]  # the disk failed after it had taken it
+    if {op_id: op for op_id, op in known.items() if op_id not in refused} != daemon.ops:
+        raise Violation("the journal does not lead to the operations as they are")
+    if not daemon.file.is_due and not daemon.disk.is_durable(NAME):
+        raise Violation("the journal is not on the disk")

@@ -1,0 +1,131 @@
+"""What people ask in a life: operations on jobs, resumes, cancels, and adoption of what nobody has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+
+from hegmd.migration import events
+from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits, Operation, Worker
+from tests.simulation.daemon import Daemon
+from tests.simulation.node import Process
+
+LIMITS = Limits(arm_s=20.0, park_s=20.0, move_s=30.0, verify_s=20.0, retry_s=5.0)
+
+
+def jobs(daemon: Daemon) -> list[list[Process]]:
+    """The living processes of each job that has any."""
+    found: dict[int, list[Process]] = {}
+    for process in daemon.node.processes.values():
+        if process.alive:
+            found.setdefault(process.job, []).append(process)
+    return list(found.values())
+
+
+def ask(daemon: Daemon, random: Random) -> None:
+    """Perhaps somebody asks for something."""
+    for op in list(daemon.live_ops()):
+        if daemon.luck("cancel"):
+            daemon.take(op.id, events.CancelAsked(by="somebody"))
+        elif op.phase == "suspended" and daemon.luck("resume"):
+            daemon.take(op.id, events.ResumeAsked(to={w.name: _any_gpu(daemon, random) for w in op.workers}))
+    for members in jobs(daemon):
+        if any(process.name in daemon.node.unclaimed for process in members):
+            if daemon.luck("adopt") and all(process.connected for process in members):
+                adopt(daemon, members)
+        elif daemon.luck("begin"):
+            begin(daemon, random, members)
+
+
+def begin(daemon: Daemon, random: Random, members: list[Process]) -> None:
+    """Ask for a move of a job, if nobody has it and all of it trains."""
+    if not all(p.runs and p.connected and p.gpu and p.has_bytes and not p.under_way for p in members):
+        return
+    if any(True for process in members for _ in daemon.live_ops(process.name)):
+        return
+    if any(process.asked_at is not None for process in members):
+        return
+    kind = random.choice((MIGRATE, MIGRATE, SUSPEND))
+    same = _any_gpu(daemon, random)
+    apart = random.random() < 0.2
+    workers = []
+    for process in members:
+        goal = None if kind == SUSPEND else _any_gpu(daemon, random) if apart else same
+        workers.append(_worker(process, origin=process.gpu, at=process.gpu, goal=goal))
+    lockstep = daemon.node.lockstep[members[0].job]
+    daemon.begin(_operation(daemon, kind, workers, lockstep=lockstep))
+
+
+def adopt(daemon: Daemon, members: list[Process]) -> None:
+    """Have the daemon take processes that stand and that no operation has, and bring them back."""
+    to = place(daemon, members)
+    workers = [
+        _worker(p, origin=None, at=None, goal=to[p.name]).replace(
+            asked=True, out=True, touched=True, unsure=True, recount=True
+        )
+        for p in members
+    ]
+    lockstep = daemon.node.lockstep[members[0].job]
+    if daemon.begin(_operation(daemon, RESUME, workers, lockstep=lockstep)):
+        daemon.node.unclaimed.difference_update(process.name for process in members)
+
+
+def place(daemon: Daemon, members: Iterable[Process]) -> dict[str, str]:
+    """A GPU with room for each, or the one that it is on."""
+    node = daemon.node
+    free = {gpu: node.free(gpu) for gpu in node.capacity}
+    to: dict[str, str] = {}
+    for process in members:
+        held = {gpu: node.held(process.name, gpu) for gpu in free}
+        gpu = process.gpu or max(free, key=lambda gpu: free[gpu] + held[gpu])
+        free[gpu] -= process.size_bytes - held[gpu]
+        to[process.name] = gpu
+    return to
+
+
+def resume_what_is_suspended(daemon: Daemon) -> None:
+    """In calm weather: every suspended job is resumed, one after the other, and every stray one is adopted."""
+    for op in list(daemon.live_ops()):
+        members = [daemon.node.processes[worker.name] for worker in op.live]
+        if op.phase == "suspended" and all(process.connected for process in members):
+            daemon.take(op.id, events.ResumeAsked(to={**dict.fromkeys(_names(op), "gpu0"), **place(daemon, members)}))
+            return
+    for members in jobs(daemon):
+        if any(p.name in daemon.node.unclaimed for p in members) and all(p.connected for p in members):
+            adopt(daemon, members)
+            return
+
+
+def _names(op: Operation) -> list[str]:
+    return [worker.name for worker in op.workers]
+
+
+def _any_gpu(daemon: Daemon, random: Random) -> str:
+    return random.choice(list(daemon.node.capacity))
+
+
+def _worker(process: Process, *, origin: str | None, at: str | None, goal: str | None) -> Worker:
+    return Worker(
+        name=process.name,
+        pid=process.pid,
+        start_ticks=7,
+        token=process.token,
+        origin=origin,
+        was_on=process.gpu,
+        goal=goal,
+        at=at,
+        size_bytes=process.size_bytes,
+        rooms={} if at is None else {at: process.size_bytes},
+    )
+
+
+def _operation(daemon: Daemon, kind: str, workers: list[Worker], *, lockstep: bool) -> Operation:
+    number = 1 + max((int(op_id) for op_id in daemon.ops), default=0)
+    return Operation(
+        id=str(number),
+        kind=kind,
+        lockstep=lockstep,
+        workers=tuple(workers),
+        limits=LIMITS,
+        created_utc=float(len(daemon.story)),
+    )

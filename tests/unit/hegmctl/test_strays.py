@@ -1,0 +1,73 @@
+"""`hegmctl adopt` and the end of `hegmctl ops`: what needs a person is told with its command, and kept until a yes."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from hegmctl.operating_text import operations_text
+from hegmctl.strays_text import dropped_text, strays_text
+from hegmctl.tables import Style
+from hegmd.protocol import messages as m
+from hegmd.protocol.operations import Stray
+from tests.unit.hegmctl.running import command, environment
+
+PIPE = Style()
+NAME = "hegm-pool-7-4711-1073741824.00c0ffee"
+BYTES = Stray(
+    name=NAME,
+    kind="bytes",
+    pid=4711,
+    size_bytes=2**30,
+    where="disk",
+    why="operation 7 is not in the journal",
+    next=f"hegmctl adopt --drop {NAME}",
+)
+
+
+def test_the_command_stands_in_a_line_of_its_own_to_be_copied() -> None:
+    lines = strays_text(m.StraysReply(strays=(BYTES,)), PIPE)
+    assert lines[0] == "Needs a person:"
+    assert f"    next: hegmctl adopt --drop {NAME}" in lines
+    assert "1.0 GiB" in " ".join(lines)
+    assert "operation 7 is not in the journal" in " ".join(" ".join(lines).split())
+    assert strays_text(m.StraysReply(strays=()), PIPE) == ["Nothing was found that no operation has."]
+
+
+def test_an_unknown_size_is_not_shown_as_none_at_all() -> None:
+    (line, *_) = strays_text(m.StraysReply(strays=(BYTES.replace(size_bytes=None),)), PIPE)[1:]
+    assert ": -, disk" in line
+
+
+def test_operations_end_with_what_needs_a_person() -> None:
+    lines = operations_text(m.OperationsReply(operations=(), strays=(BYTES,)), PIPE)
+    assert lines[0] == "There has been no operation here."
+    assert "Needs a person:" in lines
+    assert "Needs a person:" not in operations_text(m.OperationsReply(operations=()), PIPE)
+
+
+def test_what_was_given_up_is_named() -> None:
+    assert dropped_text(m.Dropped(name=NAME, size_bytes=2**30), PIPE) == [f"given up: {NAME}, 1.0 GiB"]
+
+
+def test_nothing_from_outside_reaches_the_terminal_raw() -> None:
+    lines = strays_text(m.StraysReply(strays=(BYTES.replace(why="\x1b[2J", next="\x1b[1m"),)), PIPE)
+    assert not any("\x1b" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (("adopt", "1", "2"), 2, "one PID"),
+        (("adopt", "1", "--drop", "x"), 2, "one PID"),
+        (("adopt", "--drop", "x"), 2, "--yes"),  # nobody is at the terminal to be asked
+    ],
+)
+def test_adopt_takes_one_thing_at_a_time_and_gives_up_nothing_unasked(
+    words: tuple[str, ...], status: int, said: str
+) -> None:
+    ran = subprocess.run(
+        command(*words), env=environment("/nowhere"), capture_output=True, text=True, check=False, timeout=20
+    )
+    assert (ran.returncode, said in ran.stderr) == (status, True), ran.stderr

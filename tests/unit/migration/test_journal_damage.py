@@ -1,0 +1,110 @@
+"""A journal that an older hegmd wrote: read, gone on with, and never misread when it is damaged.
+
+`journals/v1.journal` was written by the first release that kept one; it is never written again. All of it, each bit of
+each byte, is flipped by `make bench-chaos`; here it is all of its beginning, and a part of the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hegmd.migration import events, journal
+from hegmd.migration.journal_file import NAME, JournalFile
+from hegmd.migration.machine import TERMINAL, handle
+from hegmd.migration.operation import Operation
+from tests.simulation.damage import SAMPLE, cut, flip_bits, record_ends
+
+DATA = SAMPLE.read_bytes()
+TOLD: dict[str, Any] = json.loads(SAMPLE.with_suffix(".json").read_text())
+ENDS = record_ends(DATA)
+# The record of a whole operation and some of events: small enough for everything to be tried.
+BEGINNING = DATA[: ENDS[5]]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("part", range(4))
+def test_every_flipped_bit_in_the_beginning_is_refused(part: int) -> None:
+    places = range(part * len(BEGINNING) // 4, (part + 1) * len(BEGINNING) // 4)
+    assert list(flip_bits(BEGINNING, places)) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_flipped_bit_anywhere_is_refused() -> None:
+    assert list(flip_bits(DATA, range(len(BEGINNING), len(DATA), 11), bits=[3])) == []
+
+
+@pytest.mark.parametrize("tail", [b"", bytes(1), bytes(700)], ids=["cut", "one zero", "zeros"])
+def test_a_journal_that_ends_anywhere_is_read_up_to_its_last_whole_record(tail: bytes) -> None:
+    assert list(cut(BEGINNING, range(len(BEGINNING) + (not tail)), tail)) == []
+    assert list(cut(DATA, range(len(BEGINNING), len(DATA), 31), tail)) == []
+
+
+def test_a_block_of_the_disk_that_was_lost_is_refused() -> None:
+    """All of it but the last, which cannot be told from one that was never written."""
+    for start in range(0, len(DATA) - 1024, 512):
+        with pytest.raises(journal.JournalBroken):
+            journal.read(DATA[:start] + bytes(512) + DATA[start + 512 :])
+
+
+def test_two_blocks_of_the_disk_that_changed_places_are_refused() -> None:
+    for start in range(0, len(DATA) - 1024, 512):
+        first, second = DATA[start : start + 512], DATA[start + 512 : start + 1024]
+        with pytest.raises(journal.JournalBroken):
+            journal.read(DATA[:start] + second + first + DATA[start + 1024 :])
+
+
+def test_a_damage_that_is_read_would_be_told() -> None:
+    wrong = bytearray(BEGINNING)
+    assert list(flip_bits(bytes(wrong) + bytes(40), [len(wrong) + 20], bits=[])) == []
+    assert list(cut(BEGINNING, [len(BEGINNING)], tail=b"")) == []
+    assert list(cut(BEGINNING, [ENDS[3]], tail=BEGINNING[ENDS[3] : ENDS[4]])) != []
+
+
+@pytest.mark.parametrize("op_id", TOLD)
+def test_what_an_older_hegmd_wrote_is_read_as_it_was_meant(op_id: str) -> None:
+    history = journal.read(DATA).histories[op_id]
+    found: dict[str, Any] = history.operation.to_plain()
+    meant = dict(TOLD[op_id]["operation"])  # what has come since has no place in it
+    for worker, meant_worker in zip(found["workers"], meant.pop("workers"), strict=True):
+        assert {name: worker[name] for name in meant_worker} == meant_worker
+    assert {name: found[name] for name in meant} == meant
+    assert [line.event for line in history.story] == TOLD[op_id]["events"]
+
+
+def test_what_an_older_hegmd_began_is_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(DATA)
+    gone_on: dict[str, Operation] = {}
+    with JournalFile(tmp_path) as file:
+        histories = dict(file.open().histories)
+        assert set(histories) == set(TOLD)
+        for op_id, history in histories.items():
+            before = history.operation
+            if before.phase in TERMINAL:
+                gone_on[op_id] = before
+                continue
+            event = events.Recovered()
+            gone_on[op_id], wanted = handle(before, event, 5.0)
+            assert {effect.tag for effect in wanted} == {"inspect"}
+            file.append(journal.step(before, event, gone_on[op_id], wanted, now=5.0, utc=6.0)[0], ())
+    read = journal.read((tmp_path / NAME).read_bytes()).histories
+    assert {op_id: history.operation for op_id, history in read.items()} == gone_on
+    assert [line.event for line in read["2"].story] == [*TOLD["2"]["events"], "recovered"]
+
+
+def test_a_field_that_a_later_release_adds_is_no_reason_to_refuse_the_journal() -> None:
+    """An older hegmd after a newer one, of the same format, reads what it knows."""
+    history = journal.read(DATA).histories["2"]
+    plain = {**history.operation.to_plain(), "colour": "green"}
+    assert Operation.from_plain(plain, "journal") == history.operation
+
+
+def test_a_journal_of_a_newer_format_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    newer = DATA[: len(journal.MAGIC) - 1] + bytes([journal.VERSION + 1]) + DATA[len(journal.MAGIC) :]
+    (tmp_path / NAME).write_bytes(newer)
+    with JournalFile(tmp_path) as file, pytest.raises(journal.JournalBroken, match="reads up to 1"):
+        file.open()
+    assert (tmp_path / NAME).read_bytes() == newer

@@ -1,0 +1,55 @@
+"""What the machine does after a restart, a failed restore and a way back that is closed for some ranks."""
+
+from __future__ import annotations
+
+from hegmd.migration import events
+from hegmd.migration.operation import SUSPEND
+from tests.unit.migration.operations import Drive, operation, tags, worker
+
+
+def test_an_operation_that_had_not_begun_does_not_begin_with_the_next_daemon() -> None:
+    """Issue 4: what was refused, since its record could not be synced, was carried out by the next daemon."""
+    drive = Drive(operation())
+    assert drive.feed(events.Recovered()) == ()
+    assert drive.op.phase == "undone"
+    assert drive.op.failure is not None
+    assert "had begun" in drive.op.failure.message
+    assert drive.op.workers[0].touched is False
+
+
+def test_after_a_reboot_the_deadline_is_one_of_the_new_clock() -> None:
+    """Issue 4: the clock begins anew, and a deadline of the old one was days away."""
+    drive = Drive(operation(), now=1e6).until("evacuating")
+    drive.feed(events.AgentLost(worker="a"))
+    assert drive.op.phase == "settling"
+    drive.now = 3.0
+    drive.feed(events.Recovered())
+    assert drive.op.phase == "settling"
+    assert drive.op.deadline == 3.0 + drive.op.limits.retry_s
+
+
+def test_the_room_is_counted_again_when_a_restore_has_failed() -> None:
+    """Issue 4: room that somebody else had got was believed held, and the first resume failed on it."""
+    drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
+    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    drive.on(lambda: drive.op.phase == "restoring")
+    drive.fail()
+    drive.on(lambda: tags(drive.wanted) == ["inspect"])
+    drive.end(gpu=None, out_bytes=10, rooms={}, pool_bytes=10)
+    assert drive.until("suspended").op.workers[0].rooms == {}
+    wanted = drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    assert tags(wanted) == ["take-room"]
+
+
+def test_a_rank_that_has_its_bytes_back_goes_on_standing_while_another_is_suspended() -> None:
+    """Issue 4: a resume without room for all let the one rank go that had been brought back before."""
+    home = worker(origin="gpu0", goal="gpu0", parked=True, asked=True, touched=True)
+    away = worker("b", None, origin=None, at=None, out=True, parked=True, asked=True, touched=True, rooms={})
+    held = operation(home, away, kind=SUSPEND, lockstep=True, phase="suspended", heading="hold")
+    drive = Drive(held)
+    drive.feed(events.ResumeAsked(to={"a": "gpu0", "b": "gpu1"}))
+    assert tags(drive.wanted) == ["take-room"]
+    drive.fail("refused")
+    assert drive.op.phase == "suspended"
+    assert drive.wanted == []
+    assert drive.op.workers[0].parked

@@ -1,0 +1,56 @@
+"""The page of what a start does is what the machine does, and in no row of it is anything lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from hegmd.migration import recovery
+from hegmd.migration.machine import PHASES
+from hegmd.migration.recovery import FINDINGS, Finding, Play, outcome, situations
+
+SITUATIONS = dict(situations())
+SEEN = [finding for finding in FINDINGS if finding.world is not None]
+
+
+def test_the_page_is_fresh() -> None:
+    assert recovery.PAGE.read_text() == recovery.page(), "RECOVERY.md is stale: run `make docs`"
+
+
+def test_every_phase_that_lasts_is_among_the_situations() -> None:
+    named = {name.rpartition(", ")[2] for name in SITUATIONS}
+    assert named == set(PHASES) - {"settling", "counting", "done", "undone", "lost"}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_a_situation_is_one_that_the_machine_was_driven_to(name: str) -> None:
+    assert SITUATIONS[name].op.phase == name.rpartition(", ")[2]
+
+
+@pytest.mark.parametrize("finding", SEEN, ids=lambda finding: finding.words)
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_whatever_is_found_it_comes_to_rest_and_a_living_job_is_not_lost(name: str, finding: Finding) -> None:
+    effects, end = outcome(SITUATIONS[name], finding)
+    assert end.partition(":")[0] in {"`done`", "`undone`", "`suspended`"}
+    if "planned" not in name and "`suspended`" not in end:
+        assert "it trains on the" in end
+    if "stands" in end:
+        assert "`suspended`" in end
+    assert "release" not in effects or "trains" in end
+
+
+@pytest.mark.parametrize("finding", [finding for finding in SEEN if finding.world and finding.world.out], ids=str)
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_bytes_that_were_found_outside_are_kept_until_a_boundary_was_seen(name: str, finding: Finding) -> None:
+    """Issue 4: an operation that had not taken them itself gave the memory back as soon as they were in the process."""
+    effects, _ = outcome(SITUATIONS[name], finding)
+    order = effects.split(", ")
+    if "give-pool" in order:
+        assert "verify" in order[: order.index("give-pool")]
+
+
+def test_the_page_would_say_otherwise_if_the_machine_did() -> None:
+    play = SITUATIONS["suspend, suspended"]
+    gone = next(finding for finding in FINDINGS if finding.event == "worker-gone")
+    assert outcome(play, gone) == ("give-pool", "`lost`: it ended while its bytes were out of it")
+    untouched = Play(play.op.with_worker(play.op.workers[0].replace(touched=False, out=False)), play.world, [], [])
+    assert "undone" in outcome(untouched, gone)[1]

@@ -1,0 +1,114 @@
+"""What is told of an operation: the events that a step of it is worth."""
+
+from __future__ import annotations
+
+from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.migration import events
+from hegmd.migration.operation import SUSPEND
+from hegmd.migration.telling import HAPPENINGS, Happening, happenings, waiting
+from tests.unit.migration.operations import Drive, operation, tags, worker
+
+
+def _told(drive: Drive) -> list[Happening]:
+    return [happening for before, event, after, _ in drive.taken for happening in happenings(before, event, after)]
+
+
+def _kinds(drive: Drive) -> list[str]:
+    found = [happening.kind for happening in _told(drive)]
+    assert set(found) <= HAPPENINGS.keys()
+    return found
+
+
+def test_a_move_that_goes_well_is_worth_no_more_than_its_beginning_and_end() -> None:
+    assert _kinds(Drive(operation()).until("done")) == []
+
+
+def test_a_rollback_is_told_once_with_its_reason() -> None:
+    drive = Drive(operation()).until("evacuating")
+    drive.fail()
+    drive.on(lambda: tags(drive.wanted) == ["inspect"])
+    drive.end(parked=True)
+    drive.until("undone")
+    assert _kinds(drive) == ["operation.turned-back"]
+    assert "evacuate failed" in _told(drive)[0].message
+
+
+def test_a_refusal_before_anything_was_done_is_no_rollback() -> None:
+    drive = Drive(operation())
+    drive.feed(events.Recovered())
+    assert _kinds(drive) == ["operation.recovered"]
+
+
+def test_a_job_that_is_held_is_an_error_with_the_command() -> None:
+    drive = Drive(operation()).until("checkpointing")
+    drive.fail()
+    drive.on(lambda: tags(drive.wanted) == ["inspect"])
+    drive.end(parked=True, out_bytes=10)
+    drive.on(lambda: tags(drive.wanted) == ["refill"])
+    drive.fail()
+    assert _kinds(drive) == ["operation.turned-back", "operation.held"]
+    assert _told(drive)[-1].severity == "error"
+    assert "hegmctl resume" in _told(drive)[-1].message
+
+
+def test_a_recovery_tells_what_was_and_what_was_found() -> None:
+    drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
+    assert _kinds(drive) == ["operation.suspended"]
+    drive.taken.clear()
+    drive.feed(events.Recovered())
+    drive.end(parked=True, out_bytes=10, gpu=None, rooms={}, pool_bytes=10)
+    assert [happening.message for happening in _told(drive)] == [
+        "operation op1 was suspended when hegmd was stopped",
+        "operation op1: process 197 stands on no GPU, 10 bytes of it out",
+        "operation op1: suspended",
+    ]
+
+
+def test_a_process_that_is_found_to_have_ended_is_told_too() -> None:
+    drive = Drive(operation()).until("evacuating")
+    drive.feed(events.Recovered())
+    drive.taken.clear()
+    drive.feed(events.WorkerGone(worker="a"))
+    assert "has ended" in _told(drive)[0].message
+
+
+def test_what_comes_on_by_itself_or_is_over_waits_for_nothing() -> None:
+    assert waiting(Drive(operation()).until("evacuating").op) is None
+    assert (
+        waiting(Drive(operation()).until("done").op, HegmError(UNAVAILABLE, "the disk is full", "look at it")) is None
+    )
+
+
+def test_a_suspended_job_names_the_command_that_brings_it_back() -> None:
+    waits = waiting(Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op)
+    assert waits is not None
+    assert waits.next == "hegmctl resume 197"
+
+
+def test_a_job_that_is_held_says_why() -> None:
+    drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
+    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    drive.fail("refused")
+    waits = waiting(drive.op)
+    assert waits is not None
+    assert (waits.why, waits.next) == ("its job stands: take-room failed", "hegmctl resume 197")
+
+
+def test_an_agent_that_is_away_and_a_stage_that_does_not_end_are_named() -> None:
+    drive = Drive(operation()).until("verifying")
+    drive.feed(events.AgentLost(worker="a"))
+    waits = waiting(drive.op)
+    assert waits is not None
+    assert "the agent of process 197 is not connected" in waits.why
+    retried = drive.op.replace(tries=3).with_worker(drive.op.workers[0].replace(waits=None))
+    waits = waiting(retried)
+    assert waits is not None
+    assert "3 attempts" in waits.why
+    assert "hegmctl op op1 --story" in waits.next
+
+
+def test_a_journal_that_cannot_be_written_is_what_everything_waits_for() -> None:
+    trouble = HegmError(UNAVAILABLE, "the disk is full", "look at it")
+    waits = waiting(Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op, trouble)
+    assert waits is not None
+    assert (waits.why, waits.next) == ("it stands still: the disk is full", "look at it")

@@ -1,0 +1,145 @@
+"""Places in memory: private, never anybody else's, and what is found there is looked at before it is believed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hegmd.errors import Bug
+from hegmd.pool_found import find_pieces
+from hegmd.pool_names import Key, PieceName, parse_name
+from hegmd.pool_piece import Keep
+from hegmd.pool_places import Place, find_places
+from hegmd.spill_file import SpillFolder
+
+NAME = str(PieceName(Key("7", "4711-9"), 4096, "00c0ffee"))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path / "own", huge=False)
+
+
+def put(place: Place, name: str, size_bytes: int = 4096) -> Path:
+    fd = place.create(name)
+    os.ftruncate(fd, size_bytes)
+    os.close(fd)
+    place.finish(name)
+    return place.folder / name
+
+
+def test_names_tell_whose_a_piece_is_and_survive_the_way_there_and_back() -> None:
+    for name in (PieceName(Key("7", "4711-9"), 3, "ab12"), PieceName(Key("7", "4711"), 0)):
+        assert parse_name(str(name)) == name
+    for text in ("hegm-pool", "hegm-pool-7", "hegm-pool-7--3", "hegm-pool-7-4711-x", "x-7-4711-3", f"{NAME}/..", ""):
+        assert parse_name(text) is None
+    with pytest.raises(Bug):
+        str(PieceName(Key("7-8", "4711"), 3))
+
+
+def test_a_directory_of_somebody_else_or_open_to_others_is_not_used(place: Place) -> None:
+    place.folder.mkdir(mode=0o755)
+    with pytest.raises(PermissionError, match="private"):
+        place.create(NAME)
+    assert list(place.folder.iterdir()) == []
+
+
+def test_a_directory_that_is_a_link_is_not_followed(place: Place, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir(mode=0o700)
+    place.folder.symlink_to(victim)
+    with pytest.raises(OSError, match=r"Not a directory|symbolic"):
+        place.create(NAME)
+    assert list(victim.iterdir()) == []
+
+
+def test_a_file_that_is_there_is_never_taken_over(place: Place) -> None:
+    os.close(place.create(NAME))
+    with pytest.raises(FileExistsError):
+        place.create(NAME)
+
+
+async def test_what_was_still_being_made_is_taken_away_and_the_rest_is_found(place: Place) -> None:
+    put(place, NAME)
+    os.close(place.create(f"{NAME}1"))
+    found = await find_pieces(Keep([place]))
+    assert [str(piece.name) for piece in found.pieces] == [NAME]
+    assert [path.name for path in place.folder.iterdir()] == [NAME]
+    for piece in found.pieces:
+        assert piece.memory is not None
+        piece.memory.remove(NAME)
+    assert not place.folder.exists(), "an empty directory is left"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda path: os.truncate(path, 100), "has 100 bytes and was made for 4096"),
+        (lambda path: path.chmod(0o644), "mode 0644"),
+        (lambda path: os.link(path, path.parent.parent / "second"), "2 names"),
+        (lambda path: path.rename(path.with_name("hegm-pool-what")), "none of ours"),
+        (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "no file"),
+        (lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "cannot be opened"),
+    ],
+    ids=["cut", "readable", "linked", "renamed", "fifo", "symlink"],
+)
+async def test_what_is_not_as_it_was_left_is_told_of_and_stays(place: Place, spoil: object, why: str) -> None:
+    path = put(place, NAME)
+    assert callable(spoil)
+    spoil(path)
+    found = await find_pieces(Keep([place]))
+    assert found.pieces == ()
+    (distrusted,) = found.distrusted
+    assert why in distrusted.why
+    assert list(place.folder.iterdir()), "it was deleted"
+
+
+async def test_a_place_that_cannot_be_looked_into_keeps_no_daemon_from_starting(place: Place) -> None:
+    place.folder.mkdir(mode=0o777)
+    place.folder.chmod(0o777)
+    found = await find_pieces(Keep([place], None, SpillFolder(place.folder / "none", spare_bytes=0)))
+    assert found.pieces == ()
+    assert "cannot be looked into" in found.distrusted[0].why
+
+
+def test_huge_pages_are_found_by_what_is_mounted_and_two_state_directories_never_meet(tmp_path: Path) -> None:
+    mounts, shared = tmp_path / "mounts", tmp_path / "shm"
+    shared.mkdir()
+    mounts.write_text(f"proc /proc proc rw 0 0\nhuge {tmp_path} hugetlbfs rw,pagesize=2M 0 0\n")
+    (one,) = find_places("a" * 32, mounts=mounts, shared_memory=shared)  # that mount is in ordinary pages in truth
+    (other,) = find_places("b" * 32, mounts=tmp_path / "none", shared_memory=shared)
+    assert (one.huge, one.folder.parent) == (False, shared)
+    assert one.folder != other.folder
+    assert str(os.geteuid()) in one.folder.name
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a hugetlbfs of its own, which takes root")
+def test_a_file_in_huge_pages_is_made_filled_and_found_again(tmp_path: Path) -> None:
+    """In a mount namespace of its own; without free pages the kernel refuses them, and that is said."""
+    code = (
+        "import ctypes, os, pathlib, sys\n"
+        "root = pathlib.Path(sys.argv[1]); libc = ctypes.CDLL(None, use_errno=True)\n"
+        "libc.unshare(0x20000); libc.mount(b'none', b'/', None, 0x44000, None)\n"
+        "if libc.mount(b'huge', os.fsencode(root), b'hugetlbfs', 0, b'pagesize=2M'):\n"
+        "    print('no hugetlbfs', os.strerror(ctypes.get_errno())); raise SystemExit\n"
+        "from hegmd.pool_memory import make_memory, read_huge_free_bytes\n"
+        "from hegmd.pool_names import Key, PieceName\n"
+        "from hegmd.pool_places import find_places\n"
+        "place = find_places('a' * 32)[0]\n"
+        "assert place.huge, place\n"
+        "if read_huge_free_bytes() < 4 << 20:\n"
+        "    print('no free huge pages'); raise SystemExit\n"
+        "memory = make_memory(PieceName(Key('7', '1'), 1, 'ab'), 4 << 20, places=[place], huge=True)\n"
+        "assert memory.huge and memory.place is place\n"
+        "memory.close(); (found,) = place.find()\n"
+        "assert (found.size_bytes, found.why_not) == (4 << 20, '')\n"
+        "place.remove(found.name); print('seen')\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    if ran.stdout.strip() != "seen":
+        pytest.skip(ran.stdout.strip())
