@@ -191,6 +191,10 @@ def _refused(name: str, sent: bytes, code: str, closes: bool) -> dict[str, Any]:
 
 def conversation_vectors() -> list[dict[str, Any]]:
     """Whole conversations; an `expect` has to be contained in what comes (maps by key, lists item by item)."""
+    return [*_answered(), *_streamed()]
+
+
+def _answered() -> list[dict[str, Any]]:
     return [
         {
             "name": "hello tells who the caller is and what the daemon can do",
@@ -232,6 +236,11 @@ def conversation_vectors() -> list[dict[str, Any]]:
                 {"expect": {"id": 5, "ok": {"vram_bytes": 0}}},
             ],
         },
+    ]
+
+
+def _streamed() -> list[dict[str, Any]]:
+    return [
         {
             "name": "a kind of event that there is not",
             "steps": [

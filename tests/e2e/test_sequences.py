@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
 import pytest
 
 from hegmctl.async_connection import connect_async
@@ -59,12 +59,12 @@ def test_jobs_change_places_and_leave_a_gpu_and_change_no_loss(daemon: RunningDa
             for operation in both:
                 assert [progress.phase for progress in hegmd.follow(operation["id"])][-1] == "done"
             assert _places(hegmd, one, two) == ["gpu0", "gpu0"]
-        asyncio.run(_suspend_and_resume(str(daemon.socket_path), one.process.pid))
+        anyio.run(_suspend_and_resume, str(daemon.socket_path), one.process.pid)
         assert one.output() == two.output() == undisturbed(argv)
 
 
 async def _suspend_and_resume(socket_path: str, pid: int) -> None:
-    """The asynchronous face, in a plain asyncio program."""
+    """The asynchronous face, in a program of its own event loop."""
     async with connect_async(socket_path) as hegmd:
         begun = (await hegmd.suspend(pid, wait=False)).operation
         assert begun is not None
