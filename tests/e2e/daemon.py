@@ -39,6 +39,8 @@ class RunningDaemon:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.stop()
+        if error is not None:  # pytest shows it with the failure
+            sys.stderr.write(self.log_text())
         self.log.close()
         self._give_back_memory()
 

@@ -32,6 +32,8 @@ ENDS_WITHIN_S = 60.0
 MARK = "step"
 # Between two lines while a command runs, which needs a few boundaries and has time.
 PACE_MS = 10
+# The same while an agent looks for its daemon, which it does every 5 s at least.
+SLOWLY_MS = 50
 
 
 def environment(socket_path: Path | None) -> dict[str, str]:
@@ -87,11 +89,8 @@ class Script:
         """Read on, so that the script does, but not faster than it has to, until that process has ended."""
         end = select.poll()
         end.register(pidfd, select.POLLIN)
-        more = select.poll()
-        more.register(self._stdout, select.POLLIN)
-        while not end.poll(PACE_MS):
-            if more.poll(0):
-                self._read()
+        while not end.poll(0):
+            self._read_on(PACE_MS)
 
     def steps(self) -> list[str]:
         """Every line that tells of a step, once it has ended well."""
@@ -99,6 +98,14 @@ class Script:
             pass
         assert self.process.wait(ENDS_WITHIN_S) == 0, self._error_text()
         return self._steps()
+
+    def _read_on(self, pace_ms: int) -> None:
+        """Read a line, if there is one, and let the script go no faster than that."""
+        more = select.poll()
+        more.register(self._stdout, select.POLLIN)
+        if more.poll(0):
+            self._read()
+        select.poll().poll(pace_ms)
 
     def _read(self) -> bool:
         """Read what is there, or wait for more; whether there will be more."""
@@ -155,6 +162,14 @@ class MovedJob(Script):
                 found = {process.pid: process.gpus[0].gpu for process in hegmd.processes().processes if process.gpus}
                 if len(found) >= count:
                     return found
+                self._read_on(SLOWLY_MS)  # an agent counts what it holds at a boundary
+
+    def attend(self, daemon: RunningDaemon) -> None:
+        """Wait until its agent has found that daemon, which has taken the place of the first."""
+        self._daemon = daemon
+        with connect(str(daemon.socket_path)) as hegmd:
+            while not any(process.pid == self.process.pid and process.agent for process in hegmd.processes().processes):
+                self._read_on(SLOWLY_MS)
 
     def move(self, pid: int) -> dict[str, Any]:
         """Move it to the other GPU."""

@@ -64,7 +64,7 @@ def test_jobs_change_places_and_leave_a_gpu_and_change_no_loss(daemon: RunningDa
 
 
 async def _suspend_and_resume(socket_path: str, pid: int) -> None:
-    """The asynchronous face, in a program of its own."""
+    """The asynchronous face, in a program of its own event loop."""
     async with connect_async(socket_path) as hegmd:
         begun = (await hegmd.suspend(pid, wait=False)).operation
         assert begun is not None

@@ -1,0 +1,67 @@
+"""The pool in real 2 MiB pages: a job's bytes go into them and come back, and nobody holds on to the pages."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmd.pages import HUGE_PAGE_BYTES
+from hegmd.pool import read_huge_free_bytes
+from tests.e2e.daemon import RunningDaemon
+from tests.e2e.moved_job import SCRIPTS, MovedJob, Script
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+
+PAGES = 64
+WANTED = Path("/proc/sys/vm/nr_hugepages")
+TRAINING = [sys.executable, str(SCRIPTS / "in_a_thread.py")]
+
+
+@pytest.fixture
+def _huge_pages() -> Iterator[None]:
+    """So many are free, if nobody else takes them; as many as before are there again afterwards."""
+    before = WANTED.read_text() if WANTED.exists() else ""
+    if not before or not os.access(WANTED, os.W_OK):
+        pytest.skip("only root can set huge pages aside, where the kernel has them")
+    try:
+        WANTED.write_text(str(int(before) + PAGES))
+        if read_huge_free_bytes() < PAGES * HUGE_PAGE_BYTES:
+            pytest.skip(f"the node has no {PAGES} free pages of 2 MiB in one piece each")
+        yield
+    finally:
+        WANTED.write_text(before)
+
+
+@pytest.mark.usefixtures("_huge_pages")
+def test_a_job_goes_through_huge_pages_and_gives_them_back(socket_dir: Path, tmp_path: Path) -> None:
+    draw = random.Random(31)
+    with (
+        RunningDaemon(socket_dir) as daemon,
+        Script(TRAINING, None, tmp_path) as undisturbed,
+        MovedJob(TRAINING, daemon, tmp_path) as job,
+    ):
+        pid = str(job.process.pid)
+        job.read_steps(1)
+        job.places(1)
+        for _ in range(2):
+            job.read_steps(draw.randint(1, 12))
+            job.operation("suspend", pid)
+            assert _page_sizes(daemon.process.pid) == {HUGE_PAGE_BYTES}
+            job.operation("resume", pid)
+            assert not _page_sizes(daemon.process.pid)
+            job.move(job.process.pid)
+        assert not _page_sizes(daemon.process.pid)
+        assert not _page_sizes(job.process.pid)
+        assert job.steps() == undisturbed.steps()
+
+
+def _page_sizes(pid: int) -> set[int]:
+    """Of the memory for bytes in flight that a process has in its hands."""
+    folder = Path(f"/proc/{pid}/fd")
+    return {fd.stat().st_blksize for fd in folder.iterdir() if os.readlink(fd).startswith("/memfd:hegm")}
