@@ -189,6 +189,7 @@ class Operations:
     async def swap(self, first: int, second: int, asked: Asked) -> list[told.Operation]:
         """Let two jobs change places. Raises HegmError when the first step is refused; then nothing was done."""
         self._check(asked, [first, second])
+        await self._inventory.fresh(FRESH_S)
         there, here = self._place_of(first), self._place_of(second)
         if there == here:
             raise HegmError(REFUSED, f"{first} and {second} are both on {here}", "see hegmctl ps")
