@@ -58,7 +58,7 @@ class Attendance:
     def hear(self, news: str, worker: Worker) -> None:
         """Listens to the workers."""
         who = (worker.pid, worker.identity.start_ticks)
-        if news == CAME:
+        if news == CAME and self._rooms.simulated:  # of others the driver says where they are, however they came there
             place = self._last_place(*who)
             if place is not None:
                 worker.gpu = place.at

@@ -3,8 +3,7 @@
 Owns the rules that follow from what drivers, CRIU and agents can do; the figures behind them were measured or are the
 vendors' word. Pure: the same candidate on the same ground has the same ways. It looks and promises nothing: a way
 that is open can still be refused when it is taken, for want of room on the target or for what cannot be seen from
-outside. And it describes node and process, not this version of hegmd, which has no operation yet that moves a
-process.
+outside. And it describes node and process, not what an operation would do, which is the plan's to say.
 
 Every reason is one sentence that names the first thing in the way, because that is what an operator can act on.
 """

@@ -25,8 +25,8 @@ _HAZARDS = {
         "start the job with NCCL_P2P_DISABLE=1, or let it destroy its communicators first",
     ),
     "ipc-shared": (
-        "shares video memory with another process through CUDA IPC, which the driver cannot restore",
-        "end the process that it shares with, or let it close what it has opened",
+        "shares video memory with another process through CUDA IPC, and the driver might never bring it back",
+        "let it close what it has opened, or end the process that it shares with",
     ),
     "managed": (
         "uses managed memory, which the driver's checkpoint refuses",

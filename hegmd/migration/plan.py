@@ -335,6 +335,11 @@ def _hazards(members: tuple[Candidate, ...], world: int) -> Iterator[str]:
     for candidate in members:
         if candidate.agent is not None and candidate.agent.left_alone:
             yield f"process {candidate.pid} keeps what its agent leaves alone: {_left_alone(candidate)}"
+        if candidate.agent is None:
+            yield (
+                f"process {candidate.pid} has no agent: managed memory, and another's video memory open through CUDA "
+                "IPC, cannot be seen from outside; with the latter the driver could not bring it back"
+            )
     ranks = [c for c in members if c.agent and c.agent.rank is not None]
     if world > len(ranks) and world > 1:
         yield f"{len(ranks)} of the job's {world} ranks are here; the others wait for them meanwhile"

@@ -82,12 +82,17 @@ class DrivenNode:
         sizes = map(str, sizes_mib or (48, 1, 16))
         words = ["-m", "tests.e2e.cuda_agent", str(self.daemon.socket_path), str(gpu), *sizes]
         program = DrivenProgram(self.cuda, *words)
+        self.wait_for_agents(program.pid)
+        return program
+
+    def wait_for_agents(self, *pids: int) -> None:
+        """Until the daemon knows the agents of all these."""
         for _ in range(LOOKS):
             with self.connect() as connection:
-                found = [process for process in connection.processes().processes if process.pid == program.pid]
-                if any(process.agent is not None for process in found):
-                    return program
-        raise AssertionError(f"the agent in process {program.pid} does not attend")
+                found = connection.processes(pids).processes
+            if len([process for process in found if process.agent is not None]) == len(pids):
+                return
+        raise AssertionError(f"the agents in the processes {pids} do not attend")
 
     def connect(self) -> Connection:
         """Patient: the machine may have other things to do than these tests."""

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import Self
 
@@ -50,10 +51,10 @@ class Attended:
     def close(self) -> None:
         self._socket.close()
 
-    def send(self, do: str, fd: int | None = None, *, at: int | None = None, limit_s: float | None = None) -> int:
+    def send(self, do: str, fd: int | None = None, **more: Any) -> int:
         """Give an order; its number."""
         self._orders += 1
-        order = Order(order=self._orders, do=do, at=at, limit_s=limit_s)
+        order = Order(order=self._orders, do=do, **more)
         frame = self._protocol.event(self._attend_id, order, fds=0 if fd is None else 1)
         if fd is None:
             self._socket.sendall(frame)
@@ -67,17 +68,13 @@ class Attended:
             self._read()
         return self._reports[order].pop(0)
 
-    def order(
-        self, do: str, fd: int | None = None, *, at: int | None = None, limit_s: float | None = None
-    ) -> AgentReport:
-        """Give an order and wait for its answer."""
-        return self.answer(self.send(do, fd, at=at, limit_s=limit_s))
+    def order(self, do: str, fd: int | None = None, **more: Any) -> AgentReport:
+        """Give an order, with these fields of it, and wait for its answer."""
+        return self.answer(self.send(do, fd, **more))
 
-    def done(
-        self, do: str, fd: int | None = None, *, at: int | None = None, limit_s: float | None = None
-    ) -> AgentReport:
+    def done(self, do: str, fd: int | None = None, **more: Any) -> AgentReport:
         """The same, for an order that has to succeed."""
-        report = self.order(do, fd, at=at, limit_s=limit_s)
+        report = self.order(do, fd, **more)
         assert report.result == "done", f"{do}: {report.message}; {report.hint}"
         return report
 

@@ -121,7 +121,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.app": EVERYTHING,
     "hegmd.__main__": EVERYTHING,
     # Shipped checks of the interfaces, for whoever implements one; no part of the daemon
-    "hegmd.testing": (*GROUND, "hegmd.devices", "hegmd.helper.cuda"),
+    "hegmd.testing": (*GROUND, "hegmd.devices", "hegmd.helper.cuda", "hegmd.methods"),
     # The client, which has to start in no time and may be newer or older than the daemon
     "hegmctl": GROUND,
     # Manual pages and completions, written when a package is built: from the tables of both programs
