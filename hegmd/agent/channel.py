@@ -91,7 +91,7 @@ class Channel:
             except Exception as error:  # noqa: BLE001 - the edge: a thread that dies would leave the script parked
                 note(f"the connection failed: {error!r}")
             is_over = self._orders.changed_by_itself or monotonic() - began > LONGEST_PAUSE_S
-            self._hang_up()
+            self.hang_up()
             pause_s = FIRST_PAUSE_S if is_over else min(pause_s * 2, LONGEST_PAUSE_S)
             self._pause(pause_s)
 
@@ -99,7 +99,8 @@ class Channel:
         self._orders.note_signal(number)
         self.wake()
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
+        """The connection is over; what is parked waits for the next one."""
         self._orders.end()
         if self._socket is not None:
             self._socket.close()

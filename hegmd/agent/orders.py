@@ -190,7 +190,9 @@ class Orders:
         self._found = None
         found.keep_what_fits(os.fstat(fd).st_size, transfer.room_bytes)
         progress = self._progress_of(order.order)
-        self._evacuated = evacuated = transfer.evacuate(fd, found.storages, found.sizes, progress)
+        evacuated = transfer.evacuate(fd, found.storages, found.sizes, progress)
+        if evacuated.size_bytes:
+            self._evacuated = evacuated
         left_alone = _counted(found)
         self._done(order.order, storages=len(evacuated), size_bytes=evacuated.size_bytes, left_alone=left_alone)
 

@@ -115,10 +115,11 @@ def evacuate(fd: int, storages: list[Any], sizes: list[int], progress: Callable[
             f"{sum(sizes)} bytes could not be copied out of process {os.getpid()}: {error}",
             "the process still has them all; see whether the node is out of memory",
         ) from error
+    evacuated = Evacuated(fd, storages, sizes, nonce)  # made first: nothing may fail once a storage is freed
     for storage in storages:
         storage.resize_(0)
     _give_back_heap()
-    return Evacuated(fd, storages, sizes, nonce)
+    return evacuated
 
 
 # ---- layout ---------------------------------------------------------------------------------------------------------
