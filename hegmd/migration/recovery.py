@@ -195,7 +195,7 @@ def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
     inspect = play.wanted.pop(0)
     ends: dict[str, Any] = {"effect": inspect.number, "worker": NAME}
     if finding.event == "busy":
-        play.feed(events.Inspected(**ends, **{**play.seen(), "busy": True}))
+        play.feed(events.Inspected(**ends, **play.seen(), busy=True))
         return "—", "it is looked at again when that has ended"
     if finding.event == "away":
         play.feed(events.Failed(**ends, fault=events.DISCONNECTED, message="it is not there", hint="wait"))

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import anyio
 import anyio.abc
-import anyio.to_thread
 
 from hegmd.errors import Bug, HegmError
 from hegmd.events import EventLog
