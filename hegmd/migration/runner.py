@@ -64,6 +64,8 @@ class Running:
     def __init__(self, history: History) -> None:
         self.history = history
         self.inbox: deque[Asking] = deque()
+        #: Whether something that happened is being handled: taken from the inbox, and not on disk yet.
+        self.taking = False
         self.news = anyio.Event()
         self.changed = anyio.Event()
         self.performing: dict[int, tuple[Effect, anyio.CancelScope]] = {}
@@ -251,7 +253,9 @@ class Runner:
             if progress != last:
                 yield progress
                 last = progress
-            if changed is None or (described.phase in AT_REST and running is not None and not running.inbox):
+            if running is None or changed is None:
+                return
+            if described.phase in AT_REST and not running.inbox and not running.taking:
                 return
             await changed.wait()
 
@@ -262,11 +266,15 @@ class Runner:
         async with anyio.create_task_group() as tasks:
             while running.op.phase not in TERMINAL:
                 asking = await running.next(self._clock)
+                running.taking = True
                 try:
                     wanted = await self._take(running, asking.event)
                 except HegmError as refusal:
                     asking.settle(refusal)
                     continue
+                finally:
+                    running.taking = False
+                    running.tell()
                 asking.settle()
                 self._drop_what_is_not_awaited(running)
                 for effect in wanted:
