@@ -50,6 +50,14 @@ def socket_path(environ: Mapping[str, str]) -> str:
     return SYSTEM_SOCKET
 
 
+def next_pause_s(pause_s: float, lasted_s: float, *, was_of_use: bool) -> float:
+    """How long to wait after a connection; longer each time, but for one that was of use or lasted.
+
+    A daemon that gave an order was a whole one. What is parked is not to wait longer because daemons are killed often.
+    """
+    return FIRST_PAUSE_S if was_of_use or lasted_s > LONGEST_PAUSE_S else min(pause_s * 2, LONGEST_PAUSE_S)
+
+
 class Channel:
     """Owns the thread, its socket and the pipe that wakes it."""
 
@@ -86,23 +94,24 @@ class Channel:
         """The thread: connect, attend, begin again."""
         pause_s = FIRST_PAUSE_S
         while True:
-            began = monotonic()
+            began, obeyed = monotonic(), self._orders.obeyed
             try:
                 self._attend()
             except (OSError, HegmError) as error:
                 note(f"no connection: {error}")
             except Exception as error:  # noqa: BLE001 - the edge: a thread that dies would leave the script parked
                 note(f"the connection failed: {error!r}")
-            is_over = self._orders.changed_by_itself or monotonic() - began > LONGEST_PAUSE_S
-            self._hang_up()
-            pause_s = FIRST_PAUSE_S if is_over else min(pause_s * 2, LONGEST_PAUSE_S)
+            was_of_use = self._orders.changed_by_itself or self._orders.obeyed > obeyed
+            self.hang_up()
+            pause_s = next_pause_s(pause_s, monotonic() - began, was_of_use=was_of_use)
             self._pause(pause_s)
 
     def _pass_signal(self, number: int) -> None:
         self._orders.note_signal(number)
         self.wake()
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
+        """The connection is over; what is parked waits for the next one."""
         self._orders.end()
         if self._socket is not None:
             self._socket.close()

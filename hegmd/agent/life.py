@@ -45,20 +45,21 @@ def start() -> Gate:
 
         _channel = Channel(made)
         os.register_at_fork(after_in_child=_orphan)
-        start_new_thread(_live, (_channel, made))
+        start_new_thread(_live, (_channel,))
     except Exception as error:  # noqa: BLE001 - the edge: the script goes on, with hooks that nobody asks anything of
         note(f"not started: {error!r}")
     return made
 
 
-def _live(channel: Channel, made: Gate) -> None:
-    """The thread."""
+def _live(channel: Channel) -> None:
+    """The thread: for as long as the process lives, since only it can bring back what is out of the process."""
     note("started")
-    try:
-        channel.run()
-    except BaseException as error:  # noqa: BLE001 - a thread's end; nobody may be left parked by it
-        made.withdraw()
-        note(f"ended: {error!r}")
+    while True:
+        try:
+            channel.run()
+        except BaseException as error:  # noqa: BLE001 - a thread's end; nobody may be left parked by it
+            note(f"ended: {error!r}; it begins again")
+        channel.hang_up()
 
 
 def _orphan() -> None:

@@ -62,6 +62,7 @@ class Orders:
         self._resting = False
         self._signal: int | None = None
         self.known_bytes = 0
+        self.obeyed = 0
         self.changed_by_itself = False
         self._do: dict[str, Callable[[Order, int | None], None]] = {
             "survey": self._survey,
@@ -122,6 +123,7 @@ class Orders:
     def obey(self, order: Order, fd: int | None) -> None:
         """Do it, or begin to. The descriptor belongs to this call."""
         note(f"order {order.order}: {order.do}")
+        self.obeyed += 1
         try:
             action = self._do.get(order.do)
             if action is None:

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -138,10 +139,13 @@ class KeeperStore:
     def _has_ended(self) -> bool:
         if self._socket is None or not self._held:
             return False
-        try:
-            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
+        # Not `recv` alone: on a socket with a limit Python waits that long first, MSG_DONTWAIT or not.
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(0):
             return False  # what was readable was an answer, and is taken
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
         except OSError:
             return True
 

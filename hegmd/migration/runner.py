@@ -199,7 +199,9 @@ class Runner:
             if progress != last:
                 yield progress
                 last = progress
-            if changed is None or (described.phase in AT_REST and running is not None and not running.inbox):
+            if running is None or changed is None:
+                return
+            if described.phase in AT_REST and not running.inbox and not running.taking:
                 return
             await changed.wait()
 
@@ -213,11 +215,15 @@ class Runner:
                     tasks.start_soon(self._watch, running, member)
             while running.op.phase not in TERMINAL:
                 asking = await running.next(self._clock)
+                running.taking = True
                 try:
                     wanted = await self._take(running, asking.event)
                 except HegmError as refusal:
                     asking.settle(refusal)
                     continue
+                finally:
+                    running.taking = False
+                    running.tell()
                 asking.settle()
                 if isinstance(asking.event, (events.AgentBack, events.Inspected)):
                     running.note_connection(asking.event.worker, asking.connection)

@@ -72,6 +72,8 @@ class Running:
     def __init__(self, history: History) -> None:
         self.history = history
         self.inbox: deque[Asking] = deque()
+        #: Whether something that happened is being handled: taken from the inbox, and not on disk yet.
+        self.taking = False
         self.news = anyio.Event()
         self.changed = anyio.Event()
         self.performing: dict[int, Errand] = {}

@@ -87,6 +87,7 @@ def test_a_withdrawn_park_and_orders_out_of_turn_are_refused_in_words(socket_pat
         small = agent.done("evacuate", pool)  # what has no room stays where it is
         assert small.storages == 0
         assert "no room" in " ".join(left.why for left in small.left_alone)
+        assert "nothing" in agent.order("refill", pool).message
         agent.done("release", limit_s=20)
 
 
@@ -202,6 +203,29 @@ def test_a_signal_waits_for_bytes_that_are_with_the_daemon_alone(socket_path: Pa
         status, _output, errors = training.result()
     assert status == -signal.SIGINT
     assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_a_dead_agents_thread_let_the_job_train_with_empty_storages(socket_path: Path, pool: int) -> None:
+    """What was parked was let go by the thread's end, whether its bytes were in the process or not."""
+    script = str(SCRIPTS / "deadly.py")
+    with ScriptedDaemon(socket_path) as daemon, Training([script], socket_path, stdin=subprocess.PIPE) as training:
+        agent = daemon.attended()
+        size_bytes = _out(agent, pool)
+        assert training.process.stdin is not None
+        assert training.process.stderr is not None
+        training.process.stdin.write("now\n")
+        training.process.stdin.flush()
+        assert training.process.stderr.readline() == "told\n"
+        agent.send("survey")  # it wakes up, and dies
+        agent.wait_until_gone()
+        again = daemon.attended()
+        assert again.said is not None
+        assert (again.said.parked, again.said.held_bytes) == (True, size_bytes)
+        again.done("refill", pool)
+        again.done("release", limit_s=20)
+        status, output, errors = training.result()
+    assert (status, errors) == (0, "")
+    assert output == undisturbed([script])
 
 
 def test_an_interrupt_while_its_bytes_are_out_brings_them_back_first(socket_path: Path, pool: int) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from random import Random
 
 from hegmd.migration import events
-from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits, Operation, Worker
+from hegmd.migration.adoption import Standing, adopted
+from hegmd.migration.operation import MIGRATE, SUSPEND, Limits, Operation, Worker
 from tests.simulation.daemon import Daemon
 from tests.simulation.node import Process
 
@@ -51,23 +52,35 @@ def begin(daemon: Daemon, random: Random, members: list[Process]) -> None:
     workers = []
     for process in members:
         goal = None if kind == SUSPEND else _any_gpu(daemon, random) if apart else same
-        workers.append(_worker(process, origin=process.gpu, at=process.gpu, goal=goal))
+        workers.append(_worker(process, goal))
     lockstep = daemon.node.lockstep[members[0].job]
     daemon.begin(_operation(daemon, kind, workers, lockstep=lockstep))
 
 
 def adopt(daemon: Daemon, members: list[Process]) -> None:
-    """Have the daemon take processes that stand and that no operation has, and bring them back."""
-    to = place(daemon, members)
-    workers = [
-        _worker(p, origin=None, at=None, goal=to[p.name]).replace(
-            asked=True, out=True, touched=True, unsure=True, recount=True
-        )
-        for p in members
-    ]
-    lockstep = daemon.node.lockstep[members[0].job]
-    if daemon.begin(_operation(daemon, RESUME, workers, lockstep=lockstep)):
-        daemon.node.unclaimed.difference_update(process.name for process in members)
+    """Have the daemon take the processes of a job that stand and that no operation has, and bring them back."""
+    standing = [process for process in members if process.parked or not process.has_bytes]
+    daemon.node.unclaimed.difference_update(p.name for p in members if p not in standing)
+    if not standing:
+        return
+    op = adopted(_next_id(daemon), [_standing(daemon, process) for process in standing], utc=float(len(daemon.story)))
+    if daemon.begin(op.replace(limits=LIMITS)):
+        daemon.node.unclaimed.difference_update(process.name for process in standing)
+        daemon.take(op.id, events.ResumeAsked(to=place(daemon, standing)))
+
+
+def _standing(daemon: Daemon, process: Process) -> Standing:
+    return Standing(
+        pid=process.pid,
+        start_ticks=7,
+        uid=1000,
+        token=process.token,
+        world_size=2 if daemon.node.lockstep[process.job] else 1,
+        gpu=process.gpu,
+        boundary=process.boundary,
+        size_bytes=process.size_bytes,
+        held_bytes=0 if process.has_bytes else process.size_bytes,
+    )
 
 
 def place(daemon: Daemon, members: Iterable[Process]) -> dict[str, str]:
@@ -104,25 +117,29 @@ def _any_gpu(daemon: Daemon, random: Random) -> str:
     return random.choice(list(daemon.node.capacity))
 
 
-def _worker(process: Process, *, origin: str | None, at: str | None, goal: str | None) -> Worker:
+def _worker(process: Process, goal: str | None) -> Worker:
+    gpu = process.gpu
     return Worker(
         name=process.name,
         pid=process.pid,
         start_ticks=7,
         token=process.token,
-        origin=origin,
-        was_on=process.gpu,
+        origin=gpu,
+        was_on=gpu,
         goal=goal,
-        at=at,
+        at=gpu,
         size_bytes=process.size_bytes,
-        rooms={} if at is None else {at: process.size_bytes},
+        rooms={} if gpu is None else {gpu: process.size_bytes},
     )
 
 
+def _next_id(daemon: Daemon) -> str:
+    return str(1 + max((int(op_id) for op_id in daemon.ops), default=0))
+
+
 def _operation(daemon: Daemon, kind: str, workers: list[Worker], *, lockstep: bool) -> Operation:
-    number = 1 + max((int(op_id) for op_id in daemon.ops), default=0)
     return Operation(
-        id=str(number),
+        id=_next_id(daemon),
         kind=kind,
         lockstep=lockstep,
         workers=tuple(workers),

@@ -66,9 +66,10 @@ def _born(random: Random, parts: Parts) -> Daemon:
         ranks = random.choice((1, 1, 2, 3))
         lockstep[job] = ranks > 1 and random.random() < 0.7
         for _ in range(ranks):
-            name, size = f"w{len(processes)}", random.randrange(1, 16)
+            pid, size = 100 + len(processes), random.randrange(1, 16)
+            name = str(pid)
             gpu = random.choice(("gpu0", "gpu0", "gpu1")) if processes else "gpu0"
-            processes[name] = Process(name, 100 + len(processes), f"token-{name}", job, gpu, size)
+            processes[name] = Process(name, pid, f"agent of {name}", job, gpu, size)
             holds[gpu][name] = size
     driven = random.random() < 0.5
     node = Node(

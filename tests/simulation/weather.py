@@ -139,7 +139,9 @@ def forget_everything(daemon: Daemon) -> None:
         for gpu, held in node.holds.items():
             if gpu != process.gpu:
                 held.pop(name, None)
-        if process.alive and not daemon.ops:
+        if not process.parked:
+            process.asked_at = None  # an agent withdraws what a daemon that is gone has asked for
+        if process.alive and not daemon.ops and (process.parked or not process.has_bytes or process.under_way):
             node.unclaimed.add(name)
 
 

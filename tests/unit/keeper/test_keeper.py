@@ -229,3 +229,20 @@ async def test_two_that_are_started_at_once_are_one(folder: Path) -> None:
             tasks.start_soon(start_keeper, folder)
     assert len(keepers_of(folder)) == 1
     keepers_of(folder)[0].kill()
+
+
+async def test_an_answer_under_way_was_taken_for_the_keepers_end(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Python waits out a socket's limit even with MSG_DONTWAIT: the event loop stood still, and another was started."""
+    async with storing(folder) as store:
+        for number in range(50):
+            fd = memory(b"bytes")
+            await store.put(f"{NAME}{number}", fd)
+            os.close(fd)
+            await anyio.lowlevel.checkpoint()
+        (keeper,) = keepers_of(folder)
+        for number in range(50):
+            await store.drop(f"{NAME}{number}")
+    assert gone([keeper])
+    assert not [record for record in caplog.records if "ended while it held" in record.message]

@@ -205,6 +205,26 @@ async def test_what_a_killed_daemon_had_suspended_the_next_one_resumes(tmp_path:
         assert not (tmp_path / "memory").exists(), "its bytes were not given back"
 
 
+async def test_a_suspended_job_was_told_at_rest_while_its_recovery_was_on_its_way_to_the_disk(
+    tmp_path: Path, process: Child
+) -> None:
+    """The event was out of the inbox and not in the journal yet: who followed was told how it stood before."""
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked())
+    async with running(tmp_path) as node:
+        looks = 0
+        while node.operations.runner.describe("1").phase == "suspended":
+            said_at_rest = False
+            with anyio.CancelScope(deadline=-1):  # one look, without waiting
+                await node.operations.follow("1", node.emit)
+                said_at_rest = True
+            assert not said_at_rest
+            looks += 1
+            await anyio.lowlevel.checkpoint()
+        assert looks > 2, "the record was on disk before anybody could look"
+
+
 async def test_a_daemon_killed_in_the_middle_leaves_the_move_to_the_next_one(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)

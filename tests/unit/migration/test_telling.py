@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.migration import events
 from hegmd.migration.operation import SUSPEND
@@ -112,3 +114,10 @@ def test_a_journal_that_cannot_be_written_is_what_everything_waits_for() -> None
     waits = waiting(Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op, trouble)
     assert waits is not None
     assert (waits.why, waits.next) == ("it stands still: the disk is full", "look at it")
+
+
+def test_every_event_of_operations_is_explained_to_operators() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    for kind, meaning in HAPPENINGS.items():
+        assert f"`{kind}`" in page, kind
+        assert f"| {meaning} |" in page, kind

@@ -1,0 +1,191 @@
+"""A training that is moved while the disk of the daemon's journal is full, or cannot be written: a real small one.
+
+The daemon has a mount namespace of its own with a tmpfs of 256 KiB for its state directory; the test fills it and makes
+it read-only from outside.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typing_extensions import Self
+
+from hegmctl.connection import connect
+from tests.e2e.agented import undisturbed
+from tests.e2e.daemon import RunningDaemon
+from tests.e2e.test_moving import Job
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+
+# Trains until it is told to stop, or for so many epochs, and prints a number of each epoch in full.
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader
+told, most = Path(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(3)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+epochs = 0
+while epochs < most and not told.exists():
+    for batch in DataLoader(torch.arange(6400.0).reshape(100, 64) / 6400, batch_size=5, shuffle=True):
+        loss = (model(batch) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(float(loss.item()).hex(), flush=True)
+    epochs += 1
+"""
+SIZE = "256k"
+NAMESPACE = ("unshare", "--mount", "--propagation", "private")
+
+
+def _why_not() -> str | None:
+    """Why this machine cannot do it, if it cannot."""
+    if os.geteuid():
+        return "mounting takes root"
+    if shutil.which("unshare") is None or shutil.which("nsenter") is None:
+        return "util-linux has no unshare or nsenter here"
+    tried = subprocess.run([*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
+    return None if tried.returncode == 0 else f"nothing can be mounted here: {tried.stderr.decode().strip()}"
+
+
+class SmallDisk(RunningDaemon):
+    """A daemon whose state directory is on a disk of its own, which outlives it for as long as `disk` runs."""
+
+    def __enter__(self) -> Self:
+        self.state_dir = self.folder / "state"
+        self.state_dir.mkdir()
+        mount = f"mount -t tmpfs -o size={SIZE},mode=700 hegm {self.state_dir} && echo mounted && exec cat"
+        self.disk = subprocess.Popen(
+            [*NAMESPACE, "sh", "-c", mount], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.disk.stdout is not None
+        assert self.disk.stdout.readline() == "mounted\n"
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self.log.close()
+        self.disk.communicate()
+
+    def command(self) -> list[str]:
+        return [*self._inside(), *super().command()]
+
+    def _inside(self) -> list[str]:
+        return ["nsenter", "--mount", f"--target={self.disk.pid}", f"--wd={os.getcwd()}"]
+
+    def on_disk(self, script: str) -> str:
+        """What a shell script in the state directory said."""
+        words = [*self._inside(), "sh", "-c", f"cd {self.state_dir} && {script}"]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+    def fill(self) -> None:
+        """Leave no free block."""
+        self.on_disk("dd if=/dev/zero of=filling bs=4k 2>/dev/null || true")
+        assert self.on_disk("df --output=avail . | tail -1").strip() == "0"
+
+    def empty(self) -> None:
+        self.on_disk("rm filling")
+
+    def make(self, how: str) -> None:
+        """ro or rw."""
+        self.on_disk(f"mount -o remount,{how} .")
+
+    def kinds(self) -> list[str]:
+        """What has happened, by its kinds."""
+        with connect(str(self.socket_path)) as hegmd:
+            return [event.kind for event in hegmd.events()]
+
+
+class Training(Job):
+    """One that goes on until `ended` is called, which sees that every number is that of an undisturbed run."""
+
+    def __init__(self, daemon: RunningDaemon) -> None:
+        self.script = daemon.folder / "training.py"
+        self.script.write_text(SCRIPT)
+        self.told = daemon.folder / "stop"
+        super().__init__(daemon, [str(self.script), str(self.told), "1000000"])
+
+    @property
+    def pid(self) -> str:
+        return str(self.process.pid)
+
+    def ended(self) -> None:
+        self.told.touch()
+        printed = self.output()
+        self.told.unlink()
+        epochs = len(printed.splitlines())
+        assert printed == undisturbed([str(self.script), str(self.told), str(epochs)])
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[SmallDisk]:
+    why = _why_not()
+    if why is not None:
+        pytest.skip(why)
+    with SmallDisk(tmp_path) as running:
+        yield running
+
+
+def test_on_a_full_disk_no_move_begins_and_one_that_has_begun_comes_to_its_end(daemon: SmallDisk) -> None:
+    with Training(daemon) as job:
+        job.steps(3)
+        assert job.operation("suspend", job.pid)["phase"] == "suspended"
+        daemon.fill()
+        assert job.operation("resume", job.pid)["phase"] == "done", "the room that was reserved was not enough"
+        refused = job.command("migrate", job.pid, "--to", "gpu1", status=14)[-1]["error"]
+        assert "cannot be given the room that an operation needs: No space left on device" in refused["message"]
+        assert "df -h" in refused["hint"]
+        job.steps(3)
+        daemon.empty()
+        assert job.operation("migrate", job.pid, "--to", "gpu1")["phase"] == "done"
+        job.ended()
+    assert daemon.kinds().count("operation.journal-failed") == daemon.kinds().count("operation.journal-mended") == 1
+
+
+def test_a_daemon_on_a_read_only_disk_says_so_and_the_job_waits_for_the_next_one(daemon: SmallDisk) -> None:
+    """Nobody can be told from the outside to make a disk read-only that files are written on, so it is between two."""
+    with Training(daemon) as job:
+        job.steps(3)
+        job.operation("suspend", job.pid)
+        daemon.stop(signal.SIGKILL)
+        daemon.make("ro")
+        with pytest.raises(RuntimeError, match="Read-only file system"):
+            daemon.start()
+        daemon.make("rw")
+        daemon.start()
+        job.command("op", "1", "--follow")
+        assert job.operation("resume", job.pid)["phase"] == "done"
+        job.ended()
+
+
+def test_a_daemon_that_is_killed_with_a_full_disk_is_followed_by_one_that_brings_the_job_back(
+    daemon: SmallDisk,
+) -> None:
+    with Training(daemon) as job:
+        job.steps(3)
+        job.operation("suspend", job.pid)
+        daemon.stop(signal.SIGKILL)
+        daemon.fill()
+        daemon.start()
+        with job.connect() as hegmd:
+            while not any(process.agent for process in hegmd.processes().processes):
+                hegmd.ping()
+        assert "operation.journal-failed" in daemon.kinds()
+        (shown,) = job.command("ops")[-1]["operations"]
+        assert "it stands still" in shown["waits"]["why"]
+        assert "df -h" in shown["waits"]["next"]
+        daemon.empty()
+        job.command("op", "1", "--follow")
+        assert job.operation("resume", job.pid)["phase"] == "done"
+        job.ended()

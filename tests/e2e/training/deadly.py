@@ -1,0 +1,31 @@
+"""A training with a thread that ends every thread it does not know, whenever it is told to on standard input."""
+
+import ctypes
+import selectors
+import sys
+import threading
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def end_unknown_threads() -> None:
+    selector = selectors.DefaultSelector()  # in which it is at rest, as the agent sees it
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    while selector.select() and sys.stdin.readline():
+        known = {thread.ident for thread in threading.enumerate()}
+        for ident in sys._current_frames().keys() - known:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit))
+        print("told", file=sys.stderr, flush=True)
+
+
+threading.Thread(target=end_unknown_threads, daemon=True).start()
+torch.manual_seed(9)
+weights = torch.nn.Parameter(torch.randn(4096))
+optimizer = torch.optim.SGD([weights], lr=0.01)
+for (batch,) in DataLoader(TensorDataset(torch.randn(4000, 1)), batch_size=1):
+    loss = (weights[:8] * batch).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(float(loss.item()).hex())
