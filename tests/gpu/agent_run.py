@@ -108,7 +108,7 @@ class Case:
             await self.call("close", lane="case")
         if held is not None:
             held.fds.close()
-        pool.give(key)
+        await pool.give(key)
 
     async def arm(self, pool: Pool, key: Key, room_bytes: int) -> tuple[Any, Any]:
         """What the carrier needs: held video memory, or memory of the pool, attached to the helper's lane."""
