@@ -76,7 +76,9 @@ class Moving:
             out_bytes=self.runner.held_bytes,
             changed=inventory.expire,
         )
-        self._standing = StandingStrays(workers, lambda pid: self.runner.of_process(pid) is not None)
+        self._standing = StandingStrays(
+            workers, lambda pid: self.runner.of_process(pid) is not None, driven=simulator is None
+        )
         self._distrusted = DistrustedStrays()
         self.strays = Strays([PieceStrays(pool, self._why_stray), self._distrusted, self._standing], events)
         self.resting = Resting(workers, pool, self.runner, events, when=spill)

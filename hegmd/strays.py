@@ -87,11 +87,16 @@ class DistrustedStrays:
 
 
 class StandingStrays:
-    """Processes that stand, or whose bytes are out, and that no operation has. `in_hand` tells which one has."""
+    """Processes that stand, or whose bytes are out, and that no operation has. `in_hand` tells which one has.
 
-    def __init__(self, workers: Workers, in_hand: Callable[[int], bool]) -> None:
+    `driven` stands for real GPUs. What a process needs on one for its restore is measured when it is taken off, and is
+    in the journal alone; a restore without that much room loses the job. So there nobody is adopted.
+    """
+
+    def __init__(self, workers: Workers, in_hand: Callable[[int], bool], *, driven: bool = False) -> None:
         self._workers = workers
         self._in_hand = in_hand
+        self._driven = driven
 
     def standing(self) -> Sequence[Worker]:
         """Their handles."""
@@ -107,6 +112,12 @@ class StandingStrays:
         if worker is None or not worker.connected:
             raise HegmError(
                 NOT_FOUND, f"process {pid} has no agent that is connected", "see: hegmctl adopt", {"pid": pid}
+            )
+        if self._driven:
+            raise Refused(
+                f"process {pid} uses a real GPU, and how much room its restore needs there was in the journal alone",
+                "bring the journal back from a copy (operations.journal in the state directory), then start hegmd",
+                {"pid": pid},
             )
         others = [other for other in self._workers if other is not worker and _is_same_job(worker, other)]
         found = [await _asked(one) for one in (worker, *others) if one is worker or self.is_stray(one)]

@@ -118,7 +118,7 @@ def _against(
         yield "it has captured CUDA graphs, whose addresses have to stay"
     if carrier in {PEER, HOST}:
         if not snapshot.outlived:  # the bytes would be in no place but its memory
-            yield "nobody would keep the bytes if hegmd were killed, as systemd does for its services"
+            yield "nobody would keep the bytes if hegmd were killed: there is no store of descriptors"
         if told.expandable or told.allocator != _NATIVE:
             how = "expandable segments" if told.expandable else told.allocator
             yield f"its allocator uses {how}, which CUDA IPC cannot show to another process"

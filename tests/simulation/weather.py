@@ -37,7 +37,7 @@ def draw_odds(random: Random) -> dict[str, float]:
         # of effects
         "fail": odds(0.0, 0.03, 0.15),
         "helper": odds(0.0, 0.05, 0.2),
-        "busy": odds(0.0, 0.1),
+        "busy": odds(0.0, 0.4),
         "grab": odds(0.0, 0.3),
         # of the node and its workers
         "die": odds(0.0, 0.0, 0.004),

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.errors import DENIED, NOT_FOUND, REFUSED, HegmError
+from hegmd.errors import DENIED, NOT_FOUND, REFUSED, HegmError, Refused
+from hegmd.strays import StandingStrays
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import Node, running
 
@@ -172,3 +173,16 @@ async def test_what_cannot_be_believed_is_told_of_and_not_deleted(tmp_path: Path
         with pytest.raises(HegmError, match="nothing that hegmd knows"):
             await node.moving.strays.drop(stray.name)
     assert file.exists()
+
+
+async def test_a_job_on_a_real_gpu_was_adopted_with_no_word_of_the_room_that_its_restore_needs(
+    tmp_path: Path, process: Child
+) -> None:
+    agent = await suspended(tmp_path, process.pid)
+    async with running(tmp_path) as node:
+        await back(agent, node)
+        standing = StandingStrays(node.workers, lambda _pid: False, driven=True)
+        assert [stray.pid for stray in standing.strays()] == [process.pid], "it is not even told of"
+        with pytest.raises(Refused, match="was in the journal alone"):
+            await standing.job_of(process.pid)
+        assert agent.data is None

@@ -1,0 +1,35 @@
+"""What one store holds for several parts of the daemon comes back to each of them."""
+
+from __future__ import annotations
+
+import os
+
+from hegmd.pool import Keep
+from hegmd.pool_found import find_pieces
+from hegmd.vram import GIB, VideoMemory
+from tests.unit.descriptor_store import DescriptorStore
+from tests.unit.test_vram import GPU, Gpus
+
+WHO = "7.4711.bytes"
+
+
+async def test_video_memory_beside_pieces_of_the_pool_was_closed_as_unknown() -> None:
+    """A daemon that is started anew would have freed the bytes of a job on its way from GPU to GPU."""
+    store = DescriptorStore()
+    for name in (f"hegm-vram-{WHO}-{GPU}-0-{GIB}", "hegm-pool-7-4711-7.00c0ffee", "hegm-other"):
+        fd = os.memfd_create(name)
+        os.truncate(fd, 4096)
+        await store.put(name, fd)
+        os.close(fd)
+    memory = VideoMemory(Gpus(), store)
+    findings = await find_pieces(Keep(store=store), memory.adopt)
+    assert memory.of(WHO) == {GPU: GIB}
+    assert [str(piece.name) for piece in findings.pieces] == ["hegm-pool-7-4711-7.00c0ffee"]
+    assert [one.name for one in findings.distrusted] == ["hegm-other"]
+    assert len(store.kept) == 3, "what is found is still held"
+    await memory.give(WHO, GPU)
+    assert len(store.kept) == 2
+    for piece in findings.pieces:
+        if piece.memory is not None:
+            piece.memory.close()
+    await store.drop(*list(store.kept))
