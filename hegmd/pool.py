@@ -8,7 +8,8 @@ then takes nothing of the budget. Which of these it is, is nobody's business out
 
 What is found at the start and belongs to no operation is kept apart and never touched but by name (`drop_unclaimed`,
 `claim`): its number may be used again by another operation. Knows nothing of operations and workers but their names.
-Must not be asked to give what somebody may still need: that is the machine's to say.
+Must not be asked to give what somebody may still need: that is the machine's to say. Longer than 400 lines because
+every way of a piece goes by the one lock and the one budget, and is to be read beside the others.
 """
 
 from __future__ import annotations
@@ -228,21 +229,21 @@ class Pool:
 
     async def drop_unclaimed(self, name: str) -> int:
         """Give the bytes of a piece that nobody owns back to the node; how many. Raises HegmError."""
-        piece = self._unclaimed.get(name)
-        if piece is None:
-            raise HegmError(NOT_FOUND, f"there is no stray piece {name[:80]!r}", "see: hegmctl adopt")
+        piece = self._stray(name)
         async with piece.lock:
+            self._stray(name)  # whoever had the lock may have claimed it
             await self._forget(piece)
             self._unclaimed.pop(name, None)
         return piece.size_bytes
 
     async def claim(self, name: str, key: Key) -> None:
         """Make an owner of a piece that had none. Raises HegmError; it has none then."""
-        piece = self._unclaimed.get(name)
-        if piece is None or key in self._held:
-            raise HegmError(BUSY, f"{name[:80]} cannot be given to operation {key.operation}", "see: hegmctl adopt")
+        piece = self._stray(name)
         new = PieceName(key, piece.name.usable_bytes, piece.name.nonce)
         async with piece.lock:
+            self._stray(name)  # whoever had the lock may have given it up
+            if key in self._held:
+                raise HegmError(BUSY, f"{key.worker} in operation {key.operation} has a piece", "see: hegmctl ops")
             await anyio.to_thread.run_sync(self._rename, piece, str(new))
             if piece.memory is not None and piece.memory.place is None:
                 await self._put(str(new), piece.memory)
@@ -250,6 +251,12 @@ class Pool:
             piece.name = new
             del self._unclaimed[name]
             self._held[key] = piece
+
+    def _stray(self, name: str) -> Piece:
+        piece = self._unclaimed.get(name)
+        if piece is None:
+            raise HegmError(NOT_FOUND, f"there is no stray piece {name[:80]!r}", "see: hegmctl adopt")
+        return piece
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -300,6 +307,7 @@ class Pool:
 
     async def _write(self, folder: SpillFolder, piece: Piece, memory: Memory, progress: Progress) -> None:
         name = str(piece.name)
+        piece.may_have_file = True
         try:
             with anyio.CancelScope() as piece.spilling:
                 await write_out(folder, name, memory.fd, piece.size_bytes, progress)
@@ -341,9 +349,9 @@ class Pool:
         piece.memory = None
 
     async def _forget_file(self, piece: Piece) -> None:
-        if piece.spilled:
+        if piece.may_have_file:
             await anyio.to_thread.run_sync(self._folder().remove, str(piece.name))
-            piece.spilled = False
+            piece.spilled = piece.may_have_file = False
 
     def _rename(self, piece: Piece, new_name: str) -> None:
         old_name = str(piece.name)

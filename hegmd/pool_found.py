@@ -89,7 +89,7 @@ class _Search:
                     why = spilled.why_not or "its name is none of ours"
                     self.distrust(spilled.name, str(keep.spill.folder), spilled.size_bytes, why)
                 elif known is not None:
-                    known.spilled = True
+                    known.spilled = known.may_have_file = True
                 else:
                     self.pieces[spilled.name] = Piece(name, spilled.size_bytes, spilled=True)
 

@@ -33,6 +33,8 @@ class Piece:
         self.size_bytes = size_bytes
         self.memory = memory
         self.spilled = spilled
+        #: Whether one was ever begun: a copy that was given up may be whole, and its file be there, all the same.
+        self.may_have_file = spilled
         self.lock = anyio.Lock()
         self.spilling: anyio.CancelScope | None = None
 

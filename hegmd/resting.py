@@ -19,7 +19,7 @@ import anyio
 import anyio.abc
 
 from hegmd.agent_orders import AgentAway, OrderFailed
-from hegmd.errors import CANCELLED, HegmError, Refused
+from hegmd.errors import CANCELLED, INTERNAL, HegmError, Refused
 from hegmd.events import EventLog
 from hegmd.migration.candidates import PoolRoom
 from hegmd.migration.course import SUSPENDED
@@ -152,15 +152,21 @@ class Resting:
                     rest.again = False
                     await self._look(op_id, rest)
         except HegmError as error:
-            rest.failure = error
-            if error.code is CANCELLED:  # it was wanted in memory after all
-                return
-            message = f"the bytes of operation {op_id} stay in memory: {error.message}"
-            self._events.record("pool.spill-failed", "warning", message, facts={"id": op_id})
-            logger.warning("%s; %s", message, error.hint)
+            self._fail(op_id, rest, error)
+        except Exception as bug:  # the edge of one operation's rest: what is wrong here is not to end the daemon
+            logger.exception("what is done for the rest of operation %s failed", op_id)
+            self._fail(op_id, rest, HegmError(INTERNAL, f"{type(bug).__name__}: {bug}", "see the log of hegmd"))
         finally:
             rest.over.set()
             rest.tell()
+
+    def _fail(self, op_id: str, rest: Rest, error: HegmError) -> None:
+        rest.failure = error
+        if error.code is CANCELLED:  # it was wanted in memory after all
+            return
+        message = f"the bytes of operation {op_id} stay in memory: {error.message}"
+        self._events.record("pool.spill-failed", "warning", message, facts={"id": op_id})
+        logger.warning("%s; %s", message, error.hint)
 
     async def _look(self, op_id: str, rest: Rest) -> None:
         async for _ in self._runner.follow(op_id):

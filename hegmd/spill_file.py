@@ -78,6 +78,8 @@ class SpillFolder:
                     _write_ends(file, _mark_of(name), size_bytes, sums)
                     os.fsync(file)
                     _compare(file, size_bytes, sums, unwanted)
+                if unwanted():  # whoever waited may be gone for long, and have written other bytes to that memory
+                    raise Unwanted
                 fresh.rename(self.path(name))
                 self._sync()
             except BaseException:

@@ -17,7 +17,7 @@ from typing import TypeVar
 import anyio
 
 from hegmd.detached import run_detached
-from hegmd.errors import HegmError
+from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.pool_memory import Fill, Memory
 from hegmd.spill_file import SpillFolder, Unwanted
 
@@ -39,17 +39,34 @@ async def write_out(folder: SpillFolder, name: str, fd: int, size_bytes: int, pr
     """Have that memory in its file. Raises HegmError. Cancelled, it ends at the next chunk."""
 
     async def copy(tell: Progress) -> None:
-        own = os.dup(fd)
+        try:
+            own = os.fdopen(os.dup(fd), "rb", buffering=0)  # the thread closes it, however late it ends
+        except OSError as error:
+            raise HegmError(
+                UNAVAILABLE,
+                f"{name} cannot be written to disk: {error.strerror or error}",
+                "raise LimitNOFILE= of hegmd.service",
+                {"errno": error.errno},
+            ) from error
 
         def work(unwanted: socket.socket) -> None:
+            def is_over() -> bool:
+                poll = select.poll()  # each of several threads asks, and `select` knows no descriptor past 1023
+                poll.register(unwanted, select.POLLIN)
+                return bool(poll.poll(0))
+
             try:
-                folder.write(name, own, size_bytes, lambda: bool(select.select([unwanted], [], [], 0)[0]), tell)
+                folder.write(name, own.fileno(), size_bytes, is_over, tell)
             except Unwanted:
                 logger.info("%s is wanted in memory, and is not written to disk any further", name)
             finally:
-                os.close(own)
+                own.close()
 
-        await run_detached(work, name="spill", linger_s=LINGER_S)
+        try:
+            await run_detached(work, name="spill", linger_s=LINGER_S)
+        except HegmError:  # the thread has ended, or there was none
+            own.close()
+            raise
 
     await _told(copy, progress)
 

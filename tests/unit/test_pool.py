@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -220,6 +221,33 @@ async def test_a_stray_piece_goes_only_by_its_name(keep: Keep, tmp_path: Path) -
     assert after.held_bytes == 0
 
 
+@pytest.mark.parametrize("first", ["claim", "drop"])
+async def test_a_piece_that_was_claimed_meanwhile_was_deleted_under_its_new_owner(keep: Keep, first: str) -> None:
+    before = opened(keep)
+    os.pwrite((await before.take(KEY, 3 * MIB)).fd, b"weights", 0)
+    before.close()
+    after = await found_again(keep)
+    ((name, piece),) = after.unclaimed().items()
+    refused: dict[str, str] = {}
+
+    async def do(what: str) -> None:
+        try:
+            await (after.claim(name, OTHER) if what == "claim" else after.drop_unclaimed(name))
+        except HegmError as error:
+            refused[what] = error.code.name
+
+    async with anyio.create_task_group() as tasks, piece.lock:  # both have seen it before either has the lock
+        for what in sorted(("claim", "drop"), key=lambda one: one != first):
+            tasks.start_soon(do, what)
+            await anyio.wait_all_tasks_blocked()
+    assert refused == {"drop" if first == "claim" else "claim": "not-found"}
+    if first == "claim":
+        assert os.pread(after.memory(OTHER).fd, 7, 0) == b"weights"
+    else:
+        assert (after.held_for(OTHER), after.held_bytes) == (0, 0)
+    await after.give(OTHER)
+
+
 async def test_of_two_pieces_of_one_owner_neither_is_lost(keep: Keep) -> None:
     first, second = opened(keep), opened(keep)
     await first.take(KEY, 3 * MIB)
@@ -288,6 +316,47 @@ async def test_memory_that_is_to_be_written_has_no_old_copy_on_disk(keep: Keep) 
     await pool.let_go(KEY)
     await pool.fetch(KEY)
     assert os.pread(pool.memory(KEY).fd, 3, 0) == b"new"
+    await pool.give(KEY)
+
+
+async def test_a_file_of_a_copy_that_was_given_up_counted_as_the_copy_after_a_restart(
+    keep: Keep, tmp_path: Path
+) -> None:
+    """A thread that is left behind may name its file late; it was only taken away where a copy was known of."""
+    assert keep.spill is not None
+    before = opened(keep)
+    memory = await before.take(KEY, 3 * MIB)
+    os.pwrite(memory.fd, b"old", 0)
+    keep.spill.folder.mkdir(mode=0o700)
+    keep.spill.folder.chmod(0o777)
+    with pytest.raises(Refused, match="written by others"):
+        await before.spill(KEY)
+    keep.spill.folder.chmod(0o700)
+    name = str(before.by_owner()[KEY].name)
+    keep.spill.write(name, memory.fd, memory.size_bytes, lambda: False, lambda _: None)  # as by that thread
+    os.pwrite((await before.to_fill(KEY)).fd, b"new", 0)
+    assert not keep.spill.path(name).exists(), "the bytes of before are the copy on disk"
+    before.close()
+    after = await found_again(keep, KEY)
+    assert after.spilled_bytes == 0
+    await after.give(KEY)
+    assert files_under(tmp_path) == []
+
+
+async def test_without_a_descriptor_to_spare_a_spill_is_an_error_that_is_told(keep: Keep) -> None:
+    """EMFILE left the loop as a group of exceptions, and ended all tasks of the daemon."""
+    pool = opened(keep)
+    os.pwrite((await pool.take(KEY, 3 * MIB)).fd, b"weights", 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    await pool.spill(KEY)  # once, so that every thread and loop that is needed is there
+    await pool.to_fill(KEY)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(HegmError):
+            await pool.spill(KEY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    await pool.spill(KEY)
     await pool.give(KEY)
 
 

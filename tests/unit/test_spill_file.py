@@ -135,6 +135,17 @@ def test_one_that_is_not_wanted_any_more_leaves_nothing(folder: SpillFolder, mem
     assert list(folder.folder.iterdir()) == []
 
 
+def test_a_copy_that_was_given_up_when_it_was_whole_got_its_name_all_the_same(
+    folder: SpillFolder, memory: tuple[int, bytes]
+) -> None:
+    """A thread left behind by who waited for it named its file after other bytes had gone to that memory."""
+    chunks = SIZE_BYTES // CHUNK_BYTES + 1
+    asked = iter([False] * (2 * chunks))  # copied, synced and compared
+    with pytest.raises(Unwanted):
+        folder.write(NAME, memory[0], SIZE_BYTES, lambda: next(asked, True), ignore)
+    assert list(folder.folder.iterdir()) == []
+
+
 def test_what_a_killed_daemon_was_writing_is_taken_away_at_the_next_start(folder: SpillFolder) -> None:
     folder.folder.mkdir(mode=0o700)
     (folder.folder / f"{NAME}.spill.new").write_bytes(b"half")
