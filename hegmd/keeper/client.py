@@ -14,7 +14,7 @@ import logging
 import os
 import select
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import anyio
@@ -37,40 +37,44 @@ Start = Callable[[Path], Awaitable[None]]
 class KeeperStore:
     """The keeper of one state directory. `start` starts one there and returns when it listens; it raises HegmError."""
 
-    def __init__(self, folder: Path, start: Start) -> None:
+    def __init__(self, folder: Path, start: Start, *, answer_s: float = ANSWER_S) -> None:
         self._folder = folder
+        self._answer_s = answer_s
         self._start = start
         self._socket: socket.socket | None = None
-        self._connected = anyio.Event()
         self._held: dict[str, int] = {}
+        self._missing: set[str] = set()  # of those, what the keeper that is there now was not yet given
+        self._perhaps: set[str] = set()  # held there perhaps, and nobody's: its put or drop had no answer
         self._asking = anyio.Lock()
+        self._asked = anyio.Event()  # once something was; then there is another for the next time
 
     async def put(self, name: str, fd: int) -> None:
-        async with self._asking:
-            self._held[name] = os.dup(fd)
+        async with self._asked_for():
+            self._hold(name, os.dup(fd))
+            self._missing.add(name)
             try:
-                await self._hand_over(name)
+                await self._hand_over()
             except BaseException:
-                os.close(self._held.pop(name))
+                self._let_go(name)
+                self._perhaps.add(name)
                 raise
 
     async def drop(self, *names: str) -> None:
-        async with self._asking:
-            held = [name for name in names if name in self._held]
-            for name in held:
-                os.close(self._held.pop(name))
+        async with self._asked_for():
+            known = [name for name in names if name in self._held or name in self._perhaps]
             try:
-                for name in held:
-                    await self._in_thread([f"{DROP} {name}"], [])
+                for name in known:
+                    await anyio.to_thread.run_sync(self._ask, [f"{DROP} {name}"], [])
+                    self._let_go(name)
             except OSError as error:
                 self._hang_up()
-                if error.errno not in _NOBODY:  # without a keeper nothing is held
-                    raise self._failed(f"does not give up {', '.join(held)}", error) from error
-            if held and not self._held:
-                self._hang_up()
+                if error.errno not in _NOBODY:
+                    raise self._failed(f"does not give up {', '.join(known)}", error) from error
+                for name in known:  # without a keeper nothing is held
+                    self._let_go(name)
 
     async def found(self) -> Sequence[tuple[str, int]]:
-        async with self._asking:
+        async with self._asked_for():
             try:
                 found = await anyio.to_thread.run_sync(self._fetch_all)
             except OSError as error:
@@ -78,66 +82,104 @@ class KeeperStore:
                 if error.errno in _NOBODY:  # there is none, or it was killed, and what it held went with it
                     return ()
                 raise self._failed("does not say what it holds", error) from error
-            self._held.update({name: os.dup(fd) for name, fd in found})
-            if not found:
-                self._hang_up()
+            for name, fd in found:
+                self._hold(name, os.dup(fd))
             return found
 
     async def run(self) -> None:
         """Hand everything over again when the keeper has ended, until cancelled."""
         try:
             while True:
-                await self._connected.wait()
-                if self._socket is not None:
-                    with contextlib.suppress(anyio.ClosedResourceError):  # hung up meanwhile, by a request that failed
-                        await anyio.wait_readable(self._socket)
                 async with self._asking:
-                    if self._has_ended():
-                        self._hang_up()
-                        await self._replace()
+                    in_hand = not self._has_ended() or await self._replace()
+                    watched, asked = self._socket, self._asked
+                if not in_hand:
+                    with anyio.move_on_after(RETRY_S):  # whoever asks for something meanwhile tries it as well
+                        await asked.wait()
+                elif watched is None:
+                    await asked.wait()
+                else:
+                    with contextlib.suppress(anyio.ClosedResourceError):  # hung up meanwhile
+                        await anyio.wait_readable(watched)
         finally:
             self.close()
 
     def close(self) -> None:
         """Hang up, and let go of the copies here. What it holds, the keeper goes on holding."""
         self._hang_up()
-        while self._held:
-            os.close(self._held.popitem()[1])
+        for name in tuple(self._held):
+            self._let_go(name)
 
     def _hang_up(self) -> None:
         if self._socket is not None:
             anyio.notify_closing(self._socket)
             self._socket.close()
             self._socket = None
-            self._connected = anyio.Event()
+        self._missing = set(self._held)  # the next keeper may be another, which has nothing of it
+
+    def _hold(self, name: str, fd: int) -> None:
+        self._let_go(name)
+        self._held[name] = fd
+
+    def _let_go(self, name: str) -> None:
+        self._missing.discard(name)
+        self._perhaps.discard(name)
+        if name in self._held:
+            os.close(self._held.pop(name))
 
     # -- one after the other, under the lock ---------------------------------------------------------------------------
 
-    async def _replace(self) -> None:
-        logger.warning("the keeper in %s ended while it held something; another takes its place", self._folder)
-        while self._held:
+    @contextlib.asynccontextmanager
+    async def _asked_for(self) -> AsyncIterator[None]:
+        """One request. With nothing held it hangs up, and `run` looks at what has become of the keeper."""
+        async with self._asking:
             try:
-                await self._hand_over(*self._held)
-                return
-            except HegmError as error:
-                logger.error("%s; what it held is held by hegmd alone", error.message)
-                await anyio.sleep(RETRY_S)
+                yield
+            finally:
+                if not self._held and not self._perhaps:
+                    self._hang_up()
+                self._asked.set()
+                self._asked = anyio.Event()
 
-    async def _hand_over(self, *names: str) -> None:
+    async def _replace(self) -> bool:
+        """Whether the keeper that is there now, or another one, holds everything."""
+        self._hang_up()
+        if self._missing:
+            logger.warning("the keeper in %s ended while it held something; another takes its place", self._folder)
+        try:
+            await self._hand_over()
+        except HegmError as error:
+            logger.error("%s; what it held is held by hegmd alone", error.message)
+            return False
+        return True
+
+    async def _hand_over(self) -> None:
+        """Have everything held that is not, and nothing that nobody wants any more. Raises HegmError."""
         for attempt in range(ATTEMPTS):
             try:
-                for name in names:
-                    await self._in_thread([f"{PUT} {name}"], [self._held[name]])
+                for name in sorted(self._missing):
+                    await anyio.to_thread.run_sync(self._ask, [f"{PUT} {name}"], [self._held[name]])
+                    self._missing.discard(name)
+                for name in sorted(self._perhaps - self._held.keys()):
+                    await anyio.to_thread.run_sync(self._ask, [f"{DROP} {name}"], [])
+                    self._perhaps.discard(name)
                 return
             except OSError as error:
+                missing = sorted(self._missing)
                 self._hang_up()
+                if error.errno in _NOBODY:
+                    self._perhaps.clear()
+                    if not self._missing:
+                        return
                 if attempt == ATTEMPTS - 1:
-                    raise self._failed(f"does not take {', '.join(names)}", error) from error
+                    raise self._failed(f"does not take {', '.join(missing)}", error) from error
                 await self._start(self._folder)
-                names = tuple(self._held)  # a new keeper has nothing of what the one before had
 
     def _has_ended(self) -> bool:
-        if self._socket is None or not self._held:
+        """Whether a keeper is not known to hold what is held here, and nothing else."""
+        if self._missing or self._perhaps:
+            return True
+        if self._socket is None:
             return False
         # Not `recv` alone: on a socket with a limit Python waits that long first, MSG_DONTWAIT or not.
         poll = select.poll()
@@ -149,21 +191,19 @@ class KeeperStore:
         except OSError:
             return True
 
-    async def _in_thread(self, lines: Sequence[str], fds: Sequence[int]) -> None:
-        try:
-            await anyio.to_thread.run_sync(self._ask, lines, fds)
-        finally:
-            if self._socket is not None:
-                self._connected.set()
-
     # -- in a thread ---------------------------------------------------------------------------------------------------
 
     def _fetch_all(self) -> Sequence[tuple[str, int]]:
         names, _ = self._ask([LIST], [])
         found: list[tuple[str, int]] = []
-        for name in names:
-            _, fds = self._ask([f"{GET} {name}"], [])
-            found.extend((name, fd) for fd in fds)
+        try:
+            for name in names:
+                _, fds = self._ask([f"{GET} {name}"], [])
+                found.extend((name, fd) for fd in fds)
+        except OSError:
+            for _, fd in found:
+                os.close(fd)
+            raise
         return found
 
     def _ask(self, lines: Sequence[str], fds: Sequence[int]) -> tuple[list[str], list[int]]:
@@ -177,7 +217,7 @@ class KeeperStore:
         at = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            made.settimeout(ANSWER_S)
+            made.settimeout(self._answer_s)
             made.connect(f"/proc/self/fd/{at}/{SOCKET_NAME}")
             said, _ = _exchange(made, [HELLO], [])
             if said[:1] != [GREETING]:

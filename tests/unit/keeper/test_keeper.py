@@ -15,7 +15,7 @@ import anyio
 import psutil
 import pytest
 
-from hegmd.errors import HegmError
+from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.external import start_keeper
 from hegmd.keeper.client import KeeperStore
 from hegmd.keeper.wire import GREETING, HELLO, LIST, PUT, SOCKET_NAME, receive, send
@@ -161,6 +161,122 @@ async def test_one_that_cannot_be_started_is_told_of(folder: Path) -> None:
         await store.put(NAME, fd)
     os.close(fd)
     store.close()
+
+
+async def replaced(folder: Path, first: psutil.Process) -> psutil.Process:
+    """The keeper that has taken the place of that one."""
+    with anyio.fail_after(ENDS_WITHIN_S):
+        while not (others := [one for one in keepers_of(folder) if one != first]):
+            await anyio.wait_all_tasks_blocked()
+    return others[0]
+
+
+def held_there(folder: Path) -> list[str]:
+    with dial(folder) as caller:
+        send(caller, [LIST])
+        return sorted(receive(caller)[0][1:])
+
+
+async def test_a_keeper_whose_end_a_request_saw_first_was_never_replaced(folder: Path) -> None:
+    fd = memory(b"weights")
+    async with storing(folder) as store:
+        await store.put(NAME, fd)
+        await store.put("hegm-other", fd)
+        (first,) = keepers_of(folder)
+        first.kill()
+        assert gone([first])
+        await store.drop("hegm-other")  # before the loop has looked at anything
+        second = await replaced(folder, first)
+        await store.put("hegm-third", fd)
+        assert held_there(folder) == [NAME, "hegm-third"]
+        await store.drop(NAME, "hegm-third")
+    os.close(fd)
+    assert gone([second])
+
+
+async def test_a_keeper_that_ended_after_a_start_was_not_noticed_before_the_next_request(folder: Path) -> None:
+    fd = memory(b"weights")
+    async with storing(folder) as store:
+        await store.put(NAME, fd)
+    os.close(fd)
+    async with storing(folder) as store:
+        for _, one in await store.found():
+            os.close(one)
+        (first,) = keepers_of(folder)
+        first.kill()
+        second = await replaced(folder, first)
+        await store.drop(NAME)
+    assert gone([second])
+
+
+async def test_what_had_no_answer_when_it_was_put_was_held_for_ever(folder: Path) -> None:
+    fd = memory(b"weights")
+    store = KeeperStore(folder, start_keeper, answer_s=0.2)
+    await store.put(NAME, fd)
+    (keeper,) = keepers_of(folder)
+    keeper.suspend()
+    with pytest.raises(HegmError, match="does not take hegm-other"):
+        await store.put("hegm-other", fd)
+    keeper.resume()
+    await put_at_last(store, "hegm-third", fd)
+    assert held_there(folder) == [NAME, "hegm-third"]
+    await store.drop(NAME, "hegm-third")
+    os.close(fd)
+    assert gone([keeper])
+
+
+async def put_at_last(store: KeeperStore, name: str, fd: int) -> None:
+    """Put it as often as it takes a keeper that was stopped to answer in time again."""
+    with anyio.fail_after(ENDS_WITHIN_S):
+        while True:
+            try:
+                return await store.put(name, fd)
+            except HegmError:
+                continue
+
+
+async def test_a_drop_that_had_no_answer_was_forgotten(folder: Path) -> None:
+    fd = memory(b"weights")
+    store = KeeperStore(folder, start_keeper, answer_s=0.2)
+    await store.put(NAME, fd)
+    os.close(fd)
+    (keeper,) = keepers_of(folder)
+    keeper.suspend()
+    with pytest.raises(HegmError, match="does not give up"):
+        await store.drop(NAME)
+    keeper.resume()
+    with anyio.fail_after(ENDS_WITHIN_S):
+        while True:
+            try:
+                await store.drop(NAME)
+                break
+            except HegmError:
+                continue
+    assert gone([keeper]), "what was to be dropped is held for ever"
+
+
+async def test_nothing_could_be_dropped_while_no_keeper_could_be_started(folder: Path) -> None:
+    """The wait for the next attempt kept everybody else out."""
+    tried = anyio.Event()
+
+    async def start(where: Path) -> None:
+        if keepers:
+            tried.set()
+            raise HegmError(UNAVAILABLE, "no keeper can be started", "as by a test")
+        await start_keeper(where)
+
+    keepers: list[psutil.Process] = []
+    store, fd = KeeperStore(folder, start), memory(b"weights")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(store.run)
+        await store.put(NAME, fd)
+        keepers += keepers_of(folder)
+        keepers[0].kill()
+        with anyio.fail_after(ENDS_WITHIN_S):
+            await tried.wait()
+            await store.drop(NAME)
+        tasks.cancel_scope.cancel()
+    os.close(fd)
 
 
 # -- what a stranger, or an older release, may send --------------------------------------------------------------------
