@@ -24,7 +24,8 @@ def threads_for(count: int) -> int:
 def share_out(items: Iterable[Item], start: Callable[[], Callable[[Item], None]], *, threads: int, name: str) -> None:
     """Have every item worked on, once, by whichever thread is free. Raises what failed first.
 
-    `start` is called in each thread and returns its worker, so that each may have a buffer of its own.
+    Where the node has not so many threads, fewer do it, and without any the caller's own. `start` is called in each
+    thread and returns its worker, so that each may have a buffer of its own.
     """
     left = iter(items)
     guard = threading.Lock()
@@ -43,9 +44,16 @@ def share_out(items: Iterable[Item], start: Callable[[], Callable[[Item], None]]
         except BaseException as error:  # noqa: BLE001 - raised again below, in the thread that waits
             failures.append(error)
 
-    crew = [threading.Thread(target=live, name=name) for _ in range(threads)]
-    for thread in crew:
-        thread.start()
+    crew: list[threading.Thread] = []
+    for _ in range(threads):
+        thread = threading.Thread(target=live, name=name)
+        try:
+            thread.start()
+        except RuntimeError:  # there are no more to be had: fewer do it as well
+            break
+        crew.append(thread)
+    if not crew:
+        live()
     for thread in crew:
         thread.join()
     if failures:
