@@ -80,14 +80,11 @@ class Place:
 
     def find(self) -> list[FoundFile]:
         """What an earlier daemon left here; what it was still making is taken away. Raises OSError."""
-        found: list[FoundFile] = []
         try:
             with self._opened() as folder:
-                for name in sorted(os.listdir(folder)):
-                    if name.endswith(UNFINISHED):
-                        os.unlink(name, dir_fd=folder)
-                    else:
-                        found.append(_look_at(folder, name))
+                names = sorted(os.listdir(folder))
+                left = [name for name in names if not name.endswith(UNFINISHED) or not _took_away(folder, name)]
+                found = [_look_at(folder, name) for name in left]
         except FileNotFoundError:
             return []
         self._forget_if_empty()
@@ -112,6 +109,15 @@ class Place:
     def _forget_if_empty(self) -> None:
         with self._coming_or_going, contextlib.suppress(OSError):  # there is more in it
             self.folder.rmdir()
+
+
+def _took_away(folder: int, name: str) -> bool:
+    """Whether what was being made is gone; a directory of that name, say, is nothing that was being made."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except OSError:
+        return False
+    return True
 
 
 def _look_at(folder: int, name: str) -> FoundFile:

@@ -98,6 +98,17 @@ async def test_what_is_not_as_it_was_left_is_told_of_and_stays(place: Place, spo
     assert list(place.folder.iterdir()), "it was deleted"
 
 
+async def test_a_directory_called_as_what_is_being_made_kept_all_pieces_from_being_found(place: Place) -> None:
+    put(place, NAME)
+    (place.folder / "what.new").mkdir()
+    found = await find_pieces(Keep([place]))
+    assert [str(piece.name) for piece in found.pieces] == [NAME]
+    assert [one.name for one in found.distrusted] == ["what.new"]
+    for piece in found.pieces:
+        assert piece.memory is not None
+        piece.memory.close()
+
+
 async def test_a_place_that_cannot_be_looked_into_keeps_no_daemon_from_starting(place: Place) -> None:
     place.folder.mkdir(mode=0o777)
     place.folder.chmod(0o777)
