@@ -7,6 +7,7 @@ on nothing but its poll: every message is one datagram, whole or not there. Stan
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -19,6 +20,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# How long it listens to nobody new when there is no descriptor to be had for a connection.
+DEAF_MS = 1000.0
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _UCRED = struct.Struct("3i")
 
 
@@ -30,6 +34,7 @@ class Keeper:
         self._held: dict[str, int] = {}
         self._has_held = False
         self._connections: dict[int, socket.socket] = {}
+        self._is_deaf = False  # to callers, until somebody hangs up or a while is over
         self._poll = select.poll()
         self._poll.register(listening, select.POLLIN)
         self._answers: dict[str, Callable[[str, list[int]], tuple[list[str], list[int]]]] = {
@@ -48,7 +53,14 @@ class Keeper:
             left_s = max(0.0, until - monotonic())
             if idle and (self._has_held or not left_s):
                 return
-            for number, _ in self._poll.poll(left_s * 1000 + 1 if idle else None):
+            wait_ms = [left_s * 1000 + 1] if idle else []
+            if self._is_deaf:
+                wait_ms.append(DEAF_MS)
+            events = self._poll.poll(min(wait_ms, default=None))
+            if self._is_deaf:
+                self._is_deaf = False
+                self._poll.register(self._listening, select.POLLIN)
+            for number, _ in events:
                 if number == self._listening.fileno():
                     self._admit()
                 else:
@@ -57,7 +69,10 @@ class Keeper:
     def _admit(self) -> None:
         try:
             connection, _ = self._listening.accept()
-        except OSError:  # gone again, or no descriptor to be had for it
+        except OSError as error:
+            if error.errno in _NO_ROOM:  # whoever calls stays there: not asked again at once, which would be for ever
+                self._is_deaf = True
+                self._poll.unregister(self._listening)
             return
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         if _UCRED.unpack(credentials)[1] not in (0, os.geteuid()):

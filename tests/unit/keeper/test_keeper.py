@@ -339,6 +339,29 @@ async def test_another_user_is_not_served(folder: Path) -> None:
     assert gone([keeper])
 
 
+def test_a_caller_for_whom_there_was_no_descriptor_kept_it_busy_for_ever(tmp_path: Path) -> None:
+    code = (
+        "import resource, socket, sys\n"
+        "from hegmd.keeper.serving import Keeper\n"
+        "class Counting(socket.socket):\n"
+        "    calls = 0\n"
+        "    def accept(self):\n"
+        "        Counting.calls += 1\n"
+        "        return super().accept()\n"
+        "listening = Counting(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        "listening.bind(sys.argv[1]); listening.listen(1)\n"
+        "caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        "caller.connect(sys.argv[1])\n"
+        "keeper = Keeper(listening)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "keeper.serve(0.5)\n"
+        "print(Counting.calls)\n"
+    )
+    status, output = run_python(code, str(tmp_path / "s"))
+    assert status == 0
+    assert 1 <= int(output) < 10
+
+
 async def test_two_that_are_started_at_once_are_one(folder: Path) -> None:
     async with anyio.create_task_group() as tasks:
         for _ in range(3):
