@@ -3,13 +3,15 @@
 The order is the same for every program and face: the path that is given, else HEGM_SOCKET, else the node's own socket
 if it is there and the caller may use it, else that of the user's own daemon. The node's comes first because it knows
 more; it is passed over only by those it would turn away, who could otherwise never use a daemon of their own without
-naming it each time.
+naming it each time. Where a user has no runtime directory, as after `su` on a node without logind, `hegmctl run` starts
+one in a folder of /tmp; it is looked for there as well, as long as nobody else could have put a socket into it.
 """
 
 from __future__ import annotations
 
 import os
 from errno import EACCES, EAGAIN, ECONNREFUSED, ENOENT, ENOTDIR, EPERM
+from stat import S_ISDIR, S_ISSOCK
 
 from hegmd.errors import BUSY, DENIED, NO_DAEMON, UNAVAILABLE, USAGE, HegmError
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SYSTEM_SOCKET = "/run/hegm/hegmd.sock"
+TEMPORARY = "/tmp"  # noqa: S108 - what is below it is used only while nobody else can write to it
 GROUP = "hegm"
 _SYSTEMD_RUNS = "/run/systemd/system"
 LONGEST_PATH_BYTES = 107
@@ -35,7 +38,10 @@ class Endpoint:
 
 
 def find_endpoint(
-    given: str | None = None, environ: Mapping[str, str] | None = None, system_socket: str = SYSTEM_SOCKET
+    given: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    system_socket: str = SYSTEM_SOCKET,
+    temporary: str = TEMPORARY,
 ) -> Endpoint:
     """The socket to use. Nothing is opened. Raises HegmError USAGE for a path that no socket can have."""
     environ = os.environ if environ is None else environ
@@ -45,13 +51,40 @@ def find_endpoint(
         return _checked(Endpoint(named, "HEGM_SOCKET"))
     if os.access(system_socket, os.W_OK):
         return Endpoint(system_socket, "system")
-    runtime_dir = environ.get("XDG_RUNTIME_DIR", "")
-    if not runtime_dir.startswith("/"):  # cron, su and sudo leave it out; hegmd --user falls back to the same place
-        runtime_dir = f"/run/user/{os.getuid()}"
-    own_socket = f"{runtime_dir}/hegm/hegmd.sock"
-    if os.path.exists(own_socket):
-        return _checked(Endpoint(own_socket, "user", (system_socket,)))
-    return Endpoint(system_socket, "system", (own_socket,))
+    own = f"{_runtime_dir(environ)}/hegm/hegmd.sock"
+    if os.path.exists(own):
+        return _checked(Endpoint(own, "user", (system_socket,)))
+    bare = _bare_socket(temporary)
+    if os.path.exists(bare) and is_private(os.path.dirname(bare)):
+        return Endpoint(bare, "user", (system_socket, own))
+    return Endpoint(system_socket, "system", (own,))
+
+
+def own_socket(environ: Mapping[str, str]) -> str:
+    """Where `hegmctl run` starts a daemon that is found again without being named."""
+    if os.geteuid() == 0 and not environ.get("XDG_RUNTIME_DIR"):
+        return SYSTEM_SOCKET
+    runtime_dir = _runtime_dir(environ)
+    return f"{runtime_dir}/hegm/hegmd.sock" if os.access(runtime_dir, os.W_OK) else _bare_socket()
+
+
+def is_private(folder: str) -> bool:
+    """Whether it is a folder of the caller's own, no link, that nobody else can put a socket into."""
+    try:
+        state = os.lstat(folder)
+    except OSError:
+        return False
+    return S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o022
+
+
+def _runtime_dir(environ: Mapping[str, str]) -> str:
+    given = environ.get("XDG_RUNTIME_DIR", "")
+    # cron, su and sudo leave it out; hegmd --user falls back to the same place
+    return given if given.startswith("/") else f"/run/user/{os.getuid()}"
+
+
+def _bare_socket(temporary: str = TEMPORARY) -> str:
+    return f"{temporary}/hegm-{os.geteuid()}/hegmd.sock"
 
 
 def _checked(endpoint: Endpoint) -> Endpoint:
@@ -112,8 +145,6 @@ def _named_by(endpoint: Endpoint) -> str:
 
 
 def _is_socket(path: str) -> bool:
-    from stat import S_ISSOCK
-
     try:
         return S_ISSOCK(os.stat(path).st_mode)
     except OSError:

@@ -134,9 +134,12 @@ def _drop(session: Session, name: str) -> int:
 def drain(session: Session) -> int:
     """`hegmctl drain`."""
     arguments = session.arguments
+    to = tuple(gpu for text in arguments.texts("to") for gpu in text.split(",") if gpu)
+    if arguments.texts("to") and not to:
+        raise HegmError(USAGE, "--to names no GPU", "hegmctl gpus lists them: hegmctl drain gpu0 --to gpu1,gpu2")
     request = Drain(
         gpu=arguments.required("GPU"),
-        to=tuple(gpu for text in arguments.texts("to") for gpu in text.split(",") if gpu),
+        to=to,
         limit_s=arguments.seconds("timeout"),
         wait=not arguments.flag("no-wait"),
         dry_run=arguments.flag("dry-run"),

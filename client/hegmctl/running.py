@@ -13,8 +13,8 @@ import sys
 from time import monotonic, sleep
 
 from hegmctl.become import become, require
-from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint
-from hegmd.errors import EXTERNAL, NO_DAEMON, NOT_FOUND, USAGE, HegmError
+from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, is_private, own_socket
+from hegmd.errors import EXTERNAL, NO_DAEMON, NOT_FOUND, REFUSED, USAGE, HegmError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def run(session: Session) -> NoReturn:
         else:
             endpoint = _start_daemon(endpoint, arguments.text("simulate"))
             session.sink.note(f"started hegmd at {endpoint.path} for this job")
+            _look_at_daemon(session, endpoint.path)
     prepare(os.environ, endpoint.path, arguments.text("name"), arguments.text("gpu"))
     become(command)
 
@@ -79,10 +80,10 @@ def msgpack_folder() -> str:
     return os.path.dirname(os.path.abspath(msgpack.__file__))
 
 
-def _look_at_daemon(session: Session) -> None:
+def _look_at_daemon(session: Session, socket: str | None = None) -> None:
     """See that a daemon serves us and has the GPU that was asked for. Raises HegmError."""
     gpu = session.arguments.text("gpu")
-    with session.connect() as connection:
+    with session.connect(socket=socket) as connection:
         if gpu is None:
             return
         names = [known.id for known in connection.gpus().gpus]
@@ -93,10 +94,15 @@ def _look_at_daemon(session: Session) -> None:
 
 def _start_daemon(endpoint: Endpoint, simulate: str | None) -> Endpoint:
     """Start a daemon for this process and what joins it, and wait until it listens. Raises HegmError."""
-    path = _own_path(endpoint)
+    named = endpoint.origin in ("--socket", "HEGM_SOCKET")
+    path = endpoint.path if named or endpoint.path != SYSTEM_SOCKET else own_socket(os.environ)
     folder = os.path.dirname(path)
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
+        if not named and path != SYSTEM_SOCKET and not is_private(folder):
+            raise HegmError(
+                REFUSED, f"{folder} is not this user's alone: another could answer there", "name a socket with --socket"
+            )
         log = os.open(f"{path}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise HegmError(
@@ -111,16 +117,6 @@ def _start_daemon(endpoint: Endpoint, simulate: str | None) -> Endpoint:
     finally:
         os.close(log)
     return Endpoint(path, endpoint.origin)
-
-
-def _own_path(endpoint: Endpoint) -> str:
-    """Where a daemon of this user's own listens, so that hegmctl finds it again without being told."""
-    if endpoint.path != SYSTEM_SOCKET or endpoint.origin in ("--socket", "HEGM_SOCKET"):
-        return endpoint.path
-    runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime_dir:
-        return f"{runtime_dir}/hegm/hegmd.sock"
-    return SYSTEM_SOCKET if os.geteuid() == 0 else f"/tmp/hegm-{os.geteuid()}/hegmd.sock"  # noqa: S108 - a folder that is made for its owner only
 
 
 def _spawn_apart(words: list[str], log: int) -> int:

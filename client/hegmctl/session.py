@@ -17,7 +17,7 @@ class Session:
         self.arguments = arguments
         self.sink = sink
 
-    def connect(self, timeout_s: float = TIMEOUT_S) -> Connection:
-        """Connect as the options say; `timeout_s` holds where they say nothing of it. Raises HegmError."""
+    def connect(self, timeout_s: float = TIMEOUT_S, *, socket: str | None = None) -> Connection:
+        """Connect as the options say, or to that socket; `timeout_s` holds where they say none. Raises HegmError."""
         given_s = self.arguments.seconds("timeout")
-        return connect(self.arguments.text("socket"), timeout_s=timeout_s if given_s is None else given_s)
+        return connect(socket or self.arguments.text("socket"), timeout_s=timeout_s if given_s is None else given_s)

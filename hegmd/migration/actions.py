@@ -21,7 +21,7 @@ from hegmd.migration.operation import (
     Pending,
     Worker,
 )
-from hegmd.migration.stages import is_away, is_past_return
+from hegmd.migration.stages import is_away, is_past_return, limit_s
 
 # Ranks that have not met after so many attempts will not.
 MOST_ROUNDS = 10
@@ -108,7 +108,10 @@ def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> 
     if op.deadline is None or now < op.deadline:
         return op  # an alarm that was set for an earlier phase
     if op.heading == FORWARD and op.phase in _TURN_WHEN_LATE and not _waits_for_moved(op):
-        message = f"operation {op.id} was not through with {op.phase} within its limit"
+        within = f"within {limit_s(op.limits, op.phase):g} s"
+        # A late agent is as good as one that says itself that no boundary came, and is told of in the same words.
+        late = f"operation {op.id} was not through with {op.phase} {within}"
+        message = f"no batch boundary {within}" if op.phase == "quiescing" else late
         return _back(op, TIMEOUT.name, message, "ask again with a longer --timeout, or look at what the job does")
     for pending in op.pending:
         op = _forgotten(op, pending)

@@ -70,7 +70,10 @@ Result = tuple[Operation, tuple[Effect, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What becomes of an event in a phase. `why` is what a person is told where nothing becomes of it."""
+    """What becomes of an event in a phase. `why` is what a person is told where nothing becomes of it.
+
+    In `hint`, {id} stands for the operation and {pid} for a process of it.
+    """
 
     verdict: str
     why: str
@@ -86,7 +89,8 @@ def handle(op: Operation, event: Event, now: float) -> Result:
     """
     row = TABLE[op.phase, event.tag]
     if row.verdict == REFUSE:
-        raise Refused(f"operation {op.id} is {op.phase}: {row.why}", row.hint)
+        hint = row.hint.format(id=op.id, pid=next(op.live, op.workers[0]).pid)
+        raise Refused(f"operation {op.id} is {op.phase}: {row.why}", hint)
     if row.action is None:
         return op, ()
     changed = _ended(op, event, row.action) if isinstance(event, Ending) else row.action(op, event, now)
@@ -117,7 +121,7 @@ def row_for(op: Operation, event: Event) -> Row:
 
 _HAS_ENDED = Row(IGNORE, "the effect that it ends has ended, or was given up")
 _OVER = Row(IGNORE, "the operation is over")
-_WATCH = "watch it with: hegmctl op"
+_WATCH = "watch it with: hegmctl op {id}"
 
 
 def _rows() -> dict[tuple[str, str], Row]:
@@ -145,8 +149,8 @@ def _put_requests(put: Put) -> None:
     settled = ("leaving", "verifying", "tidying")
     open_phases = [phase for phase in (PLANNED, *ACTIVE) if phase not in settled]
     put("cancel-asked", open_phases, Row(MOVE, "back, unless past return or on its way back", actions.cancel))
-    put("cancel-asked", settled, Row(REFUSE, "what it was for has been done", hint=f"{_WATCH}; it ends by itself"))
-    resume_it = "resume it with: hegmctl resume"
+    put("cancel-asked", settled, Row(REFUSE, "what it was for has been done", hint=_WATCH + "; it ends by itself"))
+    resume_it = "resume it with: hegmctl resume {pid}"
     put("cancel-asked", [SUSPENDED], Row(REFUSE, "there is nothing under way to cancel", hint=resume_it))
     put("cancel-asked", TERMINAL, Row(REFUSE, "it is over", hint="see the others with: hegmctl ops"))
 

@@ -254,10 +254,12 @@ def _judge_room(draft: Draft, needed: Mapping[str, int]) -> None:
             draft.against(REFUSED, f"how much is free on {name} is not known", "see hegmctl doctor", gpu=name)
         elif gpu.free_bytes < size_bytes:
             message = f"{name} has {gigabytes(gpu.free_bytes)} free and {gigabytes(size_bytes)} are needed"
+            left = {worker.gpu for worker in draft.workers if worker.to == name}
             others = [
                 other.id
                 for other in draft.snapshot.gpus
                 if other.state == "ok" and other.chip == gpu.chip and (other.free_bytes or 0) >= size_bytes
+                if other.id not in left
             ]
             hint = f"there is room on {listed(tuple(others))}" if others else "suspend or move something off it first"
             draft.against(REFUSED, message, hint, gpu=name)

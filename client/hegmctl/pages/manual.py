@@ -50,7 +50,8 @@ def client_page(day: str) -> str:
     page.item("`HEGM_SOCKET`", "The daemon's socket, where `--socket` is not given.")
     page.item(
         "`XDG_RUNTIME_DIR`",
-        "The directory below which a user's own daemon listens, at `hegm/hegmd.sock`; `/run/user/UID` if not set.",
+        "The directory below which a user's own daemon listens, at `hegm/hegmd.sock`; `/run/user/UID` if not set. "
+        "Where that does not exist, `hegmctl run` starts a daemon at `/tmp/hegm-UID/hegmd.sock`.",
     )
     page.item(
         "`HEGM_SOCKET`, `HEGM_RUN`, `HEGM_JOB`, `HEGM_GPU`, `HEGM_MSGPACK`, `PYTHONPATH`",

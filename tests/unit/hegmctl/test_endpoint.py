@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from errno import EACCES, EAGAIN, EIO
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hegmctl.connection import connect
-from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, unreachable
+from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, is_private, unreachable
 from hegmd.config import load
 from hegmd.errors import BUSY, DENIED, NO_DAEMON, UNAVAILABLE, USAGE, HegmError
 from tests.unit.hegmctl.running import as_nobody, command, environment
@@ -47,6 +49,38 @@ def test_without_a_runtime_directory_it_looks_where_the_users_daemon_then_listen
     listens_at = load(user_mode=True, environ={**environ, "HOME": str(socket_dir)}).daemon.socket
     assert missing.others == (str(listens_at),)
     assert missing.others[0].startswith("/run/user/")
+
+
+def test_a_daemon_that_run_started_without_a_runtime_directory_is_found_again(socket_dir: Path) -> None:
+    """`hegmctl run` started it in /tmp, and `hegmctl ps` in the next terminal said that no hegmd runs here."""
+    system = str(socket_dir / "none")
+    environ = {"XDG_RUNTIME_DIR": str(socket_dir / "gone")}
+    folder = socket_dir / f"hegm-{os.geteuid()}"
+    folder.mkdir(mode=0o700)
+    bare = folder / "hegmd.sock"
+    bare.touch()
+    found = find_endpoint(None, environ, system, str(socket_dir))
+    assert (found.path, found.origin) == (str(bare), "user")
+    bare.unlink()
+    assert find_endpoint(None, environ, system, str(socket_dir)).path == system
+
+
+def test_a_folder_in_tmp_that_others_may_write_to_is_not_trusted(socket_dir: Path) -> None:
+    """Anybody could make /tmp/hegm-1000 before the user of that number did, and answer there for a daemon."""
+    folder = socket_dir / f"hegm-{os.geteuid()}"
+    folder.mkdir()
+    (folder / "hegmd.sock").touch()
+    looked = partial(find_endpoint, None, {"XDG_RUNTIME_DIR": "/gone"}, "/none", str(socket_dir))
+    assert is_private(str(folder))
+    folder.chmod(0o775)
+    assert not is_private(str(folder))
+    assert looked().path == "/none"
+    folder.chmod(0o755)
+    elsewhere = socket_dir / "elsewhere"
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    assert not is_private(str(folder)), "somebody else's link"
+    assert looked().path == "/none"
 
 
 def test_a_socket_that_the_caller_may_not_use_gives_way_to_the_callers_own(socket_dir: Path) -> None:

@@ -140,6 +140,7 @@ def test_what_is_typed_is_what_is_asked(
         ("suspend", "suspend needs a PID"),
         ("resume", "resume needs PID"),
         ("drain", "drain needs GPU"),
+        ("drain gpu0 --to ,", "--to names no GPU"),
         ("swap 1", "swap needs OTHER"),
         ("swap 1 two", "OTHER two: a process id is needed"),
         ("op", "op needs ID"),

@@ -159,7 +159,20 @@ def test_no_boundary_within_the_limit_withdraws_without_a_trace() -> None:
     assert drive.until("undone").op.failure is not None
     assert drive.op.failure is not None
     assert drive.op.failure.code == "timeout"
+    assert drive.op.failure.message == "no batch boundary within 20 s", "in other words than the agent's"
     assert not drive.op.workers[0].touched
+
+
+def test_the_next_step_of_a_refusal_can_be_typed_as_it_stands() -> None:
+    """`hegmctl cancel` of a suspended job hinted at «hegmctl resume», a second resume at «hegmctl op», of nothing."""
+    drive = _suspending().until("evacuating")
+    with pytest.raises(Refused) as busy:
+        handle(drive.op, events.ResumeAsked(to={"a": "gpu0"}), 0.0)
+    assert busy.value.hint == f"watch it with: hegmctl op {drive.op.id}"
+    drive.until("suspended")
+    with pytest.raises(Refused) as resting:
+        handle(drive.op, events.CancelAsked(by="ada"), 0.0)
+    assert resting.value.hint == f"resume it with: hegmctl resume {drive.op.workers[0].pid}"
 
 
 def test_an_alarm_that_comes_early_changes_nothing() -> None:

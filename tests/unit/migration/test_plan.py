@@ -151,7 +151,7 @@ def _op(phase: str = "refilling") -> Operation:
         (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", mig=True))), _to(), "refused", "MIG", "whole"),
         (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", mps=True))), _to(), "refused", "MPS", "whole"),
         (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", free_bytes=None))), _to(), "refused", "not known", "doctor"),
-        (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", free_bytes=GIB))), _to(), "refused", "1.0 GiB free", "gpu0"),
+        (_snapshot(gpus=(_gpu("gpu0"), _gpu("gpu1", free_bytes=GIB))), _to(), "refused", "1.0 GiB free", "off it"),
         (
             _snapshot(gpus=(_gpu("gpu0", vendor="amd"), _gpu("gpu1", vendor="amd"))),
             _to(),
@@ -221,6 +221,14 @@ def test_room_is_counted_for_all_that_go_to_a_gpu() -> None:
     job = [_process(pid, job="bert") for pid in (1, 2)]
     gpus = (_gpu("gpu0"), _gpu("gpu1", free_bytes=3 * GIB))
     assert "4.0 GiB are needed" in _only_reason(planned(_snapshot(*job, gpus=gpus), _to("gpu1", 1))).message
+
+
+def test_a_gpu_that_a_job_is_to_leave_is_not_where_there_is_room_for_it() -> None:
+    """A drain of gpu0 onto a full gpu1 ended with the advice that there was room on gpu0."""
+    gpus = (_gpu("gpu0"), _gpu("gpu1", free_bytes=GIB))
+    assert "suspend or move" in _only_reason(planned(_snapshot(gpus=gpus), _to("gpu1"))).hint
+    third = (*gpus, _gpu("gpu2"))
+    assert _only_reason(planned(_snapshot(gpus=third), _to("gpu1"))).hint == "there is room on gpu2"
 
 
 def _suspended() -> Operation:

@@ -1,0 +1,51 @@
+"""`hegmctl run` where no daemon is: the one that it starts is found again, has the GPU named, and is the user's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.unit.hegmctl.running import command, environment
+
+pytestmark = pytest.mark.e2e
+
+
+def _run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*words), env=environment(**environ), capture_output=True, text=True, timeout=40, check=False
+    )
+
+
+def test_a_gpu_that_the_daemon_started_for_the_job_has_not_is_refused(socket_dir: Path) -> None:
+    """`--gpu gpu9` was only looked at where a daemon was there already; else the job trained on no GPU at all."""
+    spec = ("--socket", str(socket_dir / "d.sock"), "run", "--simulate", "2x1GiB", "--gpu")
+    refused = _run(*spec, "gpu9", "--", "echo", "trains")
+    assert (refused.returncode, refused.stdout) == (5, "")
+    assert "no GPU 'gpu9'; this node has gpu0, gpu1" in refused.stderr
+    assert _run(*spec, "gpu1", "--", "echo", "trains").stdout == "trains\n"
+
+
+def test_no_daemon_is_started_where_somebody_else_could_answer(socket_dir: Path) -> None:
+    """A folder that others may write to was used, and one of them could put a socket of its own in its place."""
+    if os.access("/run/hegm/hegmd.sock", os.W_OK):
+        pytest.skip("this node has a daemon that is found first")
+    folder = socket_dir / "hegm"
+    folder.mkdir()
+    folder.chmod(0o777)
+    words = ("run", "--simulate", "1x1GiB", "--", "echo", "trains")
+    refused = _run(*words, XDG_RUNTIME_DIR=str(socket_dir))
+    assert (refused.returncode, refused.stdout) == (6, "")
+    assert f"{folder} is not this user's alone" in refused.stderr
+    folder.chmod(0o700)
+    assert _run(*words, XDG_RUNTIME_DIR=str(socket_dir)).stdout == "trains\n"
+
+
+def test_the_daemon_of_a_run_is_found_without_being_named(socket_dir: Path) -> None:
+    if os.access("/run/hegm/hegmd.sock", os.W_OK):
+        pytest.skip("this node has a daemon that is found first")
+    ask = "unset HEGM_SOCKET; exec " + " ".join(command("gpus", "--quiet"))
+    seen = _run("run", "--simulate", "1x1GiB", "--", "sh", "-c", ask, XDG_RUNTIME_DIR=str(socket_dir))
+    assert (seen.returncode, "gpu0" in seen.stdout) == (0, True), seen.stderr
