@@ -23,8 +23,8 @@ SOURCES = Path(__file__).resolve().parent
 CACHE = SOURCES.parent.parent / "build" / "stubs"
 COMPILER = os.environ.get("CC", "cc")
 FLAGS = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-shared", "-fPIC")
-# The name that each vendor's binding asks the dynamic loader for.
-FILE_NAMES = {"nvml": "libnvidia-ml.so.1", "amdsmi": "libamd_smi.so"}
+# The name that each vendor's binding asks the dynamic loader for; `halt` is no vendor's, and is loaded by LD_PRELOAD.
+FILE_NAMES = {"nvml": "libnvidia-ml.so.1", "amdsmi": "libamd_smi.so", "halt": "halt.so"}
 
 
 def build_stub(name: str, folder: Path, *, hide: Sequence[str] = ()) -> Path:
