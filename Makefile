@@ -6,7 +6,7 @@ PYTEST := $(PYTHON) -m pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pythons demo test check bench bench-chaos bench-gpu test-gpu install uninstall deb man completions docs lint format clean
+.PHONY: help setup pythons demo test check test-chaos bench bench-chaos bench-gpu test-gpu install uninstall deb man completions docs lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,10 @@ test: ## all tests but those that need a GPU; end to end ones and a real systemd
 	@tools/setup.sh full
 	@tools/pythons.sh || echo "make: going on with the Pythons of this machine"
 	$(PYTEST) -m "not gpu and not bench" -ra
+
+test-chaos: ## kill everything at every state of every command, some 700 times, while jobs train (CHAOS="--victim daemon")
+	@tools/setup.sh full
+	@$(PYTHON) -m tests.chaos $(CHAOS)
 
 # A GPU machine may have no network, and its torch in a Python of its own, which then needs pytest, pytest-timeout, psutil
 # and what hegmd needs: `make test-gpu PYTHON=python3` sets nothing up.

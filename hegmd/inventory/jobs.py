@@ -10,6 +10,7 @@ A thread for each call and not one that is kept: there is nothing to stop at the
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -20,9 +21,18 @@ import anyio
 
 from hegmd.errors import Bug
 
-__all__ = ["Job"]
+__all__ = ["SHORTAGE_HINT", "Job", "shortage"]
 
 T = TypeVar("T")
+
+
+_NO_MORE = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))
+SHORTAGE_HINT = "hegmd tries again by itself; see what it has open in /proc/PID/fd, raise LimitNOFILE= of hegmd.service"
+
+
+def shortage(error: BaseException) -> str | None:
+    """What the kernel gives hegmd no more of, in its words, where that is why a job came to nothing; else None."""
+    return error.strerror if isinstance(error, OSError) and error.errno in _NO_MORE else None
 
 
 class Job(Generic[T]):

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import anyio
 
-from hegmd.inventory.jobs import Job
+from hegmd.inventory.jobs import SHORTAGE_HINT, Job, shortage
+from hegmd.log import limited
 from hegmd.processes.lookups import Wanted
 from hegmd.processes.roll import Roll, RollCall, Roster, stand_in
 
@@ -77,8 +78,8 @@ class RollWatch:
         self._step_job = None
         try:
             return job.result()
-        except Exception:
-            log.exception("the processes on the GPUs could not be looked at")
+        except Exception as error:  # noqa: BLE001 - what cannot be seen now is looked at again
+            _tell("the processes on the GPUs could not be looked at", error)
             return None
 
     async def _finish_step(self) -> bool:
@@ -110,6 +111,14 @@ class RollWatch:
         self._lookup_job = None
         try:
             job.result()
-        except Exception:
-            log.exception("command lines and users could not be looked up")
+        except Exception as error:  # noqa: BLE001 - what cannot be seen now is looked at again
+            _tell("command lines and users could not be looked up", error)
         return True
+
+
+def _tell(what: str, error: Exception) -> None:
+    missing = shortage(error)
+    if missing is None:
+        log.error(what, exc_info=error)
+    else:
+        limited(log, "shortage", logging.WARNING, "%s: %s; %s", what, missing, SHORTAGE_HINT)

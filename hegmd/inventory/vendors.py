@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import anyio
 
 from hegmd.devices.base import DeviceAbsent, DeviceError, DeviceProvider, VendorSnapshot
-from hegmd.inventory.jobs import Job
+from hegmd.inventory.jobs import SHORTAGE_HINT, Job, shortage
 from hegmd.protocol.snapshots import Vendor
 
 __all__ = ["VendorView", "VendorWatch"]
@@ -142,10 +142,8 @@ class VendorWatch:
             snapshot = job.result()
         except DeviceError as error:
             self._fail(error)
-        except Exception as error:
-            log.exception("the %s provider failed in an unforeseen way", self.name)
-            text = f"asking the {self.name} library failed with {type(error).__name__}: {error}"
-            self._fail(DeviceError(text, _BUG_HINT))
+        except Exception as error:  # noqa: BLE001 - whatever a vendor's binding raises is this vendor's failure
+            self._fail(self._as_failure(error))
         else:
             self._snapshot = snapshot
             self._reading += 1
@@ -153,6 +151,15 @@ class VendorWatch:
             self._error = None
             self._retry_s = FIRST_RETRY_S
         return True
+
+    def _as_failure(self, error: Exception) -> DeviceError:
+        """What is no word of the library's own: the kernel gives hegmd no more files or memory, or it is a mistake."""
+        missing = shortage(error)
+        if missing is not None:
+            return DeviceError(f"the {self.name} library cannot be asked: {missing}", SHORTAGE_HINT)
+        log.error("the %s provider failed in an unforeseen way", self.name, exc_info=error)
+        text = f"asking the {self.name} library failed with {type(error).__name__}: {error}"
+        return DeviceError(text, _BUG_HINT)
 
     def _fail(self, error: DeviceError) -> None:
         absent = isinstance(error, DeviceAbsent)

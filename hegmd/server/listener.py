@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import socket
 import stat
 from collections import Counter
@@ -160,6 +161,7 @@ class Listener:
         self._counters = counters
         self._sessions: set[Session] = set()
         self._accepting = anyio.CancelScope()
+        self._pressed = False
 
     @property
     def path(self) -> str:
@@ -191,11 +193,25 @@ class Listener:
         except OSError as error:
             if error.errno not in _PRESSED:
                 raise
-            limited(logger, "accept", logging.ERROR, "cannot accept connections: %s", error.strerror)
+            self._note_pressure(error)
             await anyio.sleep(_PRESSED_PAUSE_S)
             return
+        self._note_relief()
         self._admit(connection, tasks)
         await anyio.lowlevel.checkpoint()  # a storm of connections does not starve those that are there
+
+    def _note_pressure(self, error: OSError) -> None:
+        """Once for as long as it lasts: it is tried ten times a second."""
+        if not self._pressed:
+            self._pressed = True
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            why = f"{error.strerror}; hegmd may have {limit} open, raise LimitNOFILE= of hegmd.service"
+            limited(logger, "accept", logging.ERROR, "cannot accept connections: %s", why)
+
+    def _note_relief(self) -> None:
+        if self._pressed:
+            self._pressed = False
+            limited(logger, "accept-again", logging.INFO, "connections are accepted again")
 
     def _admit(self, connection: socket.socket, tasks: anyio.abc.TaskGroup) -> None:
         try:

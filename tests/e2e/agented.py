@@ -33,18 +33,11 @@ def environment(socket_path: Path | None, **more: str) -> dict[str, str]:
 class Training:
     """A script that runs with the agent. Ended with the context, if it has not ended by itself."""
 
-    def __init__(
-        self,
-        argv: list[str],
-        socket_path: Path,
-        python: str = sys.executable,
-        stdin: int = subprocess.DEVNULL,
-        **more: str,
-    ) -> None:
+    def __init__(self, argv: list[str], socket_path: Path, python: str = sys.executable, **more: str) -> None:
         self.process = subprocess.Popen(
             [python, *argv],
             env=environment(socket_path, **more),
-            stdin=stdin,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

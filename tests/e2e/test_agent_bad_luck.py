@@ -208,13 +208,14 @@ def test_a_signal_waits_for_bytes_that_are_with_the_daemon_alone(socket_path: Pa
 def test_a_dead_agents_thread_let_the_job_train_with_empty_storages(socket_path: Path, pool: int) -> None:
     """What was parked was let go by the thread's end, whether its bytes were in the process or not."""
     script = str(SCRIPTS / "deadly.py")
-    with ScriptedDaemon(socket_path) as daemon, Training([script], socket_path, stdin=subprocess.PIPE) as training:
+    told = socket_path.with_name("told")
+    os.mkfifo(told)
+    where = {"HEGM_TEST_TOLD": str(told)}
+    with ScriptedDaemon(socket_path) as daemon, Training([script], socket_path, **where) as training:
         agent = daemon.attended()
         size_bytes = _out(agent, pool)
-        assert training.process.stdin is not None
+        told.write_text("now\n")
         assert training.process.stderr is not None
-        training.process.stdin.write("now\n")
-        training.process.stdin.flush()
         assert training.process.stderr.readline() == "told\n"
         agent.send("survey")  # it wakes up, and dies
         agent.wait_until_gone()
@@ -225,7 +226,7 @@ def test_a_dead_agents_thread_let_the_job_train_with_empty_storages(socket_path:
         again.done("release", limit_s=20)
         status, output, errors = training.result()
     assert (status, errors) == (0, "")
-    assert output == undisturbed([script])
+    assert output == undisturbed([script], **where)
 
 
 def test_an_interrupt_while_its_bytes_are_out_brings_them_back_first(socket_path: Path, pool: int) -> None:

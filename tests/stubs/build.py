@@ -35,8 +35,13 @@ FLAGS = (
     "-Wl,-Bsymbolic",
     f"-I{SOURCES}",
 )
-# The name that each vendor's binding asks the dynamic loader for.
-FILE_NAMES = {"nvml": "libnvidia-ml.so.1", "amdsmi": "libamd_smi.so", "cuda": "libcuda.so.1"}
+# The name that each vendor's binding asks the dynamic loader for; `halt` is no vendor's, and is loaded by LD_PRELOAD.
+FILE_NAMES = {
+    "nvml": "libnvidia-ml.so.1",
+    "amdsmi": "libamd_smi.so",
+    "cuda": "libcuda.so.1",
+    "halt": "halt.so",
+}
 # What a stub has from another's folder: NVML and CUDA tell of the same node.
 SHARED = {"nvml": ("cuda/node.c", "cuda/node.h")}
 

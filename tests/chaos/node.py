@@ -1,0 +1,188 @@
+"""A private node to kill things on: a daemon that can be halted, its keeper, its clients, and what is left of them.
+
+Owns the processes and knows where each victim is found. Asks nothing of jobs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+
+import psutil
+from typing_extensions import Self
+
+from hegmctl.connection import Connection, connect
+from hegmd.errors import HegmError
+from hegmd.protocol.messages import Story, StoryReply
+from hegmd.protocol.operations import Operation
+from tests.chaos import faults
+from tests.chaos.cells import BOTH, CLIENT, CUT, DAEMON, HALF, KEEPER, SPOILT, STOPPED
+from tests.chaos.halts import Halts
+from tests.e2e.daemon import RunningDaemon
+from tests.e2e.moved_job import environment
+from tests.stubs.build import build_stub
+
+REST_LIMIT_S = 90.0
+SHARED_MEMORY = Path("/dev/shm")
+OVER = frozenset({"done", "undone", "lost"})
+_NAMELESS = '[pool]\nmemory = "nameless"\n'
+_UNDER_SYSTEMD = "INVOCATION_ID"
+_TO_THE_SOCKET = {CUT: faults.cut, HALF: faults.cut_within_a_frame, SPOILT: faults.spoil}
+
+
+class Client:
+    """One `hegmctl` with a command, as an operator types it."""
+
+    def __init__(self, words: list[str], socket_path: Path) -> None:
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the client
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hegmctl", *words, "--json"],
+            env=environment(socket_path),
+            stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=self._said,
+        )
+
+    def said(self) -> str:
+        self._said.seek(0)
+        return self._said.read()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self.process.poll() is None and kind is not None:
+            self.process.kill()
+        self.process.wait(REST_LIMIT_S)
+        self._said.close()
+
+
+class Node:
+    """The daemon and what belongs to it; a context manager that leaves nothing."""
+
+    def __init__(self, folder: Path, *, nameless: bool) -> None:
+        """With `nameless` memory a keeper has the bytes in flight; else they are files, and there is none."""
+        self.folder = folder
+        self.state_dir = folder / "state"
+        self.halts = Halts(folder / "halt.sock")
+        arguments: list[str] = []
+        if nameless:
+            (folder / "hegmd.toml").write_text(_NAMELESS)
+            arguments = ["--config", str(folder / "hegmd.toml")]
+        halted = {"LD_PRELOAD": str(build_stub("halt", folder)), "HEGM_TEST_HALT": str(self.halts.path)}
+        alone = {_UNDER_SYSTEMD: ""} if _UNDER_SYSTEMD in os.environ else {}
+        self.daemon = RunningDaemon(folder, *arguments, environ={**halted, **alone})
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.halts)
+            stack.callback(self._kill_keepers)
+            stack.enter_context(self.daemon)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stack.close()
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def asked(self) -> Iterator[Connection]:
+        self.daemon.read_notices()
+        with connect(str(self.daemon.socket_path), timeout_s=REST_LIMIT_S) as hegmd:
+            yield hegmd
+
+    def client(self, words: list[str]) -> Client:
+        self.daemon.read_notices()
+        return Client(words, self.daemon.socket_path)
+
+    def rest(self) -> dict[str, Operation]:
+        """Every operation, once all are at rest."""
+        with self.asked() as hegmd:
+            for known in hegmd.operations().operations:
+                if known.phase not in OVER:  # one that was suspended may have been found and not been looked at yet
+                    hegmd.call(Story(id=known.id, follow=True), StoryReply)
+            return {op.id: op for op in hegmd.operations().operations}
+
+    def await_agents(self, pids: set[int], *, on_gpu: bool) -> dict[int, str]:
+        """The GPU of each of these, once their agents are all there, and counted; they come by themselves."""
+        until = monotonic() + REST_LIMIT_S
+        with self.asked() as hegmd:
+            while True:
+                found = {process.pid: process for process in hegmd.processes().processes if process.agent}
+                if pids <= found.keys() and (not on_gpu or all(found[pid].gpus for pid in pids)):
+                    return {pid: found[pid].gpus[0].gpu if found[pid].gpus else "" for pid in pids}
+                assert monotonic() < until, f"of {pids}, there are {found}\n{self.daemon.log_text()[-4000:]}"
+
+    def story(self, op: str) -> str:
+        """What is known of an operation, for whoever reads why a round has failed."""
+        try:
+            with self.asked() as hegmd:
+                reply = hegmd.call(Story(id=op), StoryReply)
+        except HegmError as error:
+            return f"{error.message}\n{self.daemon.log_text()[-4000:]}"
+        lines = [f"{line.utc:.3f} {line.phase}: {line.event} {line.detail} {line.effects}" for line in reply.story]
+        return "\n".join([repr(reply.operation), *lines, self.daemon.log_text()[-4000:]])
+
+    # -- killing -------------------------------------------------------------------------------------------------------
+
+    def keepers(self) -> list[psutil.Process]:
+        return [process for process in mentioning(self.state_dir) if "hegmd.keeper" in process.info["cmdline"]]
+
+    def strike(self, victim: str, client: Client, pid: int) -> int:
+        """Kill it, or do that to the worker; how many that were. A daemon is not started again by this."""
+        struck = len(self._kill_keepers()) if victim in (KEEPER, BOTH) else 0
+        if victim in (DAEMON, BOTH):
+            self.daemon.stop(signal.SIGKILL)
+            struck += 1
+        elif victim == CLIENT:
+            client.process.kill()
+            client.process.wait()
+            struck += 1
+        elif victim == STOPPED:
+            os.kill(pid, signal.SIGSTOP)
+            struck += 1
+        elif victim in _TO_THE_SOCKET:
+            struck += _TO_THE_SOCKET[victim](pid, self.daemon.socket_path)
+        return struck
+
+    def heal(self, victim: str, pid: int) -> None:
+        """What has to be done for things to go on, after the daemon was let go."""
+        if victim in (DAEMON, BOTH):
+            self.daemon.start()
+        elif victim == STOPPED:
+            with self.asked() as hegmd:
+                hegmd.operations()  # it answers others meanwhile
+            os.kill(pid, signal.SIGCONT)
+
+    def _kill_keepers(self) -> list[psutil.Process]:
+        keepers = self.keepers()
+        for keeper in keepers:
+            keeper.kill()
+        return keepers
+
+    # -- what is left --------------------------------------------------------------------------------------------------
+
+    def left(self) -> list[str]:
+        """What no daemon at rest should have: pieces of memory, files on disk, and processes other than itself."""
+        files = [*(self.state_dir / "spill").glob("*"), *self.state_dir.glob("*.new")]
+        known = self.state_dir / "identity"  # drawn when there is the first file to be named
+        if known.exists():
+            files += SHARED_MEMORY.glob(f"hegmd-*-{known.read_text()[:16]}/*")
+        keepers = psutil.wait_procs(self.keepers(), timeout=10)[1]
+        return [str(path) for path in files] + [f"keeper {keeper.pid}" for keeper in keepers]
+
+
+def mentioning(path: Path) -> Iterator[psutil.Process]:
+    """Every process with that path in its command."""
+    for process in psutil.process_iter(["cmdline"]):
+        if str(path) in (process.info["cmdline"] or ()):
+            yield process

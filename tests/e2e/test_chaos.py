@@ -1,0 +1,39 @@
+"""Jobs train while everything around them is killed: each state of each command once. `make test-chaos` is all of it.
+
+What has to be true after each kill, and in the end, is in tests/chaos/campaign.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.campaign import Campaign
+from tests.chaos.cells import FAULTS, STATES, VICTIMS, every_cell, few_cells
+from tests.chaos.node import Node
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+
+
+def test_no_kill_at_any_state_changes_a_number_or_leaves_anything(socket_dir: Path) -> None:
+    with Node(socket_dir, nameless=True) as node:
+        tally = Campaign(node, with_torch=1, by_hand=1, say=print).run(few_cells(VICTIMS))
+        missing = {state for states in STATES.values() for state in states} - node.halts.seen
+    assert tally.kills.total() > 25, tally
+    assert not missing
+
+
+def test_no_broken_connection_or_stopped_worker_does_either(socket_dir: Path) -> None:
+    with Node(socket_dir, nameless=False) as node:
+        tally = Campaign(node, with_torch=1, by_hand=0, say=print).run(few_cells(FAULTS))
+    assert tally.kills.total() > 30, tally
+
+
+def test_the_whole_run_kills_at_least_two_hundred_times_and_everywhere() -> None:
+    cells = list(every_cell())
+    assert len(cells) > 300
+    assert len({(cell.command, cell.state, cell.victim) for cell in cells}) == len(VICTIMS) * sum(
+        map(len, STATES.values())
+    )

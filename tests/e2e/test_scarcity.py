@@ -1,0 +1,234 @@
+"""When the kernel gives no more: descriptors by a real limit, memory by a real control group, and no time at all."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from hegmctl.connection import Connection, connect
+from hegmd.errors import HegmError
+from hegmd.protocol.messages import Migrate, OperationReply, Story, StoryReply
+from tests.chaos.jobs import WITH_TORCH, descriptors, undisturbed
+from tests.chaos.jobs import Job as Endless
+from tests.e2e.daemon import RunningDaemon
+from tests.e2e.test_moving import Job
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+
+MIB = 1 << 20
+V2, V1 = Path("/sys/fs/cgroup/cgroup.controllers"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@pytest.fixture
+def daemon(socket_dir: Path) -> Iterator[RunningDaemon]:
+    with RunningDaemon(socket_dir) as running:
+        yield running
+
+
+def on_a_gpu(daemon: RunningDaemon, pid: int) -> None:
+    """Its agent is there and has been counted, and all GPUs are well."""
+    with connect(str(daemon.socket_path)) as hegmd:
+        while not any(process.pid == pid and process.gpus for process in hegmd.processes().processes):
+            hegmd.ping()
+        while any(gpu.state != "ok" for gpu in hegmd.gpus().gpus):
+            hegmd.ping()
+
+
+# -- descriptors -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def few_descriptors(pid: int, spare: int) -> Iterator[int]:
+    """That process may open so many more, and not one above."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    taken = {int(link.name) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    free = [number for number in range(len(taken) + spare + 1) if number not in taken]
+    limit = free[spare]  # the kernel gives the lowest number that is free
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield limit
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def test_a_daemon_without_descriptors_says_so_once_and_serves_again(daemon: RunningDaemon) -> None:
+    with Endless(WITH_TORCH, 7, "gpu0", daemon.socket_path) as job:
+        on_a_gpu(daemon, job.pid)
+        pid = daemon.process.pid
+        with ExitStack() as callers, few_descriptors(pid, spare=2) as limit:
+            for _ in range(8):  # they wait in the backlog
+                caller = callers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                caller.connect(str(daemon.socket_path))
+            while "cannot accept" not in daemon.log_text():
+                job.make_steps(1)
+            job.make_steps(20)
+            told = [line for line in daemon.log_text().splitlines() if "cannot accept" in line]
+            assert len(told) == 1, told
+            assert f"hegmd may have {limit} open" in told[0]
+        before = descriptors(pid)
+        with connect(str(daemon.socket_path)) as hegmd:
+            reply = hegmd.migrate(job.pid, "gpu1")
+        assert reply.operation is not None
+        assert reply.operation.phase == "done"
+        assert "Traceback" not in daemon.log_text()
+        lines = job.output()
+    assert lines == undisturbed(WITH_TORCH, 7, len(lines))
+    assert sum(before.values()) >= sum(descriptors(pid).values())
+
+
+def job_moved(hegmd: Connection, pid: int) -> str:
+    """How a migration to the other GPU ended: refused at once, or as an operation."""
+    (here,) = [process.gpus[0].gpu for process in hegmd.processes().processes if process.pid == pid]
+    try:
+        operation = hegmd.migrate(pid, "gpu1" if here == "gpu0" else "gpu0").operation
+    except HegmError as refusal:
+        return refusal.code.name
+    assert operation is not None
+    return operation.phase
+
+
+def test_a_move_for_which_descriptors_run_out_is_refused_or_turned_back(daemon: RunningDaemon) -> None:
+    with Endless(WITH_TORCH, 8, "gpu0", daemon.socket_path) as job:
+        on_a_gpu(daemon, job.pid)
+        ends: list[str] = []
+        with connect(str(daemon.socket_path)) as hegmd:
+            for spare in (8, 0, 1, 3):
+                with few_descriptors(daemon.process.pid, spare):
+                    ends.append(job_moved(hegmd, job.pid))
+                job.make_steps(3)
+                on_a_gpu(daemon, job.pid)  # what could not be read meanwhile is read again
+            assert "Traceback" not in daemon.log_text()
+            assert job_moved(hegmd, job.pid) == "done"
+        assert set(ends) <= {"done", "undone", "refused", "unavailable"}, ends
+        assert "done" in ends
+        assert set(ends) != {"done"}, "there were always enough"
+        lines = job.output()
+    assert lines == undisturbed(WITH_TORCH, 8, len(lines))
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+class MemoryGroup:
+    """A control group of its own for the processes that are put in, in the unified hierarchy or in the older one."""
+
+    def __init__(self) -> None:
+        is_unified = V2.exists() and "memory" in V2.read_text().split()
+        self._parent = V2.parent if is_unified else V1.parent
+        self._limit = "memory.max" if is_unified else "memory.limit_in_bytes"
+        self.path = Path(tempfile.mkdtemp(prefix="hegm-test-", dir=self._parent))
+
+    def limit(self, size_bytes: int) -> None:
+        (self.path / self._limit).write_text(str(size_bytes))
+
+    def take(self, pid: int) -> None:
+        (self.path / "cgroup.procs").write_text(str(pid))
+
+    @property
+    def used_bytes(self) -> int:
+        for name in ("memory.current", "memory.usage_in_bytes"):
+            if (self.path / name).exists():
+                return int((self.path / name).read_text())
+        raise FileNotFoundError(self.path)
+
+
+@pytest.fixture
+def group() -> Iterator[MemoryGroup]:
+    if not (V1.exists() or V2.exists()):
+        pytest.skip("no control groups of memory are mounted at /sys/fs/cgroup")
+    try:
+        made = MemoryGroup()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error.strerror}")
+    yield made
+    made.path.rmdir()
+
+
+BALLAST = """
+import torch
+from torch.utils.data import DataLoader
+ballast = torch.randn(64, 1 << 20)
+weights = torch.nn.Parameter(torch.randn(1000))
+optimizer = torch.optim.SGD([weights], lr=1e-3)
+for batch in DataLoader(range(1_000_000)):
+    loss = (weights[:8] * batch).sum() + ballast[int(batch) % 64, 0]
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item(), flush=True)
+"""
+
+
+def large_job(daemon: RunningDaemon, folder: Path, group: MemoryGroup) -> Job:
+    """One of 256 MiB, all of whose memory is the group's: it is put there before it has any."""
+    script = folder / "large.py"
+    script.write_text(f"open({str(group.path / 'cgroup.procs')!r}, 'w').write('0')\n" + BALLAST)
+    return Job(daemon, [str(script)])
+
+
+def test_a_job_at_its_memory_limit_goes_out_and_comes_back_within_it(
+    daemon: RunningDaemon, group: MemoryGroup, tmp_path: Path
+) -> None:
+    """Its bytes are in the pool, which is charged to hegmd: the limit of the job does not have to hold them twice."""
+    with large_job(daemon, tmp_path, group) as job:
+        job.steps(5)
+        pid = str(job.process.pid)
+        on_a_gpu(daemon, job.process.pid)
+        group.limit(group.used_bytes + 64 * MIB)
+        full_bytes = group.used_bytes
+        job.operation("suspend", pid)
+        assert full_bytes - group.used_bytes > 200 * MIB, "the bytes that are out still count for the job"
+        assert job.operation("resume", pid)["phase"] == "done"
+        job.steps(5)
+
+
+def test_a_job_that_the_kernel_ends_as_it_comes_back_is_lost_and_nothing_is_held_for_it(
+    daemon: RunningDaemon, group: MemoryGroup, tmp_path: Path
+) -> None:
+    """Somebody lowered its limit while it was out. Nothing can save it; hegmd says so."""
+    with large_job(daemon, tmp_path, group) as job:
+        job.steps(5)
+        pid = str(job.process.pid)
+        on_a_gpu(daemon, job.process.pid)
+        job.operation("suspend", pid)
+        group.limit(group.used_bytes + 64 * MIB)
+        ended = job.operation("resume", pid, status=6)
+        assert job.process.wait(30) == -signal.SIGKILL
+        assert ended["phase"] == "lost"
+        assert "while its state was out of it" in ended["failure"]["message"]
+        with job.connect() as hegmd:
+            assert all(gpu.memory_used_bytes == 0 for gpu in hegmd.gpus().gpus)
+            assert 'hegmd_pool_bytes{what="memory"} 0\n' in hegmd.metrics().text
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_stopped_past_the_limit_is_left_alone_and_goes_on(daemon: RunningDaemon) -> None:
+    with Endless(WITH_TORCH, 9, "gpu0", daemon.socket_path) as job:
+        on_a_gpu(daemon, job.pid)
+        os.kill(job.pid, signal.SIGSTOP)
+        with connect(str(daemon.socket_path), timeout_s=60) as hegmd:
+            begun = hegmd.call(Migrate(pids=(job.pid,), to="gpu1", limit_s=1.0, wait=False), OperationReply)
+            assert begun.operation is not None
+            while not (told := hegmd.call(Story(id=begun.operation.id), StoryReply).operation).failure:
+                hegmd.ping()
+            assert told.failure is not None
+            os.kill(job.pid, signal.SIGCONT)
+            ended = hegmd.call(Story(id=begun.operation.id, follow=True), StoryReply).operation
+            assert ended.phase == "undone", ended
+            job.make_steps(3)
+            moved = hegmd.migrate(job.pid, "gpu1").operation
+            assert moved is not None
+            assert moved.phase == "done"
+        lines = job.output()
+    assert lines == undisturbed(WITH_TORCH, 9, len(lines))
