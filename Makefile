@@ -39,9 +39,10 @@ test-chaos: ## kill everything at every state of every command, some 700 times, 
 # and what hegmd needs: `make test-gpu PYTHON=python3` sets nothing up.
 SET_UP_FOR_GPU = $(if $(filter file,$(origin PYTHON)),@tools/setup.sh dev)
 
-test-gpu: ## the tests that need real GPUs (PYTHON=python3: by a Python that has torch)
+test-gpu: ## the tests that need real GPUs (PYTHON=python3: by a Python that has torch; CASES=--all: all the moves)
 	$(SET_UP_FOR_GPU)
 	PYTHONPATH=.:client $(PYTEST) -m gpu -ra tests/gpu
+	PYTHONPATH=.:client $(PYTHON) -m tests.gpu.moves_run $(CASES)
 
 bench: ## measure what needs no GPU, beside the budgets
 	@tools/setup.sh dev
@@ -55,6 +56,7 @@ bench-chaos: ## 100,000 seeded lives of the migration machine, and every damage 
 bench-gpu: ## measure on this machine's GPUs, and compare with nvidia-smi (PYTHON=python3: by a Python that has torch)
 	$(SET_UP_FOR_GPU)
 	@PYTHONPATH=.:client $(PYTHON) -m tests.gpu.inventory_run
+	@PYTHONPATH=.:client $(PYTHON) -m tests.gpu.bench_moves
 
 install: man completions ## install under PREFIX (/usr/local) with its own venv and systemd units; DESTDIR is honoured
 	@packaging/install.sh

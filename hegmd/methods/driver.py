@@ -75,11 +75,16 @@ class DriverMethod:
     async def _hold(self, subject: Subject, gpu: str, rest_bytes: int, storage_bytes: int) -> None:
         uuid = await self._gpus.uuid_of(gpu)
         async with self._gpus.turn(gpu):
+            is_first = not self._memory.of(rest_of(subject)).get(uuid)
             try:
                 await self._memory.hold(rest_of(subject), uuid, rest_bytes)
                 await self._memory.hold(storages_of(subject), uuid, storage_bytes)
-            except Refused as error:
-                raise NoRoom(error.message, error.hint, error.facts) from error
+            except BaseException as error:
+                if is_first:  # one half is no room, and nobody would know of it
+                    self._memory.give(rest_of(subject), uuid)
+                if isinstance(error, Refused):
+                    raise NoRoom(error.message, error.hint, error.facts) from error
+                raise
 
     async def give_room(self, subject: Subject, gpu: str) -> None:
         uuid = await self._gpus.uuid_of(gpu)

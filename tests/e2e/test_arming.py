@@ -1,0 +1,33 @@
+"""What is held before a job is touched is given back when not all of it can be had: a daemon over the stub driver."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hegmd.protocol.messages import Migrate, OperationReply
+from tests.e2e.driven import DrivenNode, Watched, at_rest, helper_of, only_its_own
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3])
+def test_a_helper_that_is_killed_between_two_pieces_of_room_leaves_none_of_them_held(
+    tmp_path: Path, piece: int
+) -> None:
+    """Room for the driver, room for the storages, and the peer's buffers: three pieces on the target."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with DrivenNode(tmp_path) as node, node.agented(0) as program:
+        watched = Watched(program)
+        node.cuda.order(f"hold cuMemCreate {gate} {piece}")
+        with node.connect() as connection:
+            connection.call(Migrate(pids=(watched.pid,), to="gpu1", carrier="peer", wait=False), OperationReply)
+        with gate.open("w"):
+            helper_of(node).kill()
+            node.cuda.mend()
+        assert at_rest(node).phase in {"done", "undone"}
+        watched.is_whole()
+        only_its_own(node, watched)

@@ -1,0 +1,290 @@
+"""What moves are tested on: a real hegmd with its keeper, the commands, and an account of all video memory by NVML.
+
+Owns the daemon's process and folder. The account tells what every process has on every GPU, and what nobody has: that
+is what descriptors hold, so it has to be the same before a move and after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import pynvml
+from typing_extensions import Self
+
+from hegmctl.connection import Connection, connect
+from hegmd.errors import HegmError
+from hegmd.protocol import operations as told
+from hegmd.protocol.messages import OperationReply, Request, Story, StoryReply
+from hegmd.protocol.operations import OperationProgress
+from tests.gpu.keeper import Keeper
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+COMMAND_S = 120.0
+LOOK_AGAIN_S = 0.02
+# Some machines have their memory only once it is asked for, so half of what is free at the start would be too little.
+POOL_BYTES = 160 << 30
+# Besides what NVML says that it has, a process costs its GPU a few MiB that no process is said to have.
+PROCESS_MIB = 12.0
+# What a run within another job would have from that.
+OF_A_JOB = ("HEGM_SOCKET", "HEGM_RUN", "HEGM_JOB", "HEGM_GPU")
+OVER = ("suspended", "done", "undone", "lost")
+PHASES = (
+    *("planned", "settling", "arming", "counting", "quiescing", "measuring", "evacuating", "checkpointing", "leaving"),
+    *("restoring", "refilling", "releasing", "verifying", "tidying", *OVER),
+)
+
+
+class WentWrongError(Exception):
+    """What a case was to see and did not."""
+
+
+@dataclass(frozen=True)
+class Account:
+    """Video memory at one moment, by GPU's number: in use, and by process."""
+
+    used_mib: tuple[float, ...]
+    by_process: tuple[dict[int, float], ...]
+
+    def unowned_mib(self, gpu: int) -> float:
+        """What is in use and no process has."""
+        return self.used_mib[gpu] - sum(self.by_process[gpu].values())
+
+    def places(self, pid: int) -> dict[int, float]:
+        """What a process has, by GPU."""
+        return {gpu: shares[pid] for gpu, shares in enumerate(self.by_process) if pid in shares}
+
+
+class Gpus:
+    """The GPUs by NVML."""
+
+    def __init__(self) -> None:
+        pynvml.nvmlInit()
+        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        self.driver = str(pynvml.nvmlSystemGetDriverVersion())
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def account(self) -> Account:
+        used = [pynvml.nvmlDeviceGetMemoryInfo(handle).used / MIB for handle in self._handles]
+        shares = [
+            {process.pid: (process.usedGpuMemory or 0) / MIB for process in self._processes(handle)}
+            for handle in self._handles
+        ]
+        return Account(tuple(used), tuple(shares))
+
+    def _processes(self, handle: object) -> Iterable[Any]:
+        processes: Iterable[Any] = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        return processes
+
+
+def until(fact: Callable[[], object], what: str, within_s: float = 20.0) -> None:
+    """Look again until it is so. Raises WentWrongError when it does not come to be."""
+    deadline, pause = time.monotonic() + within_s, threading.Event()
+    while not fact():
+        if time.monotonic() > deadline:
+            raise WentWrongError(f"{what} did not come to be within {within_s:g} s")
+        pause.wait(LOOK_AGAIN_S)  # NVML and other processes tell nobody when they have changed
+
+
+class Node:
+    """The daemon and the GPUs. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.gpus = Gpus()
+        self.keeper = Keeper(folder)
+        self._config = folder / "hegmd.toml"
+        self._config.write_text(f"[pool]\nbudget_bytes = {POOL_BYTES}\n")
+        self._log = (folder / "hegmd.log").open("ab")
+        self._runs = 0
+        self._new_state()
+
+    def _new_state(self) -> None:
+        self._runs += 1
+        self.socket_path = self.folder / f"hegmd{self._runs}.sock"
+        self._state = self.folder / f"state{self._runs}"
+
+    # -- the daemon ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.end()
+        self.keeper.close()
+        self._log.close()
+
+    def start(self) -> None:
+        """Start the daemon; it takes up what an earlier one left."""
+        paths = {"--socket": self.socket_path, "--state-dir": self._state, "--config": self._config}
+        command = [sys.executable, "-m", "hegmd", *(str(word) for pair in paths.items() for word in pair)]
+        try:
+            self.daemon = self.keeper.start(command, self.environ(), self._log.fileno())
+        except RuntimeError as error:
+            raise WentWrongError(f"{error}\n{self.log_tail()}") from error
+
+    def end(self) -> None:
+        """End the daemon kindly, and if need be otherwise."""
+        self.daemon.terminate()
+        try:
+            self.daemon.wait(15)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        self.daemon.kill()
+        self.daemon.wait()
+
+    def renew(self) -> None:
+        """After what nobody can account for: another daemon, which knows of nothing."""
+        self.kill()
+        self.keeper.close()
+        (self.folder / "notify.sock").unlink()
+        self.keeper = Keeper(self.folder)
+        self._new_state()
+        self.start()
+
+    def helper_pid(self) -> int | None:
+        """The GPU helper, if there is one now."""
+        for child in psutil.Process(self.daemon.pid).children():
+            with contextlib.suppress(psutil.Error):  # it may just be ending
+                if "hegmd.helper.child" in child.cmdline():
+                    return int(child.pid)
+        return None
+
+    def log_tail(self, lines: int = 15) -> str:
+        self._log.flush()
+        return "\n".join((self.folder / "hegmd.log").read_text(errors="replace").splitlines()[-lines:])
+
+    def log_since(self, since_utc: float, until_utc: float) -> list[str]:
+        """What the daemon logged between these moments."""
+        lines = (self.folder / "hegmd.log").read_text(errors="replace").splitlines()
+        return [line for line in lines if since_utc <= _utc_of(line) < until_utc]
+
+    def environ(self) -> dict[str, str]:
+        """What programs of ours are started with."""
+        plain = {name: value for name, value in os.environ.items() if name not in OF_A_JOB}
+        return {**plain, "HEGM_SOCKET": str(self.socket_path), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    def hegmctl(self, *words: str) -> dict[str, Any]:
+        """The last thing that a command said. Raises WentWrongError with its error."""
+        ran = subprocess.run(
+            [sys.executable, "-m", "hegmctl", *words, "--json"],
+            env=self.environ(),
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+            check=False,
+        )
+        if ran.returncode:
+            raise WentWrongError(f"hegmctl {' '.join(words)} ended with {ran.returncode}: {_why(ran)}")
+        answer: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+        return answer
+
+    def connect(self) -> Connection:
+        return connect(str(self.socket_path), timeout_s=COMMAND_S)
+
+    def ask(self, request: Request) -> OperationReply:
+        """What a command cannot say: with this carrier, or without waiting."""
+        with self.connect() as connection:
+            return connection.call(request, OperationReply)
+
+    def story(self, op_id: str, *, follow: bool = False) -> StoryReply:
+        """An operation's story; with `follow` once it is at rest."""
+        with self.connect() as connection:
+            stream = connection.stream(Story(id=op_id, follow=follow), OperationProgress, StoryReply, patient=True)
+            while True:
+                try:
+                    next(stream)
+                except StopIteration as end:
+                    reply: StoryReply = end.value
+                    return reply
+
+    def rest(self, op_id: str) -> told.Operation:
+        """The operation, once it is over or suspended; the daemon may be another one by then."""
+        while True:
+            try:
+                return self.story(op_id, follow=True).operation
+            except HegmError as error:
+                if self.daemon.poll() is None:
+                    raise WentWrongError(f"operation {op_id}: {error.message}") from error
+                self.start()
+
+    def reach(self, op_id: str, phase: str) -> str:
+        """Wait until the operation is in that phase, or in one after it; in which it is."""
+        wanted = PHASES.index(phase)
+        with self.connect() as connection:
+            stream = connection.stream(Story(id=op_id, follow=True), OperationProgress, StoryReply, patient=True)
+            for progress in stream:
+                if PHASES.index(progress.phase) >= wanted:
+                    return progress.phase
+        return "over"
+
+    # -- accounts ------------------------------------------------------------------------------------------------------
+
+    def settle(self, before: Account) -> Account:
+        """Wait until nobody holds anything, and nobody has what nobody had before. Raises WentWrongError."""
+        until(lambda: not self.keeper.stored(), f"that the keeper has nothing more of {self.keeper.stored()}")
+        self.settle_gpus(before)
+        return self.gpus.account()
+
+    def settle_gpus(self, before: Account) -> None:
+        """The same of the GPUs alone, where a suspended job's bytes may be kept elsewhere."""
+        try:
+            until(lambda: not self._more(before), "that all is given back")
+        except WentWrongError as error:
+            raise WentWrongError(f"{error}: {self._more(before)}") from None
+
+    def _more(self, before: Account) -> str:
+        """What is held on GPUs now and was not before, in words; empty when nothing is."""
+        after, helper = self.gpus.account(), self.helper_pid()
+        said = [f"the helper has {after.places(helper)} MiB"] if helper is not None and after.places(helper) else []
+        return ", ".join([*said, *_more_unowned(before, after)])
+
+
+def _more_unowned(before: Account, after: Account) -> Iterator[str]:
+    """For each GPU on which there is more, or less, than before that no process has, how much."""
+    for gpu, shares in enumerate(after.by_process):
+        more_processes = len(shares) - len(before.by_process[gpu])
+        more_mib = after.unowned_mib(gpu) - before.unowned_mib(gpu)
+        if abs(more_mib) > PROCESS_MIB * max(1, abs(more_processes)):
+            yield f"gpu{gpu} {more_mib:+.1f} MiB that no process has"
+
+
+def _utc_of(line: str) -> float:
+    """When a line was logged; 0 for one that does not tell."""
+    try:
+        return datetime.fromisoformat(line.split(" ", 1)[0]).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _why(ran: subprocess.CompletedProcess[str]) -> str:
+    """The message and the hint: of the error, or of the operation that did not get to what was asked."""
+    for text, keys in ((ran.stderr, ("error",)), (ran.stdout, ("operation", "failure"))):
+        try:
+            said = json.loads(text.splitlines()[-1])
+            for key in keys:
+                said = said[key]
+            return f"{said['code']}: {said['message']} ({said['hint']})"
+        except (ValueError, IndexError, KeyError, TypeError):
+            continue
+    return (ran.stderr + ran.stdout)[-800:]
