@@ -81,7 +81,8 @@ class DriverMethod:
                 await self._memory.hold(storages_of(subject), uuid, storage_bytes)
             except BaseException as error:
                 if is_first:  # one half is no room, and nobody would know of it
-                    self._memory.give(rest_of(subject), uuid)
+                    with anyio.CancelScope(shield=True):
+                        await self._memory.give(rest_of(subject), uuid)
                 if isinstance(error, Refused):
                     raise NoRoom(error.message, error.hint, error.facts) from error
                 raise

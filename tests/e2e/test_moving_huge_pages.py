@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.pages import HUGE_PAGE_BYTES
-from hegmd.pool import read_huge_free_bytes
+from hegmd.pieces import HUGE_PAGE_BYTES
+from hegmd.pool_memory import read_huge_free_bytes
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import SCRIPTS, MovedJob, Script
 
