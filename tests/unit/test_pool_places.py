@@ -11,12 +11,15 @@ import pytest
 
 from hegmd.errors import Bug
 from hegmd.pool_found import find_pieces
-from hegmd.pool_names import Key, PieceName, parse_name
+from hegmd.pool_names import Key, PieceName, Source, parse_name
 from hegmd.pool_piece import Keep
 from hegmd.pool_places import Place, find_places
 from hegmd.spill_file import SpillFolder
 
 NAME = str(PieceName(Key("7", "4711-9"), 4096, "00c0ffee"))
+
+
+SOURCED = PieceName(Key("7", "4711"), 3, "ab12", Source(1000, 99))
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ def put(place: Place, name: str, size_bytes: int = 4096) -> Path:
 
 
 def test_names_tell_whose_a_piece_is_and_survive_the_way_there_and_back() -> None:
-    for name in (PieceName(Key("7", "4711-9"), 3, "ab12"), PieceName(Key("7", "4711"), 0)):
+    for name in (PieceName(Key("7", "4711-9"), 3, "ab12"), PieceName(Key("7", "4711"), 0), SOURCED):
         assert parse_name(str(name)) == name
     for text in ("hegm-pool", "hegm-pool-7", "hegm-pool-7--3", "hegm-pool-7-4711-x", "x-7-4711-3", f"{NAME}/..", ""):
         assert parse_name(text) is None
