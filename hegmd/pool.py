@@ -174,6 +174,8 @@ class Pool:
                 piece.memory.close()
         self._held.clear()
         self._unclaimed.clear()
+        for place in self.keep.places:
+            place.leave()
 
     # -- on disk -------------------------------------------------------------------------------------------------------
 

@@ -131,6 +131,40 @@ def test_huge_pages_are_found_by_what_is_mounted_and_two_state_directories_never
     assert str(os.geteuid()) in one.folder.name
 
 
+def squatted(shared: Path) -> Path:
+    """The directory of a daemon's name that is anybody's to write."""
+    (place,) = find_places("a" * 32, mounts=shared / "none", shared_memory=shared)
+    place.folder.mkdir()
+    place.folder.chmod(0o777)
+    return place.folder
+
+
+def test_whoever_made_the_directory_first_kept_bytes_from_having_a_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its name is the same at every start, and anybody may make something in /dev/shm."""
+    theirs = squatted(tmp_path)
+    (place,) = find_places("a" * 32, mounts=tmp_path / "none", shared_memory=tmp_path)
+    assert place.folder != theirs
+    assert "look who made it" in caplog.text
+    path = put(place, NAME)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    theirs.rmdir()
+    (again,) = find_places("a" * 32, mounts=tmp_path / "none", shared_memory=tmp_path)
+    (found,) = again.find()
+    os.close(found.fd)
+    assert found.name == NAME, "what is there from before is lost"
+
+
+def test_a_directory_that_went_with_its_last_piece_could_be_made_by_somebody_else(place: Place) -> None:
+    place.keep()
+    put(place, NAME)
+    place.remove(NAME)
+    assert place.folder.exists()
+    place.leave()
+    assert not place.folder.exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a hugetlbfs of its own, which takes root")
 def test_a_file_in_huge_pages_is_made_filled_and_found_again(tmp_path: Path) -> None:
     """In a mount namespace of its own; without free pages the kernel refuses them, and that is said."""
