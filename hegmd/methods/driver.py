@@ -257,12 +257,12 @@ class DriverMethod:
         return [[uuid, changed.get(uuid, uuid)] for uuid in uuids]
 
     async def _others(self, subject: Subject, gpu: str) -> list[tuple[int, int]]:
-        """Who else computes on that GPU, as far as it can be seen."""
+        """Who else computes on that GPU, as far as it can be seen; the helper takes room there in its turn alone."""
         node = await self._gpus.seen()
         return [
             (process.pid, process.start_ticks)
             for process in node.processes
-            if process.pid != subject.pid and process.start_ticks is not None
+            if process.pid not in {subject.pid, self._helper.pid} and process.start_ticks is not None
             if any(use.gpu == gpu and use.kind == "compute" for use in process.gpus)
         ]
 
