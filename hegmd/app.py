@@ -334,6 +334,9 @@ class App:
         if self._config.pool.memory == "named":
             try:
                 places = find_places(state.identity())
+                for place in places:
+                    with contextlib.suppress(OSError):  # said where it is looked into for what is there from before
+                        place.keep()
             except HegmError as error:
                 logger.warning("bytes of jobs get no name: %s; %s", error.message, error.hint)
         store: Store = KeeperStore(state.path, start_keeper)

@@ -165,7 +165,7 @@ class Moving:
                 tasks.start_soon(self.pool.keep.store.run)
             try:
                 async with anyio.create_task_group() as inner:
-                    inner.start_soon(self._neighbours.let_go)
+                    inner.start_soon(self._neighbours.run)
                     await inner.start(self._workers.run)
                     await inner.start(self.runner.run)
                     await inner.start(self.resting.run)

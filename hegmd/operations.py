@@ -22,7 +22,7 @@ from hegmd.migration.course import SUSPENDED
 from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits, Operation
 from hegmd.migration.plan import planned, planned_resume
 from hegmd.migration.runner import Runner
-from hegmd.pool import Key, Pool
+from hegmd.pool import Key, Pool, Source
 from hegmd.protocol import operations as told
 from hegmd.protocol.operations import Reason
 from hegmd.resting import Resting
@@ -175,7 +175,8 @@ class Operations:
         for member in op.live:
             key, worker = Key(op.id, member.name), self._workers.find(member.pid)
             if worker is not None and worker.held_bytes and not self._pool.held_for(key):
-                name = found_for(self._pool.unclaimed(), member.name, worker.held_bytes)
+                source = Source(worker.identity.uid, worker.identity.start_ticks)
+                name = found_for(self._pool.unclaimed(), member.name, source, worker.held_bytes)
                 if name is not None:
                     await self._pool.claim(name, key)
 

@@ -26,12 +26,12 @@ from hegmd.errors import BUSY, CANCELLED, NOT_FOUND, UNAVAILABLE, HegmError, Ref
 from hegmd.log import fields
 from hegmd.pieces import MIB, whole_size
 from hegmd.pool_memory import Memory, make_memory, read_available_bytes, read_huge_free_bytes
-from hegmd.pool_names import NONCE_BYTES, Key, PieceName
+from hegmd.pool_names import NONCE_BYTES, Key, PieceName, Source
 from hegmd.pool_piece import Keep, Piece
 from hegmd.spill_file import SpillFolder
 from hegmd.spilling import Progress, read_into, say_nothing, write_out
 
-__all__ = ["Key", "Keep", "Memory", "Piece", "Pool", "read_available_bytes"]
+__all__ = ["Key", "Keep", "Memory", "Piece", "Pool", "Source", "read_available_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +120,10 @@ class Pool:
 
     # -- taking and giving ---------------------------------------------------------------------------------------------
 
-    async def take(self, key: Key, size_bytes: int) -> Memory:
+    async def take(self, key: Key, size_bytes: int, source: Source | None = None) -> Memory:
         """Hold so much for that owner from now on, pages present; what it held before is replaced, unless it is enough.
 
+        `source` is the process that the bytes are of; a piece without one is nobody's should its operation be lost.
         Raises Refused over the budget or when the pages cannot be had; then what it held before stays. Cancelled, it
         ends first, and what it took is given back.
         """
@@ -130,7 +131,7 @@ class Pool:
         known = self._held.get(key)
         if known is not None and known.usable_bytes >= size_bytes and known.memory is not None:
             return known.memory
-        name = PieceName(key, size_bytes, secrets.token_hex(NONCE_BYTES))
+        name = PieceName(key, size_bytes, secrets.token_hex(NONCE_BYTES), source)
         whole_bytes = whole_size(size_bytes)
         memory = await self._make(name, whole_bytes, size_bytes)
         try:
@@ -173,6 +174,8 @@ class Pool:
                 piece.memory.close()
         self._held.clear()
         self._unclaimed.clear()
+        for place in self.keep.places:
+            place.leave()
 
     # -- on disk -------------------------------------------------------------------------------------------------------
 
@@ -239,7 +242,7 @@ class Pool:
     async def claim(self, name: str, key: Key) -> None:
         """Make an owner of a piece that had none. Raises HegmError; it has none then."""
         piece = self._stray(name)
-        new = PieceName(key, piece.name.usable_bytes, piece.name.nonce)
+        new = PieceName(key, piece.name.usable_bytes, piece.name.nonce, piece.name.source)
         async with piece.lock:
             self._stray(name)  # whoever had the lock may have given it up
             if key in self._held:

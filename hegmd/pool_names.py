@@ -1,8 +1,9 @@
 """What the pieces of the pool are called, so that whoever finds one knows whose it is.
 
 One name serves for all: the file in memory, the descriptor in a store, the file on disk. It tells the operation, the
-worker and the size, and ends in a nonce that is drawn for each piece: an operation of a lost journal and one of its
-successor may have the same number, and the bytes of the one must not be taken for the other's. Pure.
+worker and the size, has a nonce that is drawn for each piece, and ends in the process that its bytes are of: an
+operation of a lost journal and one of its successor may have the same number, a process and another user's later one
+the same pid, and the bytes of the one must not be taken for the other's. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from hegmd.errors import Bug
 PREFIX = "hegm-pool"
 NONCE_BYTES = 4
 
-_FORM = re.compile(rf"{PREFIX}-(?P<operation>[^-/]+)-(?P<worker>[^/]+)-(?P<size>\d+)(?:\.(?P<nonce>[0-9a-f]+))?")
+_FORM = re.compile(
+    rf"{PREFIX}-(?P<operation>[^-/]+)-(?P<worker>[^/]+)-(?P<size>\d+)(?:\.(?P<nonce>[0-9a-f]+)"
+    r"(?:\.(?P<uid>\d+)\.(?P<ticks>\d+))?)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +31,26 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """The process that bytes are of: its user, and its start in clock ticks since boot. Its pid is the worker's."""
+
+    uid: int
+    start_ticks: int
+
+
+@dataclass(frozen=True, slots=True)
 class PieceName:
-    """The name of one piece. Pieces of releases before there were nonces have none."""
+    """The name of one piece. Pieces of releases before there were nonces, or sources, have none."""
 
     key: Key
     usable_bytes: int
     nonce: str = ""
+    source: Source | None = None
 
     def __str__(self) -> str:
         ending = f".{self.nonce}" if self.nonce else ""
+        if self.source is not None:
+            ending += f".{self.source.uid}.{self.source.start_ticks}"
         text = f"{PREFIX}-{self.key.operation}-{self.key.worker}-{self.usable_bytes}{ending}"
         if parse_name(text) != self:
             raise Bug("a piece of the pool cannot be called that", facts={"name": text})
@@ -47,4 +62,5 @@ def parse_name(text: str) -> PieceName | None:
     found = _FORM.fullmatch(text)
     if found is None:
         return None
-    return PieceName(Key(found["operation"], found["worker"]), int(found["size"]), found["nonce"] or "")
+    source = None if found["uid"] is None else Source(int(found["uid"]), int(found["ticks"]))
+    return PieceName(Key(found["operation"], found["worker"]), int(found["size"]), found["nonce"] or "", source)

@@ -2,8 +2,9 @@
 
 A file there outlives every process and goes with the node's memory at the next boot, which is when the processes whose
 bytes it has are gone as well. The directory is private, is called after the state directory's own identity, so that two
-daemons on one node never meet in one, and exists only while there is something in it. Whatever is found there again is
-looked at before it is believed: a file of our own, one name, nobody else's to read, and not cut short.
+daemons on one node never meet in one, and exists only while a daemon keeps it or there is something in it. Anybody may
+make one of that name while it does not: then another is made, with an ending that nobody could foresee. Whatever is
+found there again is looked at before it is believed: a file of our own, one name, nobody else's to read, not cut short.
 
 All operations go by the descriptor of the directory, so nothing that is renamed on the way there leads elsewhere.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import stat
 import threading
 from collections.abc import Generator, Iterator
@@ -48,10 +50,24 @@ class Place:
     def __init__(self, folder: Path, *, huge: bool) -> None:
         self.folder = folder
         self.huge = huge
+        self._is_kept = False
         self._coming_or_going = threading.Lock()  # of the directory, which is there only while it has something
 
     def __repr__(self) -> str:
         return f"<Place {self.folder}>"
+
+    def keep(self) -> None:
+        """Have the directory there, empty or not, until `leave`: so that nobody else makes one. Raises OSError."""
+        with self._coming_or_going:
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir(mode=0o700)
+            with self._opened():
+                self._is_kept = True
+
+    def leave(self) -> None:
+        """The directory may go when it is empty."""
+        self._is_kept = False
+        self._forget_if_empty()
 
     def create(self, name: str) -> int:
         """A new file for that name, open; it is there under it once it is finished. Raises OSError."""
@@ -108,7 +124,8 @@ class Place:
 
     def _forget_if_empty(self) -> None:
         with self._coming_or_going, contextlib.suppress(OSError):  # there is more in it
-            self.folder.rmdir()
+            if not self._is_kept:
+                self.folder.rmdir()
 
 
 def _took_away(folder: int, name: str) -> bool:
@@ -144,10 +161,33 @@ def _why_not(status: os.stat_result) -> str:
 def find_places(identity: str, *, mounts: Path = _MOUNTS, shared_memory: Path = SHARED_MEMORY) -> tuple[Place, ...]:
     """The places of this node for a state directory of that identity: those that are mounted, large pages first."""
     name = f"hegmd-{os.geteuid()}-{identity[:16]}"
-    places = [Place(Path(root) / name, huge=True) for root in _huge_mounts(mounts)]
+    roots = [(Path(root), True) for root in _huge_mounts(mounts)]
     if os.path.isdir(shared_memory):
-        places.append(Place(shared_memory / name, huge=False))
-    return tuple(places)
+        roots.append((shared_memory, False))
+    return tuple([Place(folder, huge=huge) for root, huge in roots for folder in _folders(root, name)])
+
+
+def _folders(root: Path, name: str) -> list[Path]:
+    """The directories of that name there that are this daemon's own; where there is none, where one can be made."""
+    first = root / name
+    try:
+        there = sorted(path for path in root.iterdir() if path.name == name or path.name.startswith(f"{name}-"))
+    except OSError:
+        return [first]
+    own = [path for path in there if _is_own(path)]
+    if own or first not in there:
+        return own or [first]
+    other = root / f"{name}-{secrets.token_hex(8)}"
+    logger.warning("%s is there and is not this daemon's own and private: %s is used; look who made it", first, other)
+    return [other]
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def _huge_mounts(mounts: Path) -> Iterator[str]:

@@ -15,6 +15,7 @@ from hegmd.events import EventLog
 from hegmd.log import fields
 from hegmd.migration.adoption import Standing
 from hegmd.pool import Piece, Pool
+from hegmd.pool import Source as PieceSource
 from hegmd.pool_found import Distrusted
 from hegmd.protocol.operations import Stray
 from hegmd.workers import BACK, CAME, Worker, Workers
@@ -163,12 +164,12 @@ async def _asked(worker: Worker) -> Standing:
     )
 
 
-def found_for(pieces: Mapping[str, Piece], worker: str, held_bytes: int) -> str | None:
-    """The newest of the pieces that can be that worker's. The agent knows its own bytes and refuses any others."""
+def found_for(pieces: Mapping[str, Piece], worker: str, source: PieceSource, held_bytes: int) -> str | None:
+    """The newest of the pieces that are of that process. One that does not say whose it is is given to nobody."""
     fitting = [
         (int(piece.name.key.operation) if piece.name.key.operation.isdigit() else 0, name)
         for name, piece in pieces.items()
-        if piece.name.key.worker == worker and piece.usable_bytes >= held_bytes
+        if piece.name.key.worker == worker and piece.name.source == source and piece.usable_bytes >= held_bytes
     ]
     return max(fitting, default=(0, None))[1]
 

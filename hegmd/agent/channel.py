@@ -112,10 +112,12 @@ class Channel:
 
     def hang_up(self) -> None:
         """The connection is over; what is parked waits for the next one."""
-        self._orders.end()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        try:
+            self._orders.end()
+        finally:
+            connected, self._socket = self._socket, None
+            if connected is not None:
+                connected.close()
 
     def _pause(self, pause_s: float) -> None:
         """Wait before the next try, with an eye on what is parked."""

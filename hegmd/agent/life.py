@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from _thread import start_new_thread
+from time import sleep
 
 from .notes import note
 from .quiesce import Gate
@@ -16,6 +17,8 @@ from .signals import let_go_in_child
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .channel import Channel
+
+PAUSE_S = 1.0
 
 _gate: Gate | None = None
 _is_started = False
@@ -56,10 +59,22 @@ def _live(channel: Channel) -> None:
     note("started")
     while True:
         try:
-            channel.run()
-        except BaseException as error:  # noqa: BLE001 - a thread's end; nobody may be left parked by it
+            attend(channel)
+        except BaseException as error:  # noqa: BLE001 - raised in here by another thread, outside of what is tried below
             note(f"ended: {error!r}; it begins again")
+
+
+def attend(channel: Channel) -> None:
+    """One time the whole of it; when it ends, a pause, so that what ends it each time leaves the job its processor."""
+    try:
+        channel.run()
+    except BaseException as error:  # noqa: BLE001 - a thread's end; nobody may be left parked by it
+        note(f"ended: {error!r}; it begins again")
+    try:
         channel.hang_up()
+    except BaseException as error:  # noqa: BLE001 - the same
+        note(f"not hung up: {error!r}; it begins again")
+    sleep(PAUSE_S)
 
 
 def _orphan() -> None:

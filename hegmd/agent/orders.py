@@ -19,7 +19,7 @@ from . import torch_state
 from .carrying import Carrying
 from .notes import note
 from .quiesce import CALL, PARK, Asked, Gate
-from .refusals import BUSY_HINT, DEBUG_HINT, no_boundary, refusal
+from .refusals import BUSY_HINT, DEBUG_HINT, no_boundary, not_parked, refusal
 from .stillness import busy_thread
 
 TYPE_CHECKING = False
@@ -280,18 +280,17 @@ class Orders:
                 self._failed(pending.order, no_boundary(pending.limit_s, "after it was released"))
 
     def _look_after_park(self, pending: Pending, *, is_late: bool) -> None:
-        busy = None
-        if self._gate.parked:
+        busy, declined = None, self._gate.declined
+        if declined is None and self._gate.parked:
             busy = busy_thread(self._gate.parked_threads, self._gate.trainers)
             if busy is None:
                 self._pending = None
                 self._done(pending.order)
                 return
-        if is_late:
+        if is_late or declined is not None:
             self._pending = None
             self._gate.withdraw()
-            error = no_boundary(pending.limit_s, "") if busy is None else refusal(f"{busy}, not at rest", BUSY_HINT)
-            self._failed(pending.order, error)
+            self._failed(pending.order, not_parked(pending.limit_s, busy, declined))
 
     def _come_back(self, why: str) -> None:
         """Bring everything back without being told to, and let the training go on. Tried again until it succeeds."""

@@ -15,7 +15,7 @@ import sys
 from _thread import allocate_lock, get_ident
 
 from .notes import note
-from .signals import HeldSignals
+from .signals import CannotHold, HeldSignals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Gate:
         "_trainers",
         "asked",
         "count",
+        "declined",
         "on_change",
         "on_signal",
         "passed",
@@ -69,6 +70,7 @@ class Gate:
         self.asked = False
         self.count = 0
         self.thread = _NOBODY
+        self.declined: str | None = None  # why nobody could be parked, since it was last asked
         self.passed: int | None = None
         self.on_change: Callable[[], None] = _ignore
         self.on_signal: Callable[[int], None] = _ignore_signal
@@ -105,7 +107,7 @@ class Gate:
         """Ask something of the training thread; what was asked before is forgotten."""
         with self._lock:
             if not self._inert:
-                self.passed = None
+                self.passed = self.declined = None
                 self._asked = asked
                 self.asked = True
 
@@ -113,7 +115,7 @@ class Gate:
         """The same, and whoever is parked goes on to it, without a moment in which nothing is asked."""
         with self._lock:
             if not self._inert:
-                self.passed = None
+                self.passed = self.declined = None
                 self._asked = asked
                 self.asked = True
                 self._open()
@@ -250,24 +252,48 @@ class Gate:
     def _wait(self, asked: Asked) -> None:
         """Stay until the door is opened. Signals that would run the script's handlers meanwhile are held back.
 
+        Where they cannot be held back nobody is parked, and the training goes on; but beside a training thread that
+        stands already, whose storages may be out, everybody has to stand.
+        """
+        try:
+            with HeldSignals(self.on_signal):
+                raised = self._stay(asked)
+        except CannotHold as error:
+            note(f"signals cannot be held back: {error}")
+            raised = None if self._decline(asked, str(error)) else self._stay(asked)
+        if raised is not None:
+            raise raised
+
+    def _decline(self, asked: Asked, why: str) -> bool:
+        """Have nobody park for what is asked; whether that is possible still."""
+        with self._lock:
+            if self.parked:
+                return False
+            if self._asked is asked:
+                self.declined = why
+                self._asked = None
+                self.asked = False
+        self.on_change()
+        return True
+
+    def _stay(self, asked: Asked) -> BaseException | None:
+        """Stand until the door is opened; what was raised in here meanwhile.
+
         What other threads raise in this one (PyThreadState_SetAsyncExc) may be raised at any step. It is the script's
         and is raised on, but not before the door is open: whoever is counted as parked stays, whatever comes.
         """
         door = allocate_lock()
         door.acquire()
         raised: BaseException | None = None
-        with HeldSignals(self.on_signal):
-            while True:
-                try:
-                    if self._enter(asked, door):
-                        self.on_change()
-                        note(f"parked at boundary {self.count}")
-                        stand(door)
-                    break
-                except BaseException as error:  # noqa: BLE001 - raised below
-                    raised = error
-        if raised is not None:
-            raise raised
+        while True:
+            try:
+                if self._enter(asked, door):
+                    self.on_change()
+                    note(f"parked at boundary {self.count}")
+                    stand(door)
+                return raised
+            except BaseException as error:  # noqa: BLE001 - the script's
+                raised = error
 
     def _enter(self, asked: Asked, door: object) -> bool:
         """Be counted as parked, unless it is not asked any more; once more is fine."""

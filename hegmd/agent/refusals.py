@@ -22,3 +22,13 @@ def no_boundary(limit_s: float | None, when: str) -> HegmError:
         " ".join(f"no batch boundary within {limit} {when}".split()),
         "allow more time; for a hand-written loop, call hegm.boundary() once a batch",
     )
+
+
+def not_parked(limit_s: float | None, busy: str | None, declined: str | None) -> HegmError:
+    """That nobody was parked: signals were not to be held back, another thread is busy, or nobody came in time."""
+    if declined is not None:
+        return refusal(
+            f"the thread was not parked, since its signals cannot be held back: {declined}",
+            "the job goes on; if it is short of descriptors or threads, raise its limits (ulimit -n, -u) and ask again",
+        )
+    return no_boundary(limit_s, "") if busy is None else refusal(f"{busy}, not at rest", BUSY_HINT)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from _thread import LockType
     from collections.abc import Callable
 
+BEGIN_LIMIT_S = 5.0
 _NO_DESCRIPTOR = -1
 _held: HeldSignals | None = None
 
@@ -35,12 +36,23 @@ def let_go_in_child() -> None:
         held.close_in_child()
 
 
+class CannotHold(Exception):
+    """Signals cannot be held back here: this thread must not be parked. Nothing of it is left."""
+
+
 class HeldSignals:
-    """As a context in the thread that is to wait; `told` is called from another thread with each signal's number."""
+    """As a context in the thread that is to wait; `told` is called from another thread with each signal's number.
+
+    Entering raises CannotHold, and what others raise in this thread; the thread is then as it was before.
+    """
 
     def __init__(self, told: Callable[[int], None]) -> None:
         self._told = told
         self._is_main = False
+        self._before: int | None = None
+        self._mask: set[int] = set()
+        self._reader = self._writer = _NO_DESCRIPTOR
+        self._reader_taken = allocate_lock()  # by whoever is to close it
 
     def __enter__(self) -> None:
         threading = sys.modules.get("threading")
@@ -49,31 +61,59 @@ class HeldSignals:
             return
         import signal
 
+        # Asked for by itself: the call that blocks them may raise what a handler raises, and its answer is lost then.
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:
+            self._hold()
+        except BaseException as error:
+            self._undo()
+            # What other threads raise in this one has no errno (it may be a TimeoutError), and is the script's.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise CannotHold(str(error)) from error
+            raise
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._is_main:
+            self._undo()
+
+    def _hold(self) -> None:
         global _held  # noqa: PLW0603 - there is one main thread
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        import signal
+
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self._reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(self._reader, True)
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         _held = self
         begun = allocate_lock()
         begun.acquire()
-        start_new_thread(self._read, (self._reader, begun))
+        try:
+            start_new_thread(self._read, (self._reader, begun))
+        except (RuntimeError, MemoryError) as error:
+            raise CannotHold(str(error)) from error
         # Python up to 3.11 takes a thread that has not begun for the one that started it: what somebody raises in the
-        # parked thread (PyThreadState_SetAsyncExc) would be raised in that one.
-        begun.acquire()
+        # parked thread (PyThreadState_SetAsyncExc) would be raised in that one. What was raised just then has ended it.
+        if not begun.acquire(timeout=BEGIN_LIMIT_S):
+            raise CannotHold(f"a thread that was started did not begin within {BEGIN_LIMIT_S:g} s")
 
-    def __exit__(self, *_exc: object) -> None:
-        if not self._is_main:
-            return
+    def _undo(self) -> None:
+        """As far as it has come. Each line may be where a handler that was held back raises, or somebody else does."""
         global _held  # noqa: PLW0603 - there is one main thread
         import signal
 
-        _held = None
-        try:  # each line may be where a handler that was held back raises
-            signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
+        try:
+            _held = None
+            if self._writer != _NO_DESCRIPTOR:
+                before = _NO_DESCRIPTOR if self._before is None else self._before
+                current = signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+                if current not in (before, self._writer):  # it was not ours yet
+                    signal.set_wakeup_fd(current, warn_on_full_buffer=False)
         finally:
             try:
-                os.close(self._writer)
+                if self._writer != _NO_DESCRIPTOR:
+                    os.close(self._writer)  # the end of the thread that reads
+                if self._reader != _NO_DESCRIPTOR and self._reader_taken.acquire(False):
+                    os.close(self._reader)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
@@ -82,7 +122,8 @@ class HeldSignals:
         import signal
 
         try:
-            signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
+            if self._before is not None:
+                signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
         except (OSError, ValueError) as error:
             note(f"the wakeup descriptor stays with the parent's: {error}")
         for fd in (self._reader, self._writer):
@@ -93,7 +134,10 @@ class HeldSignals:
 
     def _read(self, reader: int, begun: LockType) -> None:
         """Until the writer closes: tell the numbers, and pass them on to whoever had the wakeup descriptor before."""
+        is_mine = self._reader_taken.acquire(False)
         begun.release()
+        if not is_mine:
+            return
         import signal
 
         # This thread, which inherited the mask, is where the kernel may deliver them.
@@ -105,7 +149,7 @@ class HeldSignals:
                 if not numbers:
                     return
                 note(f"signals {list(numbers)} while parked")
-                if before != _NO_DESCRIPTOR:
+                if before is not None and before != _NO_DESCRIPTOR:
                     os.write(before, numbers)
                 for number in numbers:
                     self._told(number)

@@ -117,7 +117,7 @@ class Copy:
         self._direction = direction
         self._handles = handles
         self._pace = pace
-        self._opened: dict[bytes, int] = {}
+        self._opened: dict[bytes, tuple[int, int]] = {}  # where each begins here, and its bytes
         self._open_s = 0.0
 
     def run(self, places: Iterable[Sequence[int]], tell: Callable[[int], None]) -> Done:
@@ -155,28 +155,44 @@ class Copy:
         return queued_bytes
 
     def _queue(self, piece: Place, stream: Any) -> None:
-        there = self._open(self._handles[piece.handle]) + piece.offset
+        start, size_bytes = self._open(self._handles[piece.handle])
+        if piece.offset + piece.size_bytes > size_bytes:
+            raise _beyond(piece, size_bytes)
+        there = start + piece.offset
         here = self._space.address(piece.at, piece.size_bytes)
         if self._direction == OUT:
             cuda.copy_async(here, self._space.context, there, self._context, piece.size_bytes, stream)
         else:
             cuda.copy_async(there, self._context, here, self._space.context, piece.size_bytes, stream)
 
-    def _open(self, handle: bytes) -> int:
-        address = self._opened.get(handle)
-        if address is None:
+    def _open(self, handle: bytes) -> tuple[int, int]:
+        """Where it begins, and how many bytes of it the driver vouches for: the agent's word on that is none."""
+        known = self._opened.get(handle)
+        if known is None:
             started = time.monotonic()
             cuda.use(self._context)
-            address = self._opened[handle] = cuda.open_ipc(handle)
+            address = cuda.open_ipc(handle)
+            self._opened[handle] = (address, 0)  # to be closed, whatever becomes of the question
+            start, size_bytes = cuda.range_of(address)
+            known = self._opened[handle] = (address, start + size_bytes - address)
             self._open_s += time.monotonic() - started
-        return address
+        return known
 
     def _close(self) -> None:
         cuda.use(self._context)
         opened, self._opened = self._opened, {}
         with ExitStack() as all_of_them:
-            for address in opened.values():
+            for address, _ in opened.values():
                 all_of_them.callback(cuda.close_ipc, address)
+
+
+def _beyond(piece: Place, size_bytes: int) -> HegmError:
+    return HegmError(
+        BAD_REQUEST,
+        f"{piece.size_bytes} bytes at {piece.offset} are beyond the {size_bytes} of allocation {piece.handle}",
+        "look at the agent's report: nothing outside of what it has shown is copied",
+        {"offset": piece.offset, "size_bytes": piece.size_bytes, "allocation_bytes": size_bytes},
+    )
 
 
 class _Group:

@@ -246,6 +246,12 @@ def open_ipc(handle: bytes) -> int:
     return int(_call("cuIpcOpenMemHandle", opened, int(flags)))
 
 
+def range_of(address: int) -> tuple[int, int]:
+    """Where the allocation that has this address begins, and its bytes: what `open_ipc` opened, and no more."""
+    start, size_bytes = _call("cuMemGetAddressRange", address)
+    return int(start), int(size_bytes)
+
+
 def close_ipc(address: int) -> None:
     """Let go of what `open_ipc` opened."""
     _call("cuIpcCloseMemHandle", address)

@@ -116,7 +116,12 @@ class Session:
 
     async def live(self, program: Sequence[str], environment: Mapping[str, str], start_within_s: float) -> None:
         """Start it and see it through. What goes wrong is told to whoever calls, never raised."""
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:  # of descriptors there may be none left for a while
+            self.lose(f"cannot be started: {error.strerror}")
+            self.over.set()
+            return
         number = theirs.detach()
         self._stream = PeerStream(ours, MAX_FDS)
         self._companion = Companion([*program, str(number)], env=environment, fds=[number])

@@ -10,15 +10,18 @@ What the driver does was measured (580.159.04), and these rows shape this module
 - A caller that is killed leaves a locked process locked, and a step that had begun to end by itself. So whoever looks
   later unlocks what it finds locked: before a checkpoint and after a restore that is the right thing alike.
 - A process that was stopped by a signal makes the calls hang: it is not touched.
+- The driver goes on with a restore whose caller is gone, and takes room as it goes. So the turn on that GPU, and the
+  stillness of the neighbours there, end with the driver's step and not with the call.
 
-Owns no bytes: what is held is in `memory`, by descriptor, and outlives helper and daemon.
+Owns no bytes: what is held is in `memory`, by descriptor, and outlives helper and daemon. Longer than 400 lines because
+the way off and the way back rest on the same few facts, and are to be read against one another.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,8 @@ NAME = "driver"
 RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
 
 MIB = 1 << 20
-# With less than this free besides what is held, others on that GPU are held still while the room changes hands.
+# Where somebody cannot be held still while the room changes hands, so much has to be free besides: what one process
+# takes at once (a context has 0.5 GiB, and allocators of frameworks grow by less than the rest) then does no harm.
 CALM_BYTES = 2048 * MIB
 
 LOCK_S = 10.0
@@ -186,29 +190,60 @@ class DriverMethod:
 
     async def restore(self, subject: Subject, gpu: str) -> None:
         """Never without the room having been held until the moment of the call, and seen to be free at that moment."""
+        await self._neighbours.let_be(subject.who)
         with self._having_in_hand(subject):
             uuid = await self._gpus.uuid_of(gpu)
-            if await self._state(subject) == CHECKPOINTED:
-                pairs = await self._pairs(subject, uuid)
-                async with self._gpus.turn(gpu):
-                    await self._restore_in_room(subject, gpu, uuid, pairs)
-            await self._unlock(subject)
+            if await self._state(subject) != CHECKPOINTED:
+                await self._unlock(subject)
+                return
+            pairs = await self._pairs(subject, uuid)
+            async with self._gpus.turn(gpu):
+                await self._restore_in_room(subject, gpu, uuid, pairs)
+                await self._unlock(subject)  # before others count on what they see of it
 
     async def _restore_in_room(self, subject: Subject, gpu: str, uuid: str, pairs: list[list[str]]) -> None:
         held_bytes = self._memory.of(rest_of(subject)).get(uuid, 0)
         if held_bytes < subject.rest_bytes:
             raise _no_room(subject, gpu, subject.rest_bytes, held_bytes, "held")
-        free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
-        crowded = free_bytes is None or free_bytes < CALM_BYTES
-        others = await self._others(subject, gpu) if crowded else []
-        async with self._neighbours.held_still(others, but_for=self._in_hand):
+        others = await self._others(subject, gpu)
+        async with self._neighbours.held_still(others, but_for=self._in_hand) as loose:
+            spare_bytes = CALM_BYTES if loose else 0
+            free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
+            if free_bytes is None or free_bytes < spare_bytes:  # still held: nothing is risked by looking
+                raise _unsafe(subject, gpu, free_bytes, loose)
             await self._memory.give(rest_of(subject), uuid)
             free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
-            if free_bytes is None or free_bytes < subject.rest_bytes:
+            if free_bytes is None or free_bytes < subject.rest_bytes + spare_bytes:
                 await self._hold_again(subject, uuid)
-                raise _no_room(subject, gpu, subject.rest_bytes, free_bytes, "free")
-            deadline_s = STEP_S + subject.rest_bytes / STEP_BYTES_PER_S
+                raise _no_room(subject, gpu, subject.rest_bytes + spare_bytes, free_bytes, "free")
+            await self._restore_to_its_end(subject, pairs)
+
+    async def _restore_to_its_end(self, subject: Subject, pairs: list[list[str]]) -> None:
+        """However the call ends, by an operation that is cut off or a helper that is killed, the driver's step is over
+        when this returns: until then others stand, and the turn is not over, since it takes its room as it goes."""
+        deadline_s = STEP_S + subject.rest_bytes / STEP_BYTES_PER_S
+        try:
             await self._call("restore", subject, {"pairs": pairs}, deadline_s=deadline_s)
+        except DriverFailed:
+            raise  # it is over
+        except BaseException:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(deadline_s):
+                await self._until_over(subject)
+            raise
+
+    async def _until_over(self, subject: Subject) -> None:
+        """The driver answers about a process when no step in it is under way any more."""
+        while True:
+            try:
+                state = await self._state(subject)
+            except HelperLost:
+                await anyio.sleep(_LOOK_AGAIN_S)  # another one is asked
+                continue
+            except HegmError as error:
+                logger.warning("it is not known how the restore of process %d ended: %s", subject.pid, error.message)
+                return
+            logger.info("the restore of process %d was cut off, and it is %s", subject.pid, state)
+            return
 
     async def _hold_again(self, subject: Subject, uuid: str) -> None:
         try:
@@ -228,12 +263,12 @@ class DriverMethod:
         return [[uuid, changed.get(uuid, uuid)] for uuid in uuids]
 
     async def _others(self, subject: Subject, gpu: str) -> list[tuple[int, int]]:
-        """Who else computes on that GPU, as far as it can be seen."""
+        """Who else computes on that GPU, as far as it can be seen; the helper takes room there in its turn alone."""
         node = await self._gpus.seen()
         return [
             (process.pid, process.start_ticks)
             for process in node.processes
-            if process.pid != subject.pid and process.start_ticks is not None
+            if process.pid not in {subject.pid, self._helper.pid} and process.start_ticks is not None
             if any(use.gpu == gpu and use.kind == "compute" for use in process.gpus)
         ]
 
@@ -247,7 +282,7 @@ class DriverMethod:
 
     async def verify(self, subject: Subject) -> None:
         """By the driver's own state and by the video memory that NVML shows; then nothing is held for it there."""
-        if await self._state(subject) == LOCKED:
+        async with self._neighbours.apart(subject.who):
             await self._unlock(subject)
         await self._until_shown(subject, there=True)
         if subject.gpu is not None:
@@ -256,14 +291,14 @@ class DriverMethod:
     async def inspect(self, subject: Subject) -> Standing:
         if subject.who in self._in_hand:
             return Standing(gpu=subject.gpu, busy=True)
-        await self._neighbours.let_be(subject.who)
-        state = await self._state(subject)
+        async with self._neighbours.apart(subject.who):
+            state = await self._state(subject)
+            if state == LOCKED:
+                await self._unlock(subject)
         if state == CHECKPOINTED:
             return Standing(gpu=None)
         if state == FAILED:
             return Standing(gpu=None, failed="the driver says that its checkpoint or restore has failed for good")
-        if state == LOCKED:
-            await self._unlock(subject)
         places = await self._places(subject)
         likely = [gpu for gpu in (subject.gpu, subject.goal, subject.left) if gpu in places]
         place = likely[0] if likely else places[0] if places else subject.gpu
@@ -311,6 +346,12 @@ class DriverMethod:
     async def _call(
         self, op: str, subject: Subject, args: Mapping[str, object] | None = None, *, deadline_s: float
     ) -> Mapping[str, Any]:
+        if not self._neighbours.is_there(subject.who):
+            raise Refused(
+                f"process {subject.pid} has ended, and another may have its number",
+                "there is nothing left to move; see hegmctl ps",
+                {"pid": subject.pid, "asked": op},
+            )
         if is_stopped(subject.pid):
             raise Refused(
                 f"process {subject.pid} is stopped by a signal, and the driver would wait for it without end",
@@ -359,6 +400,17 @@ def is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return text.rpartition(")")[2].split()[0] in {"T", "t"}
+
+
+def _unsafe(subject: Subject, gpu: str, free_bytes: int | None, loose: Sequence[tuple[int, int]]) -> NoRoom:
+    pids = [pid for pid, _ in loose]
+    free = "nobody knows how much" if free_bytes is None else f"{free_bytes // MIB} MiB"
+    return NoRoom(
+        f"on {gpu}, where {free} is free besides the room of process {subject.pid}, {len(pids)} cannot be held still",
+        f"let pid {', '.join(map(str, pids))} come to an end, or have {CALM_BYTES // MIB} MiB free: it could take the "
+        f"room in the moment of the restore; process {subject.pid} stays off its GPU with all its bytes until then",
+        {"pid": subject.pid, "gpu": gpu, "pids": pids, "needed_bytes": CALM_BYTES, "there_bytes": free_bytes},
+    )
 
 
 def _no_room(subject: Subject, gpu: str, needed_bytes: int, there_bytes: int | None, what: str) -> NoRoom:

@@ -10,7 +10,7 @@ from hegmd.helper.route import Route
 from hegmd.methods.base import Progress, Subject
 from hegmd.methods.copying import CopyingCarrier
 from hegmd.methods.gpus import Gpus
-from hegmd.methods.worker import key_of
+from hegmd.methods.worker import key_of, source_of
 from hegmd.pool import Pool
 
 NAME = "host"
@@ -28,7 +28,7 @@ class HostCarrier(CopyingCarrier):
     async def hold(self, subject: Subject, size_bytes: int) -> None:
         if self._pool.held_for(key_of(subject)) < size_bytes:
             await self.disarm(subject)  # a larger piece takes the place of the one that is attached
-        await self._pool.take(key_of(subject), size_bytes)
+        await self._pool.take(key_of(subject), size_bytes, source_of(subject))
         await self.arm_or_give(subject)
 
     async def give(self, subject: Subject) -> None:

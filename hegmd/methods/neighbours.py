@@ -2,10 +2,10 @@
 
 Between letting go of room and the driver's taking it for a restore, whoever allocates on that GPU could get it, and the
 job that is to be restored would be lost for good. The driver's own lock holds a process's CUDA calls for that moment,
-some tenths of a second, and nothing else of it. Who cannot be locked quickly is left alone.
+some tenths of a second, and nothing else of it. Who cannot be locked quickly is left alone, and told of.
 
 A lock outlives whoever took it. So who is to be locked is on disk before, and the next run of the daemon lets go of
-those that it finds there.
+those that it finds there. Who cannot be unlocked is tried again until it is certain, and counts as held until then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Container, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -31,6 +31,7 @@ FILE_NAME = "held-still.json"
 LOCK_S = 0.1
 _DEADLINE_S = 10.0
 _UNLOCK_WITHIN_S = 30.0
+_AGAIN_S = 1.0
 
 
 class Neighbours:
@@ -52,40 +53,101 @@ class Neighbours:
         self._enabled = enabled
         self._noted: set[Who] = set()
         self._held: dict[Who, anyio.Event] = {}
+        self._left: set[Who] = set()
+        self._some_left = anyio.Event()
         self._writing = anyio.Lock()
 
     @asynccontextmanager
-    async def held_still(self, processes: Sequence[Who], *, but_for: Container[Who] = ()) -> AsyncGenerator[None]:
-        """Hold still whoever of them can be, for as long as the block takes. Raises nothing of its own but OSError."""
-        fit = [who for who in processes if self._enabled and self._is_there(who) and not self._is_stopped(who[0])]
-        chosen = [who for who in fit if who not in but_for and who not in self._held]
+    async def held_still(
+        self, processes: Sequence[Who], *, but_for: Container[Who] = ()
+    ) -> AsyncGenerator[Sequence[Who]]:
+        """Hold still whoever of them can be, for as long as the block takes; gives those who go on all the same.
+
+        One that a signal has stopped goes nowhere anyhow. Raises nothing of its own but OSError.
+        """
+        there = [who for who in processes if who not in but_for and self.is_there(who)]
+        fit = [who for who in there if self._enabled and not self._is_stopped(who[0])]
+        await self._until_free(fit)
+        chosen = [who for who in fit if who not in but_for]  # no step between here and the next line
         self._held.update({who: anyio.Event() for who in chosen})
         locked: list[Who] = []
+        loose: list[Who] = [] if self._enabled else there
         try:
             if chosen:
                 await self._note(self._noted | set(chosen))
                 async with anyio.create_task_group() as tasks:
                     for who in chosen:
-                        tasks.start_soon(self._lock, who, locked)
+                        tasks.start_soon(self._lock, who, locked, loose)
+            yield loose
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._let_go_of(chosen, locked)
+
+    @asynccontextmanager
+    async def apart(self, who: Who) -> AsyncGenerator[None]:
+        """Nobody holds that process still during the block: a lock that is seen in there is none of these."""
+        await self._until_free([who])
+        free = self._held[who] = anyio.Event()
+        try:
             yield
         finally:
-            with anyio.CancelScope(shield=True), anyio.move_on_after(_UNLOCK_WITHIN_S):
-                await self._let_go_of(chosen, locked)
-            for who in chosen:
-                self._held.pop(who).set()
-
-    async def _let_go_of(self, chosen: Sequence[Who], locked: Sequence[Who]) -> None:
-        left = {who for who in locked if not await self._unlock(who)}
-        if chosen:
-            await self._note((self._noted - set(chosen)) | left)
+            del self._held[who]
+            free.set()
 
     async def let_be(self, who: Who) -> None:
         """Wait until that process is not held still by us, before anything else is done to it."""
-        while (held := self._held.get(who)) is not None:
-            await held.wait()
+        await self._until_free([who])
+
+    async def _until_free(self, whom: Sequence[Who]) -> None:
+        """All of them at one moment: whoever waits has claimed none, so that no two wait for one another."""
+        while held := [self._held[who] for who in whom if who in self._held]:
+            await held[0].wait()
+
+    async def _let_go_of(self, chosen: Sequence[Who], locked: Sequence[Who]) -> None:
+        certain = set(chosen) - set(locked)
+        with anyio.move_on_after(_UNLOCK_WITHIN_S):
+            await self._unlock_all(locked, certain)
+        self._leave(set(locked) - certain)
+        for who in certain:
+            self._held.pop(who).set()
+        if chosen:
+            await self._note(self._noted - certain)
+
+    async def _unlock_all(self, whom: Iterable[Who], certain: set[Who]) -> None:
+        async def unlock(who: Who) -> None:
+            if await self._unlock(who):
+                certain.add(who)
+
+        async with anyio.create_task_group() as tasks:
+            for who in whom:
+                tasks.start_soon(unlock, who)
+
+    def _leave(self, whom: set[Who]) -> None:
+        """To `run`, which does not give up."""
+        if whom:
+            pids = ", ".join(str(pid) for pid, _ in sorted(whom))
+            logger.error("processes that may still stand, and are unlocked as soon as they can be: %s", pids)
+            self._left |= whom
+            self._some_left.set()
+
+    async def run(self) -> None:
+        """Unlock whoever an earlier daemon, or a step of ours that failed, has left standing, until cancelled."""
+        await self.let_go()
+        while True:
+            await self._some_left.wait()
+            await anyio.sleep(_AGAIN_S)
+            certain: set[Who] = set()
+            await self._unlock_all(self._left, certain)
+            self._left -= certain
+            if not self._left:
+                self._some_left = anyio.Event()
+            for who in certain:
+                self._held.pop(who).set()
+            if certain:
+                await self._note(self._noted - certain)
 
     async def let_go(self) -> None:
-        """Unlock those that an earlier run of the daemon has held still when it ended."""
+        """Unlock those that an earlier run of the daemon has held still when it ended; who cannot be is for `run`."""
         try:
             noted = [(int(pid), int(ticks)) for pid, ticks in json.loads(self._path.read_bytes())]
         except FileNotFoundError:
@@ -93,26 +155,33 @@ class Neighbours:
         except (OSError, ValueError, TypeError) as error:
             logger.warning("it is not known whom an earlier hegmd has held still: %s", error)
             return
-        left = {who for who in noted if self._is_there(who) and not await self._unlock(who)}
-        await self._note(self._noted | left)
+        there = [who for who in noted if self.is_there(who) and who not in self._held]
+        self._held.update({who: anyio.Event() for who in there})
+        self._noted |= set(there)
+        await self._let_go_of(there, there)
+        await self._note(self._noted)
 
-    def _is_there(self, who: Who) -> bool:
+    def is_there(self, who: Who) -> bool:
+        """Whether it is still that process, and not another that got its number."""
         return self._start_ticks(who[0]) == who[1]
 
-    async def _lock(self, who: Who, locked: list[Who]) -> None:
-        """One that somebody else has locked stays theirs; where the helper was lost, it may be ours."""
+    async def _lock(self, who: Who, locked: list[Who], loose: list[Who]) -> None:
+        """One that somebody else has locked stays theirs; where the helper was lost, it may be ours, or go on."""
         try:
             locked.append(who)
             await self._helper.call("lock", {"pid": who[0], "timeout_s": LOCK_S}, deadline_s=_DEADLINE_S)
         except HelperLost as error:
+            loose.append(who)
             logger.warning("process %d may be held still: %s", who[0], error.message)
         except HegmError as error:
             locked.remove(who)
+            if self.is_there(who):
+                loose.append(who)
             logger.info("process %d is not held still: %s", who[0], error.message)
 
     async def _unlock(self, who: Who) -> bool:
         """Whether it is certain that it is not held still by us any more."""
-        if not self._is_there(who):
+        if not self.is_there(who):
             return True
         try:
             state = await self._helper.call("state", {"pid": who[0]}, deadline_s=_DEADLINE_S)
@@ -124,9 +193,9 @@ class Neighbours:
         return True
 
     async def _note(self, whom: set[Who]) -> None:
+        self._noted = whom  # before anything is waited for: whoever notes next goes on from here
         async with self._writing:
-            self._noted = whom
-            await anyio.to_thread.run_sync(self._write, sorted(whom))
+            await anyio.to_thread.run_sync(self._write, sorted(self._noted))
 
     def _write(self, whom: list[Who]) -> None:
         if not whom:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hegmd.errors import Refused
 from hegmd.methods.base import Progress, Subject
-from hegmd.pool import Key, Memory, Pool
+from hegmd.pool import Key, Memory, Pool, Source
 
 NAME = "worker"
 
@@ -22,7 +22,7 @@ class WorkerCarrier:
         self._pool = pool
 
     async def hold(self, subject: Subject, size_bytes: int) -> None:
-        await self._pool.take(key_of(subject), size_bytes)
+        await self._pool.take(key_of(subject), size_bytes, source_of(subject))
 
     async def give(self, subject: Subject) -> None:
         await self._pool.give(key_of(subject))
@@ -66,3 +66,8 @@ class WorkerCarrier:
 def key_of(subject: Subject) -> Key:
     """Whose the memory in the pool is."""
     return Key(subject.operation, subject.name)
+
+
+def source_of(subject: Subject) -> Source | None:
+    """The process that the bytes are of, as the kernel told of it; None while its agent has not attended."""
+    return None if subject.agent is None else Source(subject.agent.identity.uid, subject.agent.identity.start_ticks)

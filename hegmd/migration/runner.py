@@ -12,7 +12,7 @@ it can: nothing is done that is not on disk.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 import os
 import time
@@ -43,6 +43,33 @@ from hegmd.protocol import operations as told
 from hegmd.workers import BACK, CAME, ENDED, LEFT, Worker
 
 logger = logging.getLogger(__name__)
+
+
+# Of these there may be more in a moment, and /proc cannot be asked without them either.
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_LOOK_AGAIN_S = 1.0
+
+
+async def ended(pid: int, lives: Callable[[], bool]) -> None:
+    """Wait for the end of a process. Without a handle of it nothing is concluded: where the kernel refuses one for
+    good, `lives` is asked again and again, which tells by its start time whether it is there still."""
+    while True:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        except OSError as error:
+            if error.errno not in _SCARCE and not lives():
+                return
+            await anyio.sleep(_LOOK_AGAIN_S)
+            continue
+        try:
+            if lives():
+                await anyio.wait_readable(pidfd)
+        finally:
+            anyio.notify_closing(pidfd)
+            os.close(pidfd)
+        return
 
 
 class Runner:
@@ -236,14 +263,7 @@ class Runner:
 
     async def _watch(self, running: Running, member: Member) -> None:
         """Wait for the end of a process that has no agent whose handle would tell of it."""
-        with contextlib.suppress(ProcessLookupError):
-            pidfd = os.pidfd_open(member.pid)
-            try:
-                if self._performer.lives(member):
-                    await anyio.wait_readable(pidfd)
-            finally:
-                anyio.notify_closing(pidfd)
-                os.close(pidfd)
+        await ended(member.pid, lambda: self._performer.lives(member))
         running.put(events.WorkerGone(worker=member.name, cause="the process"))
 
     async def _take(self, running: Running, event: Event) -> tuple[Effect, ...]:

@@ -141,3 +141,23 @@ async def test_what_makes_no_sense_is_refused_before_the_driver_sees_it(node: Cu
             with pytest.raises(HegmError, match="no direction"):
                 await carry(link, here, "sideways", owner, places())
             assert (await carry(link, here, "out", owner, []))["copied_bytes"] == 0
+
+
+@pytest.mark.parametrize("place", [[0, 3 * MIB, 512, 0], [0, 3 * MIB - 256, 512, 0], [2, 1 << 40, 512, 0]])
+@pytest.mark.parametrize("direction", ["out", "in"])
+async def test_an_agents_place_beyond_its_own_allocation_is_neither_read_nor_written(
+    node: CudaNode, owner: Owner, direction: str, place: list[int]
+) -> None:
+    """The helper is root's, and other processes' memory is mapped beside it: once any offset was taken."""
+    here = node.uuids[0]
+    async with linked(node) as link:
+        held, sizes = await hold(link, here, [SIZE_BYTES])
+        with held:
+            await ask(link, "open", lane="7", gpus=[here])
+            await ask(link, "attach-video", lane="7", gpu=here, sizes=sizes, fds=held.view())
+            with pytest.raises(HegmError, match="are beyond the"):
+                await carry(link, here, direction, owner, [place])
+            assert not node.calls("cuMemcpyDtoDAsync")
+            assert len(node.calls("cuIpcOpenMemHandle_v2")) == len(node.calls("cuIpcCloseMemHandle")) == 1
+            end = [[0, 3 * MIB - 512, 512, 0]]
+            assert (await carry(link, here, direction, owner, end))["copied_bytes"] == 512

@@ -11,12 +11,15 @@ import pytest
 
 from hegmd.errors import Bug
 from hegmd.pool_found import find_pieces
-from hegmd.pool_names import Key, PieceName, parse_name
+from hegmd.pool_names import Key, PieceName, Source, parse_name
 from hegmd.pool_piece import Keep
 from hegmd.pool_places import Place, find_places
 from hegmd.spill_file import SpillFolder
 
 NAME = str(PieceName(Key("7", "4711-9"), 4096, "00c0ffee"))
+
+
+SOURCED = PieceName(Key("7", "4711"), 3, "ab12", Source(1000, 99))
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ def put(place: Place, name: str, size_bytes: int = 4096) -> Path:
 
 
 def test_names_tell_whose_a_piece_is_and_survive_the_way_there_and_back() -> None:
-    for name in (PieceName(Key("7", "4711-9"), 3, "ab12"), PieceName(Key("7", "4711"), 0)):
+    for name in (PieceName(Key("7", "4711-9"), 3, "ab12"), PieceName(Key("7", "4711"), 0), SOURCED):
         assert parse_name(str(name)) == name
     for text in ("hegm-pool", "hegm-pool-7", "hegm-pool-7--3", "hegm-pool-7-4711-x", "x-7-4711-3", f"{NAME}/..", ""):
         assert parse_name(text) is None
@@ -126,6 +129,40 @@ def test_huge_pages_are_found_by_what_is_mounted_and_two_state_directories_never
     assert (one.huge, one.folder.parent) == (False, shared)
     assert one.folder != other.folder
     assert str(os.geteuid()) in one.folder.name
+
+
+def squatted(shared: Path) -> Path:
+    """The directory of a daemon's name that is anybody's to write."""
+    (place,) = find_places("a" * 32, mounts=shared / "none", shared_memory=shared)
+    place.folder.mkdir()
+    place.folder.chmod(0o777)
+    return place.folder
+
+
+def test_whoever_made_the_directory_first_kept_bytes_from_having_a_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its name is the same at every start, and anybody may make something in /dev/shm."""
+    theirs = squatted(tmp_path)
+    (place,) = find_places("a" * 32, mounts=tmp_path / "none", shared_memory=tmp_path)
+    assert place.folder != theirs
+    assert "look who made it" in caplog.text
+    path = put(place, NAME)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    theirs.rmdir()
+    (again,) = find_places("a" * 32, mounts=tmp_path / "none", shared_memory=tmp_path)
+    (found,) = again.find()
+    os.close(found.fd)
+    assert found.name == NAME, "what is there from before is lost"
+
+
+def test_a_directory_that_went_with_its_last_piece_could_be_made_by_somebody_else(place: Place) -> None:
+    place.keep()
+    put(place, NAME)
+    place.remove(NAME)
+    assert place.folder.exists()
+    place.leave()
+    assert not place.folder.exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a hugetlbfs of its own, which takes root")

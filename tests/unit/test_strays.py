@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from hegmd.errors import DENIED, NOT_FOUND, REFUSED, HegmError, Refused
-from hegmd.strays import StandingStrays
+from hegmd.pool import Key, Piece, Source
+from hegmd.pool_names import PieceName
+from hegmd.strays import StandingStrays, found_for
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import Node, running
 
@@ -121,6 +123,21 @@ async def test_what_is_no_stray_is_not_adopted(tmp_path: Path, process: Child, h
             await node.operations.adopt(pid, to, node.asked(may=may))
         assert refused.value.code is code or how == "taken"
         assert "1" not in [op.id for op in node.operations.runner.operations()] or how == "taken"
+
+
+def test_bytes_of_a_process_were_given_to_another_users_of_the_same_pid() -> None:
+    mine, size_bytes = Source(1000, 500), 4096
+    names = [
+        PieceName(Key("7", "4711"), size_bytes, "ab", mine),
+        PieceName(Key("8", "4711"), size_bytes, "cd", Source(1001, 500)),
+        PieceName(Key("9", "4711"), size_bytes, "ef", Source(1000, 501)),
+        PieceName(Key("10", "4711"), size_bytes, "0a"),  # of a release that did not say whose it is
+    ]
+    pieces = {str(name): Piece(name, size_bytes, spilled=True) for name in names}
+    assert found_for(pieces, "4711", mine, size_bytes) == str(names[0])
+    assert found_for(pieces, "4711", Source(1002, 500), size_bytes) is None
+    assert found_for(pieces, "4712", mine, size_bytes) is None
+    assert found_for(pieces, "4711", mine, size_bytes + 1) is None
 
 
 async def test_a_dry_run_adopts_nothing(tmp_path: Path, process: Child) -> None:

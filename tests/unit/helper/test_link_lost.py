@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -159,6 +160,26 @@ async def test_a_helper_that_is_not_there() -> None:
         with pytest.raises(HelperLost, match="cannot be started"):
             await link.start()
         tasks.cancel_scope.cancel()
+
+
+async def test_want_of_descriptors_at_the_start_of_a_helper_is_told_and_ends_nothing_else() -> None:
+    """Once it ended the link, and with it the daemon."""
+    async with linked() as link:
+        with no_descriptors_left(), pytest.raises(HelperLost, match="cannot be started: Too many open files"):
+            await link.start()
+        assert (await link.start())["pid"] == link.pid
+
+
+@contextmanager
+def no_descriptors_left() -> Generator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 async def test_one_that_is_started_but_not_waited_for_goes_with_the_daemon() -> None:

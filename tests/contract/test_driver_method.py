@@ -1,0 +1,241 @@
+"""The moment of a restore by the driver, over its stub: whoever else is on that GPU, and whoever is cut off in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from hegmd.errors import Refused
+from hegmd.events import EventLog
+from hegmd.helper.link import HelperLost, Link
+from hegmd.inventory import Inventory
+from hegmd.methods.base import NoRoom, Subject
+from hegmd.methods.driver import DriverMethod, is_stopped
+from hegmd.methods.gpus import Gpus
+from hegmd.methods.neighbours import Neighbours
+from hegmd.pieces import RESTORE_MARGIN_BYTES
+from hegmd.processes import ProcessTable
+from hegmd.vram import VideoMemory
+from hegmd.ways import NodeMeans
+from tests.contract.helped import GIB, MIB, Owner, ask, linked
+from tests.stubs.cuda.node import CudaNode
+from tests.stubs.nvml.node import NvidiaNode
+from tests.stubs.nvml.scenario import Scenario as NvmlScenario
+from tests.unit.moving_node import start_ticks
+
+REST_BYTES = 576 * MIB + RESTORE_MARGIN_BYTES
+# As many questions as somebody has time in to do what he must not.
+QUESTIONS = 20
+
+
+@dataclass
+class Rig:
+    """One process that is moved, another on the GPU that it goes to."""
+
+    node: CudaNode
+    link: Link
+    method: DriverMethod
+    neighbours: Neighbours
+    memory: VideoMemory
+    moved: Owner
+    other: Owner
+
+    @property
+    def subject(self) -> Subject:
+        ticks = start_ticks(self.moved.pid)
+        assert ticks is not None
+        who = ("1", "0", self.moved.pid, ticks)
+        return Subject(*who, rest_bytes=REST_BYTES, gpu="gpu0", goal="gpu1", left=None)
+
+    async def take_off(self) -> Subject:
+        """It as it is after its checkpoint, with its room held."""
+        await self.method.hold_room(self.subject, "gpu1", REST_BYTES)
+        await self.method.checkpoint(self.subject)
+        return replace(self.subject, gpu=None, left="gpu0")
+
+    async def state(self, owner: Owner) -> str:
+        return str((await ask(self.link, "state", pid=owner.pid))["state"])
+
+    async def stands(self, owner: Owner) -> None:
+        """It is locked and stays so."""
+        assert [await self.state(owner) for _ in range(QUESTIONS)] == ["locked"] * QUESTIONS
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return path
+
+
+@pytest.fixture
+def owners(tmp_path: Path) -> Iterator[tuple[CudaNode, Owner, Owner]]:
+    node = CudaNode.make(tmp_path / "node")
+    owners = Owner(node, 0, 48, 16), Owner(node, 1, 8)
+    yield node, *owners
+    for owner in owners:
+        owner.close()
+
+
+@dataclass
+class Parts:
+    """What a rig is put together from, by the test's own task: a task group ends where it began."""
+
+    node: CudaNode
+    scenario: NvmlScenario
+    moved: Owner
+    other: Owner
+
+
+@pytest.fixture
+def parts(owners: tuple[CudaNode, Owner, Owner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
+    node, moved, other = owners
+    scenario = node.nvml(tmp_path / "nvml")
+    for name, value in {**node.environment(), **scenario.environment()}.items():
+        monkeypatch.setenv(name, value)
+    return Parts(node, scenario, moved, other)
+
+
+@asynccontextmanager
+async def rigged(parts: Parts) -> AsyncIterator[Rig]:
+    node, scenario = parts.node, parts.scenario
+    tmp_path = node.folder.parent
+    nvml = NvidiaNode(tmp_path / "node", scenario, tmp_path / "node/libnvidia-ml.so.1")
+    inventory = Inventory(
+        [nvml.provider()],
+        query_deadline_s=10,
+        events=EventLog(),
+        table=ProcessTable(),
+        means=lambda: NodeMeans(uid=os.geteuid(), criu_path=None),
+    )
+    async with linked(node) as link, inventory:
+        memory = VideoMemory(link)
+        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
+        method = DriverMethod(link, memory, Gpus(inventory.refresh, inventory.expire), neighbours)
+        yield Rig(node, link, method, neighbours, memory, parts.moved, parts.other)
+        memory.close()
+    nvml.close()
+
+
+@asynccontextmanager
+async def standing_in(rig: Rig, call: str, gate: Path) -> AsyncIterator[None]:
+    """Somebody stands in that call about the process that is moved, until the end of the block."""
+    rig.node.order(f"hold {call}@{rig.moved.pid} {gate}")
+    file = await anyio.to_thread.run_sync(gate.open, "w")
+    try:
+        rig.node.mend()
+        yield
+    finally:
+        file.close()
+
+
+async def test_with_plenty_free_a_neighbour_stands_too_while_room_changes_hands(parts: Parts, gate: Path) -> None:
+    """Once nobody was held still with 2 GiB free, and a neighbour took 6 GiB between the look and the call."""
+    async with rigged(parts) as rig:
+        off = await rig.take_off()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(rig.method.restore, off, "gpu1")
+            async with standing_in(rig, "cuCheckpointProcessRestore", gate):
+                await rig.stands(rig.other)
+        assert [await rig.state(owner) for owner in (rig.moved, rig.other)] == ["running", "running"]
+        assert rig.moved.ask("digest") == rig.moved.digest
+
+
+@pytest.mark.parametrize("how", ["the operation is cut off", "the helper is killed"])
+async def test_a_restore_that_is_cut_off_keeps_neighbours_still_until_the_driver_is_done(
+    parts: Parts, gate: Path, how: str
+) -> None:
+    """Once they were let go at once, into a restore that was still taking its room."""
+    async with rigged(parts) as rig:
+        off = await rig.take_off()
+        scope = anyio.CancelScope()
+
+        async def restore() -> None:
+            with scope, contextlib.suppress(HelperLost):
+                await rig.method.restore(off, "gpu1")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(restore)
+            async with standing_in(rig, "step:restore", gate):
+                if how == "the helper is killed":
+                    rig.link.kill("the test says so")
+                else:
+                    scope.cancel()
+                await rig.stands(rig.other)
+        assert await rig.state(rig.other) == "running"
+        assert (await rig.method.inspect(off)).gpu == "gpu1"
+        assert rig.moved.ask("digest") == rig.moved.digest
+
+
+async def test_on_a_full_gpu_nobody_is_restored_beside_one_who_cannot_be_held_still(parts: Parts) -> None:
+    """Once it was skipped and the restore went on: whatever it took in that moment, the job was lost for."""
+    async with rigged(parts) as rig:
+        off = await rig.take_off()
+        assert rig.other.ask(f"alloc {6 * GIB // MIB - 512}") == "allocated"
+        rig.node.order(f"error cuCheckpointProcessLock@{rig.other.pid} 600")
+        with pytest.raises(NoRoom, match="cannot be held still"):
+            await rig.method.restore(off, "gpu1")
+        assert await rig.state(rig.moved) == "checkpointed"
+        assert rig.method.rooms(off)["gpu1"] >= REST_BYTES, "its room was given away"
+        assert not rig.node.calls("cuCheckpointProcessRestore")
+        rig.node.mend()
+        await rig.method.restore(off, "gpu1")
+        assert rig.moved.ask("digest") == rig.moved.digest
+
+
+async def test_who_cannot_be_held_still_stops_nothing_where_there_is_plenty(parts: Parts) -> None:
+    async with rigged(parts) as rig:
+        off = await rig.take_off()
+        rig.node.order(f"error cuCheckpointProcessLock@{rig.other.pid} 600")
+        await rig.method.restore(off, "gpu1")
+        assert await rig.state(rig.moved) == "running"
+
+
+@pytest.mark.parametrize("question", ["verify", "inspect"])
+async def test_a_look_at_a_process_does_not_free_it_for_whom_another_operation_holds_it_still(
+    parts: Parts, question: str
+) -> None:
+    async with rigged(parts) as rig:
+
+        async def look() -> None:
+            await getattr(rig.method, question)(rig.subject)
+
+        async with anyio.create_task_group() as tasks, rig.neighbours.held_still([rig.subject.who]):
+            tasks.start_soon(look)
+            await rig.stands(rig.moved)
+        assert await rig.state(rig.moved) == "running"
+
+
+async def test_a_process_that_got_the_number_of_one_that_ended_is_not_touched(parts: Parts) -> None:
+    async with rigged(parts) as rig:
+        stranger = replace(rig.subject, start_ticks=rig.subject.start_ticks - 1)
+        steps = (rig.method.checkpoint(stranger), rig.method.restore(stranger, "gpu1"), rig.method.inspect(stranger))
+        for step in steps:
+            with pytest.raises(Refused, match="has ended"):
+                await step
+        assert not [call for call in rig.node.calls() if "Checkpoint" in call.function]
+
+
+async def test_who_could_not_be_unlocked_is_tried_again_until_it_runs(parts: Parts) -> None:
+    """Once one failure left it standing until the daemon was started again."""
+    async with rigged(parts) as rig:
+        rig.node.order(f"error cuCheckpointProcessUnlock@{rig.moved.pid} 999")
+        who = rig.subject.who
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(rig.neighbours.run)
+            async with rig.neighbours.held_still([who]):
+                pass
+            assert await rig.state(rig.moved) == "locked"
+            rig.node.mend()
+            with anyio.fail_after(20):
+                await rig.neighbours.let_be(who)
+            tasks.cancel_scope.cancel()
+        assert await rig.state(rig.moved) == "running"

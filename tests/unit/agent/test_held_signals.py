@@ -1,0 +1,158 @@
+"""A thread whose signals cannot be held back is not parked: the order fails with the reason, and the training goes on.
+
+Each case is a process of its own, since it is the main thread that holds signals back.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+BEFORE = """
+import _thread, ctypes, os, resource, signal, sys, threading
+from hegmd.agent.orders import Orders
+from hegmd.agent.quiesce import PARK, Asked, Gate
+from hegmd.agent.signals import CannotHold, HeldSignals
+from hegmd.protocol.messages import Order
+
+def state():
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup)
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ()), wakeup, sorted(os.listdir("/proc/self/fd"))
+
+def no_descriptors():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), 4096))
+
+def descriptors():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+
+def no_threads():
+    used_bytes = int(open("/proc/self/statm").read().split()[0]) * 4096
+    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (64 << 20), resource.RLIM_INFINITY))
+    _thread.stack_size(1 << 30)
+
+def threads():
+    _thread.stack_size(0)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+
+_, notices = os.pipe2(os.O_NONBLOCK)
+signal.set_wakeup_fd(notices)
+os.listdir("/proc/self/fd")
+"""
+
+
+def _run(script: str, *, may_complain: bool = False) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE + script],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert may_complain or not done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("short_of", ["descriptors", "threads"])
+def test_a_job_short_of_something_died_of_being_asked_to_park(short_of: str) -> None:
+    """What the call said was raised into the script's `next()`, with all signals left blocked."""
+    _run(f"""
+gate, reports, before = Gate(), [], state()
+orders = Orders(gate)
+orders.begin(reports.append)
+orders.obey(Order(order=1, do="park", limit_s=30.0), None)
+no_{short_of}()
+gate.boundary_by_hand()
+{short_of}()
+orders.tick()
+assert (gate.parked, gate.asked, gate.count) == (False, False, 1)
+assert [(one.order, one.result) for one in reports] == [(1, "failed")], reports
+assert "signals cannot be held back" in reports[0].message, reports
+assert "ulimit" in reports[0].hint, reports
+assert state() == before, (state(), before)
+
+# Later, when there are some again, it parks, and holds them back.
+orders.obey(Order(order=2, do="park", limit_s=30.0), None)
+seen = []
+def let_go():
+    if gate.parked:
+        seen.append(os.kill(os.getpid(), signal.SIGUSR1))
+        gate.withdraw()
+gate.on_change = let_go
+signal.signal(signal.SIGUSR1, lambda *_: seen.append(gate.parked))
+gate.boundary_by_hand()
+assert seen == [None, False], seen
+assert state()[:2] == before[:2], (state(), before)
+""")
+
+
+def test_what_another_thread_raised_on_the_way_in_left_all_signals_blocked() -> None:
+    """It is raised at whatever step the thread has come to, so it is raised at each of them, one after the other.
+
+    Python up to 3.11 may raise it in the thread that was just started instead, and says so: that one was waited for in
+    vain, for ever.
+    """
+    _run(
+        """
+class Raised(Exception):
+    pass
+
+raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+me, before = ctypes.c_ulong(threading.get_ident()), state()
+raised_at = set()
+
+def trace(frame, event, _arg):
+    if frame.f_code is HeldSignals._hold.__code__ and event == "line" and frame.f_lineno not in raised_at:
+        raised_at.add(frame.f_lineno)
+        sys.settrace(None)
+        frame.f_trace = None
+        raise_in(me, ctypes.py_object(Raised))
+    return trace
+
+while True:
+    known = len(raised_at)
+    sys.settrace(trace)
+    try:
+        with HeldSignals(lambda number: None):
+            pass
+    except (Raised, CannotHold):
+        pass
+    sys.settrace(None)
+    if len(raised_at) == known:
+        break
+assert len(raised_at) > 6, raised_at
+# The threads that had begun to read end by themselves, and close what they read from.
+while _thread._count() or state() != before:
+    assert state()[:2] == before[:2], (state(), before)
+""",
+        may_complain=True,
+    )
+
+
+def test_a_thread_beside_one_that_stands_went_on_where_its_signals_could_not_be_held() -> None:
+    """The storages may be out of the process already: whoever comes has to stand, with its signals or without."""
+    _run("""
+gate = Gate()
+stood = threading.Semaphore(0)
+gate.on_change = stood.release
+gate.ask(Asked(PARK))
+training = threading.Thread(target=gate.boundary_by_hand)
+training.start()
+stood.acquire()
+seen = []
+def let_go():
+    seen.append(sorted(gate.parked_threads))
+    gate.withdraw()
+gate.on_change = let_go
+no_descriptors()
+gate.boundary_by_hand()
+descriptors()
+assert seen == [sorted((training.ident, threading.get_ident()))], seen
+training.join()
+""")

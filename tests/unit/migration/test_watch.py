@@ -1,0 +1,44 @@
+"""The end of a process that has no agent, also where there is no handle of it to be had."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+
+import anyio
+import anyio.lowlevel
+
+from hegmd.migration.runner import ended
+
+Child = subprocess.Popen[bytes]
+TURNS = 50
+
+
+async def test_want_of_descriptors_was_taken_for_the_end_of_every_operation(process: Child) -> None:
+    """pidfd_open failed with EMFILE, and the runner ended with all that it ran."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest)
+    over = anyio.Event()
+
+    async def watch() -> None:
+        await ended(process.pid, lambda: True)
+        over.set()
+
+    async with anyio.create_task_group() as tasks:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            tasks.start_soon(watch)
+            for _ in range(TURNS):
+                await anyio.lowlevel.checkpoint()
+            assert not over.is_set()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        process.kill()
+    assert over.is_set()
+
+
+async def test_a_number_that_is_anothers_now_is_an_end(process: Child) -> None:
+    with anyio.fail_after(10):
+        await ended(process.pid, lambda: False)
