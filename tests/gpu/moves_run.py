@@ -82,8 +82,10 @@ class Run:
         began = time.monotonic()
         trial = Trial(node, jobs)
         wrong = ""
-        signal.alarm(CASE_S)
         try:
+            for kind in CASES[name].kinds:  # importing what they train with has limits of its own
+                jobs.ready(kind)
+            signal.alarm(CASE_S)
             CASES[name].run(trial)
         except (WentWrongError, HegmError) as error:
             wrong = str(error)

@@ -16,7 +16,7 @@ PIECES = 64
 PAUSE_S = 0.05
 torch.manual_seed(7)
 gpu = torch.device("cuda:0")
-held = [torch.randint(-(1 << 62), 1 << 62, (size_gib << 27) // PIECES, device=gpu) for _ in range(PIECES)]
+held = [torch.randint(-(1 << 62), 1 << 62, ((size_gib << 27) // PIECES,), device=gpu) for _ in range(PIECES)]
 model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10)).to(gpu)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 inputs, labels = torch.randn(32, 512, device=gpu), torch.randint(0, 10, (32,), device=gpu)
