@@ -73,8 +73,9 @@ class Carrying:
         found.keep_what_fits(os.fstat(fd).st_size, transfer.room_bytes)
         if not found.storages:  # nothing is out then, so nothing has to come back before the process may go on
             return 0
-        self._evacuated = transfer.evacuate(fd, found.storages, found.sizes, progress)
-        return len(self._evacuated)
+        evacuated: Evacuated = transfer.evacuate(fd, found.storages, found.sizes, progress)
+        self._evacuated = evacuated
+        return len(evacuated)
 
     def entrust(self) -> None:
         """Close the own descriptor of what is out, if there is one. Raises HegmError when nothing is."""
@@ -101,8 +102,9 @@ class Carrying:
         """Show the storages to the daemon. Raises HegmError."""
         if found.cuda is None:
             raise refusal("it has no storages on a GPU to show", "let it carry its bytes itself")
-        self._shown = _showing().Shown(found.storages, found.sizes)
-        return self._shown, self._shown.show()
+        shown: Shown = _showing().Shown(found.storages, found.sizes)
+        self._shown = shown
+        return shown, shown.show()
 
     def shown(self, what: str) -> Shown:
         """The storages that were shown. Raises HegmError if there are none."""
