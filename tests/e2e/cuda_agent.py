@@ -100,6 +100,16 @@ class Agent:
         self.boundary += 1
         return {}
 
+    def rest(self, _: Order) -> dict[str, Any]:
+        """It stays as it is, however long no daemon is there; this one has nothing that would bring it back."""
+        assert self.parked
+        return {}
+
+    def entrust(self, _: Order) -> dict[str, Any]:
+        """It has no descriptor of its own bytes."""
+        assert self.held_bytes
+        return {}
+
     def export(self, _: Order) -> dict[str, Any]:
         assert self.parked
         return self._view(0, len(self.sizes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -15,7 +16,7 @@ def test_every_item_is_worked_on_once_and_each_thread_has_its_own_worker() -> No
     done: list[int] = []
     workers: list[int] = []
 
-    def start():  # type: ignore[no-untyped-def] # a worker
+    def start() -> Callable[[int], None]:
         workers.append(threading.get_ident())
         return done.append
 

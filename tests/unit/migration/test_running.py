@@ -19,7 +19,7 @@ from hegmd.migration.operation import Limits
 from hegmd.migration.performer import Performer
 from hegmd.migration.runner import Runner
 from hegmd.migration.running import Errand, Running
-from hegmd.pool import Key, Memory, Pool
+from hegmd.pool import Key, Memory, Pool, Source
 from hegmd.rooms import Rooms
 from hegmd.workers import Workers
 from tests.unit.migration.operations import operation, worker
@@ -72,9 +72,9 @@ class SlowPool(Pool):
         super().__init__(64 * MIB)
         self.go_on = anyio.Event()
 
-    async def take(self, key: Key, size_bytes: int) -> Memory:
+    async def take(self, key: Key, size_bytes: int, source: Source | None = None) -> Memory:
         await self.go_on.wait()
-        return await super().take(key, size_bytes)
+        return await super().take(key, size_bytes, source)
 
 
 async def test_memory_that_came_after_it_was_given_up_stayed_in_the_pool(
