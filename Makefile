@@ -31,7 +31,7 @@ test: ## all tests but those that need a GPU; end to end ones and a real systemd
 	@tools/pythons.sh || echo "make: going on with the Pythons of this machine"
 	$(PYTEST) -m "not gpu and not bench" -ra
 
-test-chaos: ## kill everything at every state of every command, some 700 times, while jobs train (CHAOS="--victim daemon")
+test-chaos: ## kill or strike everything at every state of every command, 1,000 times, while jobs train (CHAOS="--victim daemon")
 	@tools/setup.sh full
 	@$(PYTHON) -m tests.chaos $(CHAOS)
 

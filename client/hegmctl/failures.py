@@ -13,6 +13,9 @@ _NEEDED_START = {
     "simulate": "start a daemon with simulated GPUs, `hegmd --simulate 2x8GiB --socket PATH`, and name it with --socket"
 }
 
+# What these begin is in the daemon's journal.
+_BEGINS = frozenset(("migrate", "suspend", "resume", "drain", "swap", "adopt"))
+
 
 def silent(path: str, what: str, timeout_s: float | None) -> HegmError:
     """No answer in time. `what` was being done."""
@@ -28,10 +31,12 @@ def silent(path: str, what: str, timeout_s: float | None) -> HegmError:
 def gone(path: str, what: str = "") -> HegmError:
     """The connection ended, with the answer to `what` outstanding if that is given."""
     before = f" before it answered {what}" if what else ""
+    # To ask again would be refused, or move back what has been moved: a daemon that starts goes on from its journal.
+    next_step = "what was begun goes on, see `hegmctl ops`" if what in _BEGINS else "try again"
     return HegmError(
         DISCONNECTED,
         f"{path}: the daemon ended the connection{before}",
-        "try again; `journalctl -u hegmd` tells why it went away",
+        f"{next_step}; `journalctl -u hegmd` tells why it went away",
     )
 
 

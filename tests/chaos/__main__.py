@@ -39,7 +39,7 @@ def main() -> int:
         killed = ", ".join(f"{victim} {count}" for victim, count in tally.kills.items())
         ends = ", ".join(f"{end} {count}" for end, count in tally.ends.items())
         print(
-            f"{memory}: {tally.rounds} rounds, {tally.kills.total()} processes killed ({killed}) in"
+            f"{memory}: {tally.rounds} rounds, {tally.kills.total()} killed or struck ({killed}) in"
             f" {monotonic() - began:.0f} s; {ends}; {tally.steps} steps, each as in an undisturbed run"
         )
     return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hegmctl.connection import Connection, connect
+from hegmctl.failures import gone
 from hegmd import __version__
 from hegmd.errors import (
     BUSY,
@@ -366,3 +367,8 @@ def test_a_hello_reply_of_other_kind_is_not_swallowed(socket_path: Path) -> None
         pytest.raises(HegmError, match="chose version 99"),
     ):
         connect(str(socket_path), timeout_s=5)
+
+
+@pytest.mark.parametrize(("asked", "hint"), [("migrate", "hegmctl ops"), ("gpus", "try again")])
+def test_whoever_waited_for_a_move_was_told_to_ask_again_while_it_went_on(asked: str, hint: str) -> None:
+    assert hint in gone("/run/hegm/hegmd.sock", asked).hint
