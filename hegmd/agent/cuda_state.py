@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
+from ..errors import HegmError
 from ..protocol.messages import CudaFacts
 from .notes import note
 
@@ -57,6 +58,20 @@ class Segments:
             return NOT_THE_ALLOCATORS
         return None
 
+    def can_be_shown(self, torch: Any) -> bool:
+        """Whether every segment can be shown to another process; what the driver has brought back cannot (580.159)."""
+        try:
+            from .cuda_driver import Driver
+
+            driver = Driver()
+            for segment in self._segments:
+                with torch.cuda.device(int(segment["device"])):  # and back: this may be the training thread
+                    driver.handle_of(driver.allocation_of(int(segment["address"])))
+        except (HegmError, ImportError) as error:
+            note(f"video memory cannot be shown: {error}")
+            return False
+        return True
+
     def stream_of(self, address: int) -> int:
         """The stream that the memory there was made on, by its number for the driver; 0 for the default one.
 
@@ -95,7 +110,7 @@ def facts(torch: Any, segments: Segments, sizes: dict[int, list[int]], *, shares
     return CudaFacts(
         gpus=tuple(_uuid(torch, device) for device in used),
         allocator=segments.allocator,
-        expandable=segments.expandable,
+        expandable=segments.expandable or (segments.allocator == "native" and not segments.can_be_shown(torch)),
         reserved_bytes=sum(int(torch.cuda.memory_reserved(device)) for device in used),
         largest_bytes=max((max(several) for several in sizes.values()), default=0),
         hazards=tuple(hazards),

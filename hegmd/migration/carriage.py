@@ -120,7 +120,9 @@ def _against(
         if not snapshot.outlived:  # the bytes would be in no place but its memory
             yield "nobody would keep the bytes if hegmd were killed: there is no store of descriptors"
         if told.expandable or told.allocator != _NATIVE:
-            how = "expandable segments" if told.expandable else told.allocator
+            how = (
+                "expandable segments, or memory that the driver has brought back" if told.expandable else told.allocator
+            )
             yield f"its allocator uses {how}, which CUDA IPC cannot show to another process"
         if candidate.around.same_ipc is False:
             yield "it is in another IPC namespace than hegmd"

@@ -455,7 +455,9 @@ class CudaFacts(Record):
 
     gpus: tuple[str, ...] = field("UUIDs of the GPUs that its storages are on, as `nvidia-smi -L` shows them")
     allocator: str = field("native or cudaMallocAsync")
-    expandable: bool = field("whether the allocator makes expandable segments, which CUDA IPC cannot show to others")
+    expandable: bool = field(
+        "whether CUDA IPC cannot show its memory: it is in expandable segments, or the driver has brought it back"
+    )
     reserved_bytes: int = field("what the allocator has of the driver, cached memory included", default=0)
     largest_bytes: int = field("bytes of the largest storage that it vouches for", default=0)
     hazards: tuple[str, ...] = field(
