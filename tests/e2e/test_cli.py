@@ -79,7 +79,7 @@ def _fields(value: object, record: type[Record]) -> None:
 
 
 ONE_DOCUMENT = PRINTED[0][2]
-NEEDS_MORE = ("simulate hold", "simulate fault", "op", "cancel")
+NEEDS_MORE = ("simulate hold", "simulate fault", "op", "cancel", "adopt --drop")
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def becoming(tmp_path: Path) -> tuple[list[str], Path]:
 def _pieces(daemon: RunningDaemon) -> list[str]:
     """Memory for bytes in flight that the daemon has in its hands."""
     folder = Path(f"/proc/{daemon.process.pid}/fd")
-    return [target for fd in folder.iterdir() if (target := os.readlink(fd)).startswith("/memfd:hegm")]
+    return [target for fd in folder.iterdir() if "hegm-pool-" in (target := os.readlink(fd))]
 
 
 def _at_its_end(daemon: RunningDaemon, job: MovedJob, op: str) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Held(Lines):
 
     def _attends(self) -> bool:
         with self.node.connect() as connection:
-            return any(process.agent is not None for process in connection.processes([self.pid]).processes)
+            return any(there.pid == self.pid and there.agent for there in connection.processes().processes)
 
     def pause_since(self, asked_at: float) -> tuple[float, float]:
         """When the longest pause ended that was over after that moment, and how long it was.

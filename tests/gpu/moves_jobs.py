@@ -182,7 +182,7 @@ class Job(Lines):
 
     def _attends(self) -> bool:
         with self.node.connect() as connection:
-            return any(process.agent is not None for process in connection.processes([self.pid]).processes)
+            return any(there.pid == self.pid and there.agent for there in connection.processes().processes)
 
     @property
     def gpu(self) -> int:
