@@ -14,7 +14,7 @@ import logging
 import os
 import select
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import anyio
@@ -23,6 +23,7 @@ import anyio.to_thread
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.keeper.wire import DROP, GET, GREETING, HELLO, LIST, OK, PUT, SOCKET_NAME, receive, send
 
+NO_DESCRIPTORS: Sequence[int] = ()
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
@@ -64,7 +65,7 @@ class KeeperStore:
             known = [name for name in names if name in self._held or name in self._perhaps]
             try:
                 for name in known:
-                    await anyio.to_thread.run_sync(self._ask, [f"{DROP} {name}"], [])
+                    await anyio.to_thread.run_sync(self._ask, [f"{DROP} {name}"], NO_DESCRIPTORS)
                     self._let_go(name)
             except OSError as error:
                 self._hang_up()
@@ -130,7 +131,7 @@ class KeeperStore:
     # -- one after the other, under the lock ---------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def _asked_for(self) -> AsyncIterator[None]:
+    async def _asked_for(self) -> AsyncGenerator[None]:
         """One request. With nothing held it hangs up, and `run` looks at what has become of the keeper."""
         async with self._asking:
             try:
@@ -161,7 +162,7 @@ class KeeperStore:
                     await anyio.to_thread.run_sync(self._ask, [f"{PUT} {name}"], [self._held[name]])
                     self._missing.discard(name)
                 for name in sorted(self._perhaps - self._held.keys()):
-                    await anyio.to_thread.run_sync(self._ask, [f"{DROP} {name}"], [])
+                    await anyio.to_thread.run_sync(self._ask, [f"{DROP} {name}"], NO_DESCRIPTORS)
                     self._perhaps.discard(name)
                 return
             except OSError as error:

@@ -89,8 +89,8 @@ class DrivenNode:
         """Until the daemon knows the agents of all these."""
         for _ in range(LOOKS):
             with self.connect() as connection:
-                found = connection.processes(pids).processes
-            if len([process for process in found if process.agent is not None]) == len(pids):
+                found = connection.processes().processes
+            if len([there for there in found if there.pid in pids and there.agent is not None]) == len(pids):
                 return
         raise AssertionError(f"the agents in the processes {pids} do not attend")
 
