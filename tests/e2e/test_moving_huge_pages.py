@@ -41,8 +41,10 @@ def _huge_pages() -> Iterator[None]:
 @pytest.mark.usefixtures("_huge_pages")
 def test_a_job_goes_through_huge_pages_and_gives_them_back(socket_dir: Path, tmp_path: Path) -> None:
     draw = random.Random(31)
+    config = tmp_path / "hegmd.toml"
+    config.write_text('[pool]\nmemory = "nameless"\n')  # few machines have a hugetlbfs mounted for names
     with (
-        RunningDaemon(socket_dir) as daemon,
+        RunningDaemon(socket_dir, "--config", str(config)) as daemon,
         Script(TRAINING, None, tmp_path) as undisturbed,
         MovedJob(TRAINING, daemon, tmp_path) as job,
     ):
