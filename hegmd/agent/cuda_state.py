@@ -117,6 +117,14 @@ def facts(torch: Any, segments: Segments, sizes: dict[int, list[int]], *, shares
     )
 
 
+def give_back(torch: Any) -> None:
+    """Give the driver what PyTorch keeps for later: workspaces of cuBLAS, and memory that is free."""
+    clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear_workspaces is not None:
+        clear_workspaces()
+    torch.cuda.empty_cache()
+
+
 def _uuid(torch: Any, device: int) -> str:
     return f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', 'unknown')}"
 

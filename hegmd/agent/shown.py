@@ -11,14 +11,14 @@ own stream. Called in the agent's thread while the training thread is parked.
 
 from __future__ import annotations
 
-import os
 import sys
 
-from ..errors import REFUSED, HegmError
 from ..protocol.messages import Place
 from . import cuda_state
+from .copying import round_up
 from .cuda_driver import Driver
 from .notes import note
+from .refusals import refusal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ BORDER_BYTES = 512
 
 def flat_bytes(sizes: list[int]) -> int:
     """How long the space is in which storages of those sizes lie one after the other."""
-    return sum(_up(size_bytes) for size_bytes in sizes)
+    return sum(round_up(size_bytes, BORDER_BYTES) for size_bytes in sizes)
 
 
 class View:
@@ -78,7 +78,7 @@ class Shown:
     def show(self) -> View:
         """All of them. Raises HegmError where CUDA IPC cannot show them, with nothing changed."""
         if self.out:
-            raise _refusal("its storages are freed already and cannot be shown", "make them first")
+            raise refusal("its storages are freed already and cannot be shown", "make them first")
         self._wait_for_streams()
         return self._view(0, len(self._storages))
 
@@ -88,12 +88,9 @@ class Shown:
             self._wait_for_streams()
         self.out = True
         self._made = self._filled = 0
-        clear_workspaces = getattr(self._torch._C, "_cuda_clearCublasWorkspaces", None)
-        if clear_workspaces is not None:
-            clear_workspaces()
         for storage in self._storages:
             storage.resize_(0)
-        self._torch.cuda.empty_cache()
+        cuda_state.give_back(self._torch)
 
     def make(self, most_bytes: int | None) -> View:
         """Make the next ones again, so many bytes of them at most but one at least, and show them.
@@ -113,7 +110,7 @@ class Shown:
         if first + count <= self._filled:
             return
         if first > self._filled or first + count > self._made:
-            raise _refusal(
+            raise refusal(
                 f"storages {first} to {first + count - 1} cannot be filled: made {self._made}, filled {self._filled}",
                 "make the next ones first",
             )
@@ -125,7 +122,7 @@ class Shown:
             return len(self._storages)
         last, batch_bytes = first, 0
         while last < len(self._storages):
-            batch_bytes += _up(self._sizes[last])
+            batch_bytes += round_up(self._sizes[last], BORDER_BYTES)
             if batch_bytes > most_bytes and last > first:
                 break
             last += 1
@@ -143,7 +140,7 @@ class Shown:
                 storage.resize_(0)
             self._torch.cuda.empty_cache()
             size_bytes = sum(self._sizes[first:last])
-            raise _refusal(
+            raise refusal(
                 f"{size_bytes} bytes of storages could not be made again: {error}",
                 "free memory on the GPU, then ask again; the bytes are still held",
             ) from error
@@ -177,11 +174,3 @@ class Shown:
         for device in sorted(set(self._devices)):
             self._torch.cuda.synchronize(device)
         note(f"streams of {len(set(self._devices))} GPUs are at rest")
-
-
-def _up(size_bytes: int) -> int:
-    return (size_bytes + BORDER_BYTES - 1) // BORDER_BYTES * BORDER_BYTES
-
-
-def _refusal(message: str, hint: str) -> HegmError:
-    return HegmError(REFUSED, f"process {os.getpid()}: {message}", hint)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-from . import copying
+from . import copying, cuda_state
 from .cuda_driver import Driver
 
 TYPE_CHECKING = False
@@ -57,10 +57,7 @@ class VideoMemory:
 
     def give_back(self) -> None:
         """Let go of what PyTorch keeps for later."""
-        clear_workspaces = getattr(self._torch._C, "_cuda_clearCublasWorkspaces", None)
-        if clear_workspaces is not None:
-            clear_workspaces()
-        self._torch.cuda.empty_cache()
+        cuda_state.give_back(self._torch)
 
     def _copy_all(self, copy: Copy, spans: list[Span], progress: Callable[[int], None]) -> None:
         """One device after the other: a thread copies in the context of the device."""

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from itertools import permutations
 from typing import Any
 
+from hegmd.crew import share_out
 from hegmd.errors import Refused
 from hegmd.helper import cuda
 from hegmd.helper.copying import Copy, Done
@@ -49,24 +50,17 @@ class Contexts:
 
     def _make(self, ordinals: Sequence[int]) -> None:
         """Make those contexts side by side: each takes 0.1 s, most of it waiting."""
-        failures: list[Exception] = []
 
         def make(ordinal: int) -> None:
-            try:
-                self._contexts[ordinal] = cuda.retain(ordinal)
-            except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for these
-                failures.append(error)
+            self._contexts[ordinal] = cuda.retain(ordinal)
 
-        threads = [threading.Thread(target=make, args=(ordinal,), daemon=True) for ordinal in ordinals]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
+        try:
+            share_out(ordinals, lambda: make, threads=len(ordinals), name="contexts")
+        except BaseException:
             for ordinal in ordinals:
                 if self._contexts.pop(ordinal, None) is not None:
                     cuda.release(ordinal)
-            raise failures[0]
+            raise
 
     def _let_go_of(self, ordinal: int) -> None:
         self._users[ordinal] -= 1

@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
+from hegmd.crew import share_out
 from hegmd.errors import Bug, Refused
 from hegmd.helper import cuda
 
@@ -148,31 +148,15 @@ class HostSpace:
             self._map.close()
 
     def _in_threads(self, work: Callable[[int], None], items: Sequence[int]) -> None:
-        """Do it for all of them, several at once. Raises what the first failure was."""
-        left: Iterator[int] = iter(items)
-        guard = threading.Lock()
-        failures: list[Exception] = []
+        """Do it for all of them, several at once; none is under way any more at the end. Raises what failed first."""
+        if items:
+            threads = min(_THREADS, len(items), len(os.sched_getaffinity(0)))
+            share_out(items, lambda: self._begun(work), threads=threads, name="host pages")
 
-        def body() -> None:
-            try:
-                cuda.use(self._registered_in)
-                while not failures:
-                    with guard:
-                        item = next(left, None)
-                    if item is None:
-                        return
-                    work(item)
-            except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for these
-                failures.append(error)
-
-        count = min(_THREADS, len(items), len(os.sched_getaffinity(0)))
-        threads = [threading.Thread(target=body, name="host pages", daemon=True) for _ in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+    def _begun(self, work: Callable[[int], None]) -> Callable[[int], None]:
+        """The work, in a thread that has the context that pages are registered in."""
+        cuda.use(self._registered_in)
+        return work
 
 
 def _outside(at: int, size_bytes: int, start: int, end: int) -> Bug:

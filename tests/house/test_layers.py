@@ -73,7 +73,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # What moves them: decided without I/O, from values; done by the runner and what it has for hands
     "hegmd.pieces": (),
     # The GPU helper: a process of its own, and the daemon's side of it
-    "hegmd.helper": (*GROUND, "hegmd.descriptors"),
+    "hegmd.helper": (*GROUND, "hegmd.crew", "hegmd.descriptors"),
     "hegmd.helper.cuda": (),
     "hegmd.helper.session": (*GROUND, "hegmd.log", "hegmd.external", "hegmd.stream", "hegmd.helper"),
     "hegmd.helper.link": (*GROUND, "hegmd.external", "hegmd.helper"),
