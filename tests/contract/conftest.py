@@ -1,4 +1,4 @@
-"""What the contract tests of several modules share: nodes with GPUs behind the stub NVML and the stub AMD SMI."""
+"""What the contract tests of several modules share: nodes with GPUs behind the stubs of the vendors' libraries."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import pytest
 from hegmd.devices.amd import AmdProvider
 from hegmd.devices.base import VendorSnapshot
 from hegmd.testing.contracts import check_snapshot
+from tests.contract.helped import SIZES_MIB, Owner
 from tests.stubs.amdsmi.scenario import ENVIRONMENT, Scenario
 from tests.stubs.amdsmi.sysfs import FakeSys
 from tests.stubs.build import build_stub
+from tests.stubs.cuda.node import CudaNode
 from tests.stubs.nvml.node import MakeNode, NvidiaNode
 
 
@@ -91,3 +93,25 @@ def look(amd: AmdProvider) -> Callable[[], VendorSnapshot]:
         return snapshot
 
     return snapshot
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> CudaNode:
+    """A node behind the stub of the CUDA driver."""
+    return CudaNode.make(tmp_path)
+
+
+@pytest.fixture
+def owner(node: CudaNode) -> Iterator[Owner]:
+    """A process that holds video memory on the first GPU."""
+    made = Owner(node, 0, *SIZES_MIB)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def watcher(node: CudaNode) -> Iterator[Owner]:
+    """Somebody on the other GPU, who sees how much is free there."""
+    made = Owner(node, 1, 1)
+    yield made
+    made.close()

@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from hegmd.descriptors import Descriptors
 from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost
-from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, SOON_S, Owner, ask, carry, hold, linked, places
+from tests.contract.helped import MIB, SIZE_BYTES, SOON_S, Owner, ask, carry, hold, linked, places
 from tests.stubs.cuda.node import CudaNode
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> CudaNode:
-    return CudaNode.make(tmp_path)
-
-
-@pytest.fixture
-def owner(node: CudaNode) -> Iterator[Owner]:
-    made = Owner(node, 0, *SIZES_MIB)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def watcher(node: CudaNode) -> Iterator[Owner]:
-    """Somebody on the other GPU, who sees how much is free there."""
-    made = Owner(node, 1, 1)
-    yield made
-    made.close()
-
 
 # -- what fails ----------------------------------------------------------------------------------------------------
 

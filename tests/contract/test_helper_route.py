@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import anyio
 import pytest
@@ -14,22 +12,10 @@ from hegmd.errors import Refused
 from hegmd.helper.link import HelperLost
 from hegmd.helper.route import Place, Route
 from hegmd.vram import VideoMemory
-from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, Owner, linked, places
+from tests.contract.helped import MIB, SIZE_BYTES, Owner, linked, places
 from tests.stubs.cuda.node import CudaNode
 
 WHO = "7.1-1.storages"
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> CudaNode:
-    return CudaNode.make(tmp_path)
-
-
-@pytest.fixture
-def owner(node: CudaNode) -> Iterator[Owner]:
-    made = Owner(node, 0, *SIZES_MIB)
-    yield made
-    made.close()
 
 
 def all_places() -> list[Place]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -16,20 +14,6 @@ from hegmd.resting import ALWAYS, FULL
 from tests.unit.moving_node import MIB, Node, running
 
 Child = subprocess.Popen[bytes]
-
-
-@pytest.fixture
-def process() -> Iterator[Child]:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        yield child
-        child.kill()
-
-
-@pytest.fixture
-def other() -> Iterator[Child]:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        yield child
-        child.kill()
 
 
 def spilled_files(state_dir: Path) -> list[str]:

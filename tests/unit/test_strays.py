@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,20 +15,6 @@ from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import Node, running
 
 Child = subprocess.Popen[bytes]
-
-
-@pytest.fixture
-def process() -> Iterator[Child]:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        yield child
-        child.kill()
-
-
-@pytest.fixture
-def other() -> Iterator[Child]:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        yield child
-        child.kill()
 
 
 async def suspended(state_dir: Path, pid: int, *, spill: bool = False) -> ModelAgent:
