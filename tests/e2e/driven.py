@@ -40,7 +40,10 @@ class DrivenProgram:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._stdin, self._stdout = self.process.stdin, self.process.stdout
-        assert self._stdout.readline().startswith("ready")
+        said = self._stdout.readline()
+        if not said.startswith("ready"):
+            self.end()
+            raise AssertionError(f"the program said {said!r} and not that it is ready")
 
     @property
     def pid(self) -> int:
@@ -52,14 +55,18 @@ class DrivenProgram:
         self._stdin.flush()
         return self._stdout.readline().strip()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def end(self) -> None:
+        """Kill it, and leave nothing of it."""
         self.process.kill()
         self.process.wait()
         self._stdin.close()
         self._stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.end()
 
 
 class DrivenNode:
@@ -82,7 +89,11 @@ class DrivenNode:
         sizes = map(str, sizes_mib or (48, 1, 16))
         words = ["-m", "tests.e2e.cuda_agent", str(self.daemon.socket_path), str(gpu), *sizes]
         program = DrivenProgram(self.cuda, *words)
-        self.wait_for_agents(program.pid)
+        try:
+            self.wait_for_agents(program.pid)
+        except BaseException:
+            program.end()  # or the warning about it fails whichever test comes next
+            raise
         return program
 
     def wait_for_agents(self, *pids: int) -> None:
