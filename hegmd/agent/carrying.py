@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 
+from .notes import note
 from .refusals import refusal
 from .torch_state import Found
 
@@ -111,6 +112,17 @@ class Carrying:
         if self._shown is None:
             raise refusal(f"{what} is about storages that were shown, and none were", "export them first")
         return self._shown
+
+
+def load() -> None:
+    """Read in now what is needed when something is carried: an upgrade replaces the files under a running agent.
+
+    What is missing for it is told when it is needed.
+    """
+    try:
+        from . import cuda_driver, shown, transfer, video_memory  # noqa: F401 - to have them
+    except ImportError as error:
+        note(f"nothing can be carried: {error!r}")
 
 
 def _transfer() -> Any:

@@ -44,8 +44,10 @@ def start() -> Gate:
         # Python takes the thread that imports `threading` first for its main thread, and 3.9 waits for it at its end.
         __import__("threading")
         # Imported here and not in our thread: beside a busy loop every file read there costs a turn of the interpreter.
+        from . import carrying
         from .channel import Channel
 
+        carrying.load()
         _channel = Channel(made)
         os.register_at_fork(after_in_child=_orphan)
         start_new_thread(_live, (_channel,))

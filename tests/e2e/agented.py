@@ -20,23 +20,25 @@ INJECT = Path(__file__).parents[2] / "hegmd" / "agent" / "inject"
 ENDS_WITHIN_S = 60.0
 
 
-def environment(socket_path: Path | None, **more: str) -> dict[str, str]:
+def environment(socket_path: Path | None, inject: str = str(INJECT), **more: str) -> dict[str, str]:
     """The environment of a script: with the agent if there is a socket, plain otherwise."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("HEGM_", "PYTHON"))}
     plain.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", **more)
     if socket_path is not None:
         plain.update(HEGM_SOCKET=str(socket_path), HEGM_MSGPACK=str(Path(msgpack.__file__).parent))
-        plain["PYTHONPATH"] = os.pathsep.join([str(INJECT), *filter(None, [more.get("PYTHONPATH")])])
+        plain["PYTHONPATH"] = os.pathsep.join([inject, *filter(None, [more.get("PYTHONPATH")])])
     return plain
 
 
 class Training:
     """A script that runs with the agent. Ended with the context, if it has not ended by itself."""
 
-    def __init__(self, argv: list[str], socket_path: Path, python: str = sys.executable, **more: str) -> None:
+    def __init__(
+        self, argv: list[str], socket_path: Path, python: str = sys.executable, inject: str = str(INJECT), **more: str
+    ) -> None:
         self.process = subprocess.Popen(
             [python, *argv],
-            env=environment(socket_path, **more),
+            env=environment(socket_path, inject, **more),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.agented import SCRIPTS, Training, environment, undisturbed
+from tests.e2e.agented import INJECT, SCRIPTS, Training, environment, undisturbed
 from tests.e2e.scripted_daemon import Attended, ScriptedDaemon
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
@@ -101,6 +102,27 @@ def test_a_process_with_nothing_to_put_out_stayed_parked_for_ever(socket_path: P
         assert "nothing" in agent.order("refill", pool).message
         agent.done("release", limit_s=20)
         assert training.result()[1] == undisturbed([BY_HAND])
+
+
+def test_an_upgrade_under_a_running_agent_gave_it_half_of_another_version(
+    socket_path: Path, tmp_path: Path, pool: int
+) -> None:
+    """It read in what it carries with when it first carried: from files that a newer package had replaced meanwhile."""
+    package = tmp_path / "hegmd"
+    for part in ("agent", "protocol"):
+        shutil.copytree(INJECT.parents[1] / part, package / part)
+    for module in ("__init__.py", "errors.py"):
+        shutil.copy(INJECT.parents[1] / module, package)
+    inject = package / "agent/inject"
+    with ScriptedDaemon(socket_path) as daemon, Training([PLAIN], socket_path, inject=str(inject)) as training:
+        agent = daemon.attended()
+        shutil.rmtree(package)
+        assert _out(agent, pool) > 0
+        agent.done("refill", pool)
+        agent.done("release", limit_s=20)
+        status, output, errors = training.result()
+    assert (status, errors) == (0, "")
+    assert output == undisturbed([PLAIN])
 
 
 def test_other_bytes_are_not_taken_for_its_own(socket_path: Path, pool: int) -> None:
