@@ -39,6 +39,8 @@ class OrderFailed(HegmError):
         super().__init__(
             REFUSED, f"{do} in process {pid}: {why}", report.hint or "look at what the job is doing", {"pid": pid}
         )
+        #: For how many bytes its GPU has no room; None if it failed for another reason.
+        self.lacks_bytes = report.lacks_bytes
 
 
 class Given:

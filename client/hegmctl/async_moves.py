@@ -31,9 +31,10 @@ class AsyncMoves:
         wait: bool = True,
         dry_run: bool = False,
         limit_s: float | None = None,
+        carrier: str | None = None,
     ) -> m.OperationReply:
         """Move jobs to another GPU and wait until they train on there. `limit_s` is for the wait for a boundary."""
-        request = m.Migrate(pids=pids_of(pids), to=to, wait=wait, dry_run=dry_run, limit_s=limit_s)
+        request = m.Migrate(pids=pids_of(pids), to=to, wait=wait, dry_run=dry_run, limit_s=limit_s, carrier=carrier)
         return await self.converse(request, OperationProgress, m.OperationReply, on_progress)
 
     async def suspend(
@@ -44,9 +45,10 @@ class AsyncMoves:
         wait: bool = True,
         dry_run: bool = False,
         limit_s: float | None = None,
+        carrier: str | None = None,
     ) -> m.OperationReply:
         """Take jobs off their GPUs; their bytes are held until they are resumed."""
-        request = m.Suspend(pids=pids_of(pids), wait=wait, dry_run=dry_run, limit_s=limit_s)
+        request = m.Suspend(pids=pids_of(pids), wait=wait, dry_run=dry_run, limit_s=limit_s, carrier=carrier)
         return await self.converse(request, OperationProgress, m.OperationReply, on_progress)
 
     async def resume(

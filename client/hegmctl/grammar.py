@@ -140,6 +140,14 @@ EVENT_KINDS = ("config", "events", "gpu", "inventory", "operation", "pool", "pro
 _DRY_RUN = Option("-n", "--dry-run", doc="only show what would be done, or every reason why it cannot be")
 _NO_WAIT = Option("--no-wait", doc="do not wait for the end; `hegmctl op` shows it")
 _WAIT = Option("--wait", doc="wait for the end, which is what is done anyway")
+_CARRIER = Option(
+    "--carrier",
+    kind=TEXT,
+    metavar="CARRIER",
+    choices=("peer", "host", "worker", "driver"),
+    doc="how the bytes go: peer (GPU to GPU), host (the pool, by hegmd), worker (the pool, by the job) or driver; "
+    "else the fastest that can. One that cannot is refused, with the reason",
+)
 _JOBS = Argument("PID", many=True, kind=PID, complete=PIDS, doc="the processes; the others of their jobs come along")
 
 _VERBS = (
@@ -284,6 +292,7 @@ _VERBS = (
         "Whatever fails, the job ends up running where it was. Ctrl-C asks whether to turn back or to leave it going.",
         options=(
             Option("--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go to"),
+            _CARRIER,
             _DRY_RUN,
             _WAIT,
             _NO_WAIT,
@@ -292,6 +301,7 @@ _VERBS = (
         examples=(
             ("hegmctl migrate 4711 --to gpu1", "move process 4711, and the others of its job"),
             ("hegmctl migrate 4711 --to gpu1 --dry-run", "what that would take"),
+            ("hegmctl migrate 4711 --to gpu1 --carrier host", "by way of the pool, also where NVLink is faster"),
         ),
     ),
     Verb(
@@ -302,6 +312,7 @@ _VERBS = (
         "that is suspended already. Where the disk has no room, they stay in memory, and the command fails.",
         options=(
             Option("--spill", doc="have the bytes on disk, with checksums, until `resume`"),
+            _CARRIER,
             _DRY_RUN,
             _WAIT,
             _NO_WAIT,

@@ -47,9 +47,10 @@ class Moves:
         wait: bool = True,
         dry_run: bool = False,
         limit_s: float | None = None,
+        carrier: str | None = None,
     ) -> OperationReply:
         """Move jobs to another GPU and wait until they train on there. `limit_s` is for the wait for a boundary."""
-        request = Migrate(pids=pids_of(pids), to=to, wait=wait, dry_run=dry_run, limit_s=limit_s)
+        request = Migrate(pids=pids_of(pids), to=to, wait=wait, dry_run=dry_run, limit_s=limit_s, carrier=carrier)
         return self._watch(request, OperationReply, on_progress)
 
     def suspend(
@@ -60,9 +61,10 @@ class Moves:
         wait: bool = True,
         dry_run: bool = False,
         limit_s: float | None = None,
+        carrier: str | None = None,
     ) -> OperationReply:
         """Take jobs off their GPUs; their bytes are held until they are resumed."""
-        request = Suspend(pids=pids_of(pids), wait=wait, dry_run=dry_run, limit_s=limit_s)
+        request = Suspend(pids=pids_of(pids), wait=wait, dry_run=dry_run, limit_s=limit_s, carrier=carrier)
         return self._watch(request, OperationReply, on_progress)
 
     def resume(

@@ -63,6 +63,7 @@ def migrate(session: Session) -> int:
         limit_s=arguments.seconds("timeout"),
         wait=not arguments.flag("no-wait"),
         dry_run=arguments.flag("dry-run"),
+        carrier=arguments.text("carrier"),
     )
     return _run_one(session, request)
 
@@ -75,6 +76,7 @@ def suspend(session: Session) -> int:
         limit_s=arguments.seconds("timeout"),
         wait=not arguments.flag("no-wait"),
         dry_run=arguments.flag("dry-run"),
+        carrier=arguments.text("carrier"),
         spill=arguments.flag("spill"),
     )
     return _run_one(session, request)

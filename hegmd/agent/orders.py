@@ -377,8 +377,14 @@ class Orders:
         self._tell(order=order, result="done", **{"boundary": self._gate.count, **values})
 
     def _failed(self, order: int, error: HegmError) -> None:
-        message, hint = error.message, error.hint
-        self._tell(order=order, result="failed", message=message, hint=hint, boundary=self._gate.count)
+        self._tell(
+            order=order,
+            result="failed",
+            message=error.message,
+            hint=error.hint,
+            boundary=self._gate.count,
+            lacks_bytes=error.facts.get("lacks_bytes"),
+        )
 
     def _tell(self, **values: Any) -> None:
         if self._report is not None:

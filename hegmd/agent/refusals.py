@@ -15,6 +15,23 @@ def refusal(message: str, hint: str) -> HegmError:
     return HegmError(REFUSED, f"process {os.getpid()}: {message}", hint)
 
 
+def not_made(size_bytes: int, error: BaseException, *, on_gpu: bool) -> HegmError:
+    """That storages could not be made again; where their GPU had no room, `lacks_bytes` says for how many bytes."""
+    where = "GPU" if on_gpu else "node"
+    facts = {"lacks_bytes": size_bytes} if on_gpu and _is_out_of_memory(error) else {}
+    return HegmError(
+        REFUSED,
+        f"{size_bytes} bytes could not be brought back into process {os.getpid()}: {error}",
+        f"free memory on the {where}, then ask again; the bytes are still held",
+        facts,
+    )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """PyTorch has a class for it, which moved between releases, and other errors of CUDA only say so."""
+    return type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error).lower()
+
+
 def no_boundary(limit_s: float | None, when: str) -> HegmError:
     """That the training thread came to no boundary in time."""
     limit = "its limit" if limit_s is None else f"{limit_s:g} s"

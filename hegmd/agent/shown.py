@@ -18,7 +18,7 @@ from . import cuda_state
 from .copying import round_up
 from .cuda_driver import Driver
 from .notes import note
-from .refusals import refusal
+from .refusals import not_made, refusal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -139,11 +139,7 @@ class Shown:
             for storage in self._storages[first:last]:
                 storage.resize_(0)
             self._torch.cuda.empty_cache()
-            size_bytes = sum(self._sizes[first:last])
-            raise refusal(
-                f"{size_bytes} bytes of storages could not be made again: {error}",
-                "free memory on the GPU, then ask again; the bytes are still held",
-            ) from error
+            raise not_made(sum(self._sizes[first:last]), error, on_gpu=True) from error
 
     def _stream_of(self, index: int) -> Any:
         """The stream that a storage's memory was made on, as a context."""

@@ -18,6 +18,7 @@ from ..errors import REFUSED, HegmError
 from . import copying
 from .copying import PAGE_BYTES, round_up
 from .notes import note
+from .refusals import not_made
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -69,11 +70,8 @@ class Evacuated:
             _medium(self._storages).give_back()
             if isinstance(error, HegmError):
                 raise
-            raise HegmError(
-                REFUSED,
-                f"{self.size_bytes} bytes could not be brought back into process {os.getpid()}: {error}",
-                "free memory on the node, then ask again; the bytes are still held",
-            ) from error
+            on_gpu = bool(self._storages) and self._storages[0].device.type == "cuda"
+            raise not_made(self.size_bytes, error, on_gpu=on_gpu) from error
 
     def close(self) -> None:
         """Close the descriptor; twice is fine."""

@@ -13,6 +13,7 @@ HegmError: Refused says that nothing has changed, NoRoom that room has to be fou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,9 +21,10 @@ from hegmd.agent_orders import AgentAway
 from hegmd.errors import Refused
 from hegmd.workers import Worker
 
-__all__ = ["Carrier", "Left", "Method", "NoRoom", "Progress", "Standing", "Subject"]
+__all__ = ["Carrier", "Left", "Making", "Method", "NoRoom", "Progress", "Standing", "Subject"]
 
 Progress = Callable[[int], object]
+Making = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class NoRoom(Refused):
@@ -118,8 +120,11 @@ class Method(Protocol):
         """Bring it back on that GPU; what is held for it there becomes its own. Raises NoRoom before it is too late."""
         ...
 
-    async def make_way(self, subject: Subject) -> None:
-        """Its storages are made now: the room that is held for them, on the GPU that it is on, becomes its own."""
+    def making(self, subject: Subject) -> AbstractAsyncContextManager[None]:
+        """In the block its storages are made: the room that is held for them on its GPU, until then, becomes its own.
+
+        Nobody else is to get it meanwhile, as far as that can be seen to.
+        """
         ...
 
     async def verify(self, subject: Subject) -> None:
@@ -167,6 +172,6 @@ class Carrier(Protocol):
         """Have the bytes in that memory and no longer in the process; how many."""
         ...
 
-    async def put_back(self, subject: Subject, on_progress: Progress) -> int:
-        """Have the bytes in the process again; how many."""
+    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
+        """Have the bytes in the process again; how many. Its storages are made in blocks of `making` alone."""
         ...

@@ -18,7 +18,7 @@ from typing import TypeVar
 from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import HelperLost, Link
 from hegmd.helper.route import Place, Route
-from hegmd.methods.base import Progress, Subject
+from hegmd.methods.base import Making, Progress, Subject
 from hegmd.methods.gpus import Gpus
 from hegmd.protocol.messages import AgentReport
 
@@ -102,12 +102,13 @@ class CopyingCarrier:
         freed = await subject.worker.order("free")
         return freed.size_bytes or 0
 
-    async def put_back(self, subject: Subject, on_progress: Progress) -> int:
+    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
         """Raises HegmError; what is not filled by then is still held, and the next call goes on from there."""
         most_bytes = ROUND_BYTES if subject.in_rounds else None
         done_bytes = 0
         while True:
-            report = await subject.worker.order("make", size_bytes=most_bytes)
+            async with making():
+                report = await subject.worker.order("make", size_bytes=most_bytes)
             done_bytes += await self._fill(subject, report, partial(_add, on_progress, done_bytes))
             if not report.left:
                 return done_bytes

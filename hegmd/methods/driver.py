@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.abc
 
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost, Link
 from hegmd.log import fields
-from hegmd.methods.base import Left, NoRoom, Progress, Standing, Subject
+from hegmd.methods.base import Left, Making, NoRoom, Progress, Standing, Subject
 from hegmd.methods.gpus import Gpus, VideoMemory, rest_of, storages_of
 from hegmd.methods.neighbours import Neighbours
 from hegmd.pieces import RESTORE_MARGIN_BYTES
@@ -46,6 +47,8 @@ MIB = 1 << 20
 # takes at once (a context has 0.5 GiB, and allocators of frameworks grow by less than the rest) then does no harm.
 CALM_BYTES = 2048 * MIB
 
+# Storages of 32 GiB are made in some milliseconds.
+MAKING_S = 2.0
 LOCK_S = 10.0
 QUICK_S = 20.0
 # A state query waits for a step that a killed caller left to end by itself; a step goes at 2.8 GB/s, or 1 at worst.
@@ -272,11 +275,44 @@ class DriverMethod:
             if any(use.gpu == gpu and use.kind == "compute" for use in process.gpus)
         ]
 
-    async def make_way(self, subject: Subject) -> None:
-        """Whoever is quicker than the process gets it; then its bytes wait for the next attempt, and none is lost."""
-        if subject.gpu is not None:
-            async with self._gpus.turn(subject.gpu):
-                await self._memory.give(storages_of(subject), await self._gpus.uuid_of(subject.gpu))
+    @asynccontextmanager
+    async def making(self, subject: Subject) -> AsyncGenerator[None]:
+        """Others there are held still, for MAKING_S at most: an agent that is stopped in the block makes nobody stand.
+
+        Who cannot be held still may be quicker. Then the bytes wait for the next attempt, and none is lost.
+        """
+        if subject.gpu is None:
+            yield
+            return
+        made = anyio.Event()
+        failure: HegmError | None = None
+        async with anyio.create_task_group() as tasks:
+            try:
+                await tasks.start(self._make_way, subject, subject.gpu, made)
+                yield
+            except HegmError as error:  # past the group, which would put it into another
+                failure = error
+            finally:
+                made.set()
+        if failure is not None:
+            raise failure
+
+    async def _make_way(
+        self,
+        subject: Subject,
+        gpu: str,
+        made: anyio.Event,
+        *,
+        task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
+    ) -> None:
+        uuid = await self._gpus.uuid_of(gpu)
+        async with self._gpus.turn(gpu):
+            others = await self._others(subject, gpu) if self._memory.of(storages_of(subject)).get(uuid) else []
+            async with self._neighbours.held_still(others, but_for=self._in_hand):
+                await self._memory.give(storages_of(subject), uuid)
+                task_status.started()
+                with anyio.move_on_after(MAKING_S):
+                    await made.wait()
 
     # -- how it stands -------------------------------------------------------------------------------------------------
 
@@ -389,7 +425,7 @@ class DriverCarrier:
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
         return 0
 
-    async def put_back(self, subject: Subject, on_progress: Progress) -> int:
+    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
         return 0
 
 

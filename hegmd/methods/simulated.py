@@ -6,6 +6,7 @@ Where a worker is stands in its handle, which attendance and this method write; 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from hegmd.methods.base import Left, Standing, Subject
 from hegmd.rooms import Rooms
@@ -42,8 +43,9 @@ class SimulatedMethod:
     async def restore(self, subject: Subject, gpu: str) -> None:
         subject.worker.gpu = gpu
 
-    async def make_way(self, subject: Subject) -> None:
+    def making(self, subject: Subject) -> AbstractAsyncContextManager[None]:
         """The room in the books is the worker's as it stands."""
+        return nullcontext()
 
     async def verify(self, subject: Subject) -> None:
         """The next boundary, which the agent tells, proves all that there is."""

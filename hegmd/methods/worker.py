@@ -7,7 +7,7 @@ memory is the daemon's and goes over by descriptor. Both ways the agent copies e
 from __future__ import annotations
 
 from hegmd.errors import Refused
-from hegmd.methods.base import Progress, Subject
+from hegmd.methods.base import Making, Progress, Subject
 from hegmd.pool import Key, Memory, Pool, Source
 
 NAME = "worker"
@@ -45,15 +45,18 @@ class WorkerCarrier:
         report = await subject.worker.order("evacuate", fds=[memory.fd], on_progress=on_progress)
         return report.size_bytes or 0
 
-    async def put_back(self, subject: Subject, on_progress: Progress) -> int:
+    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
         """Raises OrderFailed, AgentAway. The bytes stay in the memory too.
+
+        One order makes all storages, first of all, and fills them.
 
         Memory that went with an earlier daemon is not needed: the agent keeps a descriptor of its own until it has
         entrusted its bytes, and by then they are on disk.
         """
         memory = self._memory(subject)
         fds = () if memory is None else [memory.fd]
-        report = await subject.worker.order("refill", fds=fds, on_progress=on_progress)
+        async with making():
+            report = await subject.worker.order("refill", fds=fds, on_progress=on_progress)
         return report.size_bytes or 0
 
     def _memory(self, subject: Subject) -> Memory | None:

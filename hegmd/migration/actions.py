@@ -239,7 +239,7 @@ def restored(op: Operation, worker: Worker, pending: Pending, event: events.Rest
 
 
 def refilled(op: Operation, worker: Worker, pending: Pending, event: events.Refilled) -> Operation:
-    return op.with_worker(worker.replace(out=False))
+    return op.replace(lacks=None).with_worker(worker.replace(out=False))
 
 
 def released(op: Operation, worker: Worker, pending: Pending, event: events.Released) -> Operation:
@@ -291,7 +291,7 @@ def failed(op: Operation, worker: Worker, pending: Pending, event: events.Failed
     in_worker = Effect.register[pending.effect].in_worker
     if in_worker and event.fault == events.DISCONNECTED:
         return op.with_worker(worker.replace(unsure=True, waits=FOR_AGENT))
-    if event.fault == events.NO_ROOM and worker.at is None and op.heading == BACK:
+    if event.fault == events.NO_ROOM and op.heading == BACK and (worker.at is None or worker.out):
         return _waiting_for_room(op, worker, pending, event)
     if pending.effect in _HARMLESS:
         changed = {"asked": False} if pending.effect == effects.Park.tag else {}
@@ -328,11 +328,13 @@ def _split(op: Operation, name: str, event: events.Failed) -> Operation:
 
 
 def _waiting_for_room(op: Operation, worker: Worker, pending: Pending, event: events.Failed) -> Operation:
-    """It is off its GPU and the way home has no room: it stands with all its bytes, and is brought back once there is.
+    """There is no room for it, or for its storages: it stands with all its bytes, and is brought back once there is.
 
-    Nothing of the room that was believed in is counted upon: without room held, nobody is ever restored.
+    Nothing of the room that was believed in is counted upon: without room held, nobody is ever restored. Storages are
+    asked for again only when there is room for all of them, unless they are made in rounds, where some may be there.
     """
-    rooms = {**worker.rooms, str(pending.gpu): 0}
+    is_whole = pending.effect != effects.Refill.tag or not worker.overlap_bytes
+    rooms = {**worker.rooms, str(pending.gpu or worker.at): 0} if is_whole else worker.rooms
     lacks = Failure(code=event.code, message=event.message, hint=event.hint)
     return op.replace(lacks=lacks).with_worker(worker.replace(rooms=rooms, unsure=True, waits=FOR_RETRY))
 

@@ -113,7 +113,7 @@ class Performer:
         fault = events.BROKEN
         if isinstance(error, AgentAway):
             fault = events.DISCONNECTED
-        elif isinstance(error, NoRoom):
+        elif isinstance(error, NoRoom) or (isinstance(error, OrderFailed) and error.lacks_bytes is not None):
             fault = events.NO_ROOM
         elif isinstance(error, Refused):
             fault = events.REFUSED
@@ -215,9 +215,8 @@ class Performer:
         if self._worker(member).held_bytes:
             subject, carrier = self._subject(op, member), self._carrier(member)
             await carrier.fetch(subject, tell)
-            await self._method(member).make_way(subject)
             began = anyio.current_time()
-            size_bytes = await carrier.put_back(subject, tell)
+            size_bytes = await carrier.put_back(subject, tell, lambda: self._method(member).making(subject))
             self._note_pace(member, member.carrier, IN, size_bytes, began)
         return events.Refilled(**_ends(effect))
 

@@ -50,6 +50,8 @@ def waiting(op: Operation, trouble: HegmError | None = None) -> told.Wait | None
                 why=f"the agent of process {member.pid} is not connected",
                 next=f"it comes back by itself; if it does not, see the log of the job and: hegmctl op {op.id}",
             )
+    if op.lacks is not None and op.heading == BACK:
+        return told.Wait(why=op.lacks.message, next=op.lacks.hint)
     if op.phase == SUSPENDED:
         pid = next((member.pid for member in op.live), None)
         why = "it is suspended" if op.failure is None else f"its job stands: {op.failure.message}"

@@ -55,6 +55,12 @@ class Rig:
         who = ("1", "0", self.moved.pid, ticks)
         return Subject(*who, rest_bytes=REST_BYTES, gpu="gpu0", goal="gpu1", left=None)
 
+    @property
+    def other_who(self) -> tuple[int, int]:
+        ticks = start_ticks(self.other.pid)
+        assert ticks is not None
+        return self.other.pid, ticks
+
     async def take_off(self) -> Subject:
         """It as it is after its checkpoint, with its room held."""
         await self.method.hold_room(self.subject, "gpu1", REST_BYTES)
@@ -212,6 +218,25 @@ async def test_a_look_at_a_process_does_not_free_it_for_whom_another_operation_h
             tasks.start_soon(look)
             await rig.stands(rig.moved)
         assert await rig.state(rig.moved) == "running"
+
+
+async def test_neighbours_stand_while_storages_are_made_and_not_for_as_long_as_a_stopped_agent_takes(
+    parts: Parts,
+) -> None:
+    """The room for storages was let go before the agent was asked to make them, and a neighbour took it."""
+    async with rigged(parts) as rig:
+        mine = replace(rig.subject, gpu="gpu1", size_bytes=GIB, storage_room_bytes=GIB)
+        await rig.method.hold_room(mine, "gpu1", GIB)
+        async with rig.method.making(mine):
+            assert rig.memory.by_owner() == {}
+            await rig.stands(rig.other)
+            await rig.neighbours.let_be(rig.other_who)
+            assert await rig.state(rig.other) == "running"
+        async with rig.method.making(mine):
+            assert await rig.state(rig.other) == "running", "nothing is held, so nothing is to be kept from anybody"
+        with pytest.raises(Refused, match="the agent could not"):
+            async with rig.method.making(mine):
+                raise Refused("the agent could not", "ask again")
 
 
 async def test_a_process_that_got_the_number_of_one_that_ended_is_not_touched(parts: Parts) -> None:

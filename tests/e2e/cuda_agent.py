@@ -16,7 +16,7 @@ from typing import Any
 
 from hegmctl.connection import Connection, connect
 from hegmd.protocol.messages import AgentAttend, AgentDismissed, AgentReport, CudaFacts, Noted, Order, Place
-from tests.stubs.cuda.program import MIB, Handle, Program, call
+from tests.stubs.cuda.program import MIB, Address, Handle, Program, call, cuda
 
 ALIGNED_BYTES = 512
 
@@ -69,7 +69,11 @@ class Agent:
                 report = report.replace(result="failed", message=self.refuses[order.do], hint="ask the test")
             else:
                 obey = getattr(self, {"filled": "note_filled"}.get(order.do, order.do))
-                report = report.replace(**obey(order))
+                try:
+                    report = report.replace(**obey(order))
+                except MemoryError as error:
+                    lacks_bytes = error.args[0]
+                    report = report.replace(result="failed", message="no room", hint="wait", lacks_bytes=lacks_bytes)
             connection.call(report.replace(boundary=self.boundary), Noted)
 
     # ---- orders -----------------------------------------------------------------------------------------------------
@@ -123,14 +127,19 @@ class Agent:
         return {"size_bytes": sum(self.sizes), "storages": len(self.sizes)}
 
     def make(self, order: Order) -> dict[str, Any]:
-        """Those that were made and are not filled are shown once more."""
+        """Those that were made and are not filled are shown once more. Raises MemoryError, with none of them made."""
         if len(self.pieces) == self.filled:
             made_bytes = 0
             while len(self.pieces) < len(self.sizes):
                 size_bytes = self.sizes[len(self.pieces)]
                 if order.size_bytes is not None and made_bytes and made_bytes + size_bytes > order.size_bytes:
                     break
-                self.pieces.append(self.program.allocate(size_bytes))
+                address = Address()
+                if cuda.cuMemAlloc_v2(ctypes.byref(address), size_bytes):
+                    while len(self.pieces) > self.filled:
+                        call("cuMemFree_v2", self.pieces.pop())
+                    raise MemoryError(sum(self.sizes[self.filled :]))
+                self.pieces.append(address.value)
                 made_bytes += size_bytes
         return self._view(self.filled, len(self.pieces))
 

@@ -15,8 +15,8 @@ import pytest
 from hegmctl.connection import Connection
 from hegmd.errors import HegmError
 from hegmd.protocol import operations as told
-from hegmd.protocol.messages import Migrate, OperationReply
-from tests.e2e.driven import GIB, DrivenNode, DrivenProgram, Watched, at_rest, helper_of, only_its_own
+from hegmd.protocol.messages import Migrate, OperationReply, Operations, OperationsReply
+from tests.e2e.driven import GIB, LOOKS, DrivenNode, DrivenProgram, Watched, at_rest, helper_of, only_its_own
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
@@ -171,3 +171,62 @@ def test_a_daemon_that_is_killed_while_a_job_is_suspended_leaves_it_to_the_next(
             assert (resumed.phase, resumed.failure) == ("done", None)
         watched.is_whole()
         only_its_own(node, watched)
+
+
+@pytest.mark.parametrize("carrier", ["peer", "host"])
+def test_whoever_takes_all_memory_again_and_again_does_not_get_the_room_of_the_storages(
+    node: DrivenNode, tmp_path: Path, carrier: str
+) -> None:
+    """It was let go before the agent was told to make them, and somebody else was quicker."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with node.agented(0) as program, node.program(1, 16) as other:
+        watched = Watched(program)
+        node.cuda.order(f"hold cuCheckpointProcessCheckpoint {gate}")
+        with node.connect() as connection:
+            connection.call(Migrate(pids=(watched.pid,), to="gpu1", carrier=carrier, wait=False), OperationReply)
+        with gate.open("w"):
+            assert other.tell("grab").startswith("grabbed")
+            assert other.tell("hoard") == "hoarding"
+            node.cuda.mend()
+        ended = at_rest(node)
+        assert (ended.phase, ended.failure, ended.processes[0].gpu) == ("done", None, "gpu1")
+        watched.is_whole()
+
+
+def test_a_job_whose_storages_have_no_room_says_so_and_comes_back_when_there_is_some(
+    node: DrivenNode, tmp_path: Path
+) -> None:
+    """Seen on two H200: it stayed suspended with its bytes until it was resumed by hand.
+
+    Who hoards cannot be held still here; the way back is closed by a checkpoint that answers 999, as it did there.
+    """
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with node.agented(0) as program, node.connect() as connection:
+        watched = Watched(program)
+        with node.program(1, 16) as other:
+            node.cuda.order(f"error cuCheckpointProcessLock@{other.pid} 600", f"hold cuMemAlloc_v2 {gate}")
+            connection.call(Migrate(pids=(watched.pid,), to="gpu1", carrier="host", wait=False), OperationReply)
+            with gate.open("w"):  # the agent is about to make the first of them
+                node.cuda.mend()
+                node.cuda.order("error cuCheckpointProcessCheckpoint 999")
+                assert other.tell("grab").startswith("grabbed")
+            waits = _waiting(connection)
+            assert "no room" in waits.why
+            assert watched.program.tell("seen").split().count("release") == 0
+        node.cuda.mend()
+        ended = at_rest(node)
+        assert (ended.phase, ended.processes[0].gpu, ended.processes[0].state) == ("undone", "gpu1", "running")
+        watched.is_whole()
+        only_its_own(node, watched)
+
+
+def _waiting(connection: Connection) -> told.Wait:
+    """What the newest operation waits for, once it waits for room."""
+    for _ in range(LOOKS):
+        newest = connection.call(Operations(), OperationsReply).operations[-1]
+        assert newest.phase not in {"done", "undone", "suspended"}
+        if newest.waits is not None and "room" in newest.waits.why:
+            return newest.waits
+    raise AssertionError("it does not wait for room")

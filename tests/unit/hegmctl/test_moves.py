@@ -37,6 +37,12 @@ CALLS: list[tuple[Callable[[Any], Any], m.Request, Record]] = [
     ),
     (lambda face: face.suspend(4711, limit_s=5.0), m.Suspend(pids=(4711,), limit_s=5.0), REPLY),
     (lambda face: face.suspend([1, 2], wait=False), m.Suspend(pids=(1, 2), wait=False), REPLY),
+    (lambda face: face.suspend(4711, carrier="host"), m.Suspend(pids=(4711,), carrier="host"), REPLY),
+    (
+        lambda face: face.migrate(4711, "gpu1", carrier="peer"),
+        m.Migrate(pids=(4711,), to="gpu1", carrier="peer"),
+        REPLY,
+    ),
     (lambda face: face.resume(4711), m.Resume(pid=4711), REPLY),
     (lambda face: face.resume(4711, "gpu1", wait=False), m.Resume(pid=4711, to="gpu1", wait=False), REPLY),
     (lambda face: face.drain("gpu0"), m.Drain(gpu="gpu0"), DRAINED),

@@ -94,6 +94,8 @@ def _reply(operation: Operation) -> m.OperationReply:
         ("suspend 4711 --timeout 5s", m.Suspend(pids=(4711,), limit_s=5.0)),
         ("suspend 4711 --no-wait", m.Suspend(pids=(4711,), wait=False)),
         ("suspend 4711 --dry-run", m.Suspend(pids=(4711,), dry_run=True)),
+        ("suspend 4711 --carrier worker", m.Suspend(pids=(4711,), carrier="worker")),
+        ("migrate 4711 --to gpu1 --carrier=host", m.Migrate(pids=(4711,), to="gpu1", carrier="host")),
         ("resume 4711", m.Resume(pid=4711)),
         ("resume 4711 --to gpu1 --no-wait", m.Resume(pid=4711, to="gpu1", wait=False)),
         ("resume 4711 --dry-run", m.Resume(pid=4711, dry_run=True)),

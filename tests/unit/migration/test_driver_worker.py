@@ -6,6 +6,7 @@ from typing import Any
 
 from hegmd.migration import events
 from hegmd.migration.operation import BACK, SUSPEND, Worker
+from hegmd.migration.telling import waiting
 from tests.unit.migration.operations import Drive, ending, operation, tags, worker
 
 
@@ -78,6 +79,71 @@ def test_without_room_on_the_way_back_it_waits_and_says_why_until_there_is_room(
     assert drive.op.lacks is None
     assert "restore" in _effects(drive)
     assert drive.op.workers[0].at == "gpu0"
+
+
+def _refilled_without_room(**values: Any) -> Drive:
+    """One that turned back when its bytes could not go in where it was to go, and finds no room at home either."""
+    plain = {"token": "t", "carrier": "host", "size_bytes": 8, "rest_bytes": 2, **values}
+    drive = Drive(operation(worker(method="driver", **plain)))
+    drive.on(lambda: "refill" in tags(drive.wanted))
+    drive.fail("broken")
+    drive.end(parked=True, out_bytes=8, gpu="gpu1")
+    drive.on(lambda: "refill" in tags(drive.wanted))
+    assert (drive.op.heading, drive.op.workers[0].at) == (BACK, "gpu0")
+    drive.fail("no-room")
+    return drive
+
+
+def _after_a_while(drive: Drive) -> None:
+    assert (drive.op.phase, drive.wanted) == ("settling", [])
+    assert drive.op.deadline is not None
+    drive.now = drive.op.deadline
+    drive.feed(events.DeadlinePassed())
+    drive.end(parked=True, out_bytes=8, gpu="gpu0")
+
+
+def test_a_job_whose_storages_found_no_room_stood_until_somebody_resumed_it_by_hand() -> None:
+    """It waits instead, says so, takes the room for all of them once it is there, and comes back by itself."""
+    drive = _refilled_without_room()
+    for _ in range(3):
+        waits = waiting(drive.op)
+        assert waits is not None
+        assert "failed" in waits.why
+        _after_a_while(drive)
+        (taken,) = drive.wanted
+        assert (taken.tag, taken.to_plain()["gpu"], taken.to_plain()["size_bytes"]) == ("take-room", "gpu0", 12)
+        drive.fail("no-room")
+    _after_a_while(drive)
+    drive.until("undone")
+    assert (drive.op.lacks, drive.op.workers[0].at, drive.op.workers[0].out) == (None, "gpu0", False)
+
+
+def test_storages_that_are_made_in_rounds_are_asked_for_without_room_for_all_of_them() -> None:
+    """Some have their bytes already, and the room that they took would be asked for once more, for ever."""
+    drive = _refilled_without_room(overlap_bytes=5)
+    _after_a_while(drive)
+    assert tags(drive.wanted) == ["refill"]
+    drive.until("undone")
+
+
+def test_a_checkpoint_that_failed_on_the_way_back_leaves_the_job_waiting_for_room_where_it_is() -> None:
+    """With 999, on two H200, beside somebody who took all memory: it was held, and had to be resumed by hand."""
+    drive = Drive(operation(worker(token="t", method="driver", carrier="host", size_bytes=8, rest_bytes=2)))
+    drive.on(lambda: "refill" in tags(drive.wanted))
+    drive.fail("no-room")
+    drive.end(parked=True, out_bytes=8, gpu="gpu1")
+    drive.on(lambda: "checkpoint" in tags(drive.wanted))
+    drive.fail("broken")
+    drive.end(parked=True, out_bytes=8, gpu="gpu1")
+    drive.on(lambda: "refill" in tags(drive.wanted))
+    drive.fail("no-room")
+    assert (drive.op.phase, drive.op.heading) == ("settling", BACK)
+    assert drive.op.deadline is not None
+    drive.now = drive.op.deadline
+    drive.feed(events.DeadlinePassed())
+    drive.end(parked=True, out_bytes=8, gpu="gpu1")
+    drive.until("undone")
+    assert drive.op.workers[0].at == "gpu1"
 
 
 def test_a_process_that_the_driver_has_given_up_is_lost_and_frees_what_was_held_for_it() -> None:
