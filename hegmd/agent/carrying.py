@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 
+from . import torch_state
+from .cuda_state import Showable
 from .notes import note
 from .refusals import refusal
-from .torch_state import Found
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from ..errors import HegmError
     from .shown import Shown, View
+    from .torch_state import Found
     from .transfer import Evacuated
 
 
@@ -29,6 +31,7 @@ class Carrying:
     def __init__(self) -> None:
         self._evacuated: Evacuated | None = None
         self._shown: Shown | None = None
+        self._showable = Showable()
 
     @property
     def out(self) -> Evacuated | Shown | None:
@@ -53,8 +56,13 @@ class Carrying:
         """Whether that descriptor belongs to what is out."""
         return self._evacuated is not None and self._evacuated.fd == fd
 
+    def find(self) -> Found:
+        """The storages of this process as they are now."""
+        return torch_state.find(self._showable)
+
     def forget(self) -> None:
-        """Let go of storages that have all their bytes. Those that are out stay."""
+        """Let go of storages that have all their bytes, since the thread goes on. Those that are out stay."""
+        self._showable.forget()
         if self._shown is not None and not self._shown.out:
             self._shown = None
 
@@ -101,9 +109,9 @@ class Carrying:
 
     def show(self, found: Found) -> tuple[Shown, View]:
         """Show the storages to the daemon. Raises HegmError."""
-        if found.cuda is None:
+        if found.segments is None:
             raise refusal("it has no storages on a GPU to show", "let it carry its bytes itself")
-        shown: Shown = _showing().Shown(found.storages, found.sizes)
+        shown: Shown = _showing().Shown(found.storages, found.sizes, found.segments)
         self._shown = shown
         return shown, shown.show()
 

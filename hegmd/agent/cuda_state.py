@@ -2,7 +2,8 @@
 
 Reads `sys.modules`, never imports torch and never initialises CUDA. Where CUDA is in use its memory is what jobs are
 moved for, and the CPU's storages stay where they are, uncounted. What the allocator says of its segments is asked once
-a look: it tells whose memory a storage lies in, on which stream it was made, and whether graphs keep its address.
+a look: it tells whose memory a storage lies in, on which stream it was made, and whether graphs keep its address. What
+the driver says of each, whether another process can be shown it, is asked once until the training thread has stood.
 """
 
 from __future__ import annotations
@@ -34,18 +35,62 @@ def in_use() -> Any:
     return torch if is_initialized is not None and is_initialized() else None
 
 
+class Segment:
+    """A piece of video memory that the allocator has of the driver."""
+
+    __slots__ = ("address", "device", "size_bytes", "stream")
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.address = int(told["address"])
+        self.size_bytes = int(told["total_size"])
+        self.device = int(told["device"])
+        self.stream = int(told["stream"])
+
+
+class Showable:
+    """Segments that the driver has shown to be showable: by address and size, since it may be asked of each but once.
+
+    What changes that is a restore, and who is restored has stood: whoever lets the thread go on forgets all of them.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[int, int]] = set()
+
+    def forget(self) -> None:
+        """Ask of each anew."""
+        self._known.clear()
+
+    def has_all(self, torch: Any, segments: list[Segment]) -> bool:
+        """Whether all of these can be shown to another process; what the driver has brought back cannot (580.159)."""
+        unknown = [segment for segment in segments if (segment.address, segment.size_bytes) not in self._known]
+        try:
+            for device in sorted({segment.device for segment in unknown}):
+                with torch.cuda.device(device):  # and back: this may be the training thread
+                    self._ask([segment for segment in unknown if segment.device == device])
+        except (HegmError, ImportError) as error:
+            note(f"video memory cannot be shown: {error}")
+            return False
+        return True
+
+    def _ask(self, segments: list[Segment]) -> None:
+        from .cuda_driver import Driver
+
+        driver = Driver()
+        for segment in segments:
+            driver.handle_of(driver.allocation_of(segment.address))
+            self._known.add((segment.address, segment.size_bytes))
+
+
 class Segments:
     """What PyTorch's allocator has of the driver, as it was when this was made."""
 
     def __init__(self, torch: Any) -> None:
         self.allocator: str = str(torch.cuda.get_allocator_backend())
-        segments: list[Any] = []
-        if self.allocator == "native":
-            segments = sorted(torch.cuda.memory_snapshot(), key=lambda segment: int(segment["address"]))
-        self._segments = segments
-        self._addresses = [int(segment["address"]) for segment in segments]
-        self.expandable = any(segment.get("is_expandable") for segment in segments) or _asks_for_expandable()
-        self.graphs = any(tuple(segment.get("segment_pool_id", _DEFAULT_POOL)) != _DEFAULT_POOL for segment in segments)
+        told: list[dict[str, Any]] = torch.cuda.memory_snapshot() if self.allocator == "native" else []
+        self.all = sorted((Segment(one) for one in told), key=lambda segment: segment.address)
+        self._addresses = [segment.address for segment in self.all]
+        self.expandable = any(one.get("is_expandable") for one in told) or _asks_for_expandable()
+        self.graphs = any(tuple(one.get("segment_pool_id", _DEFAULT_POOL)) != _DEFAULT_POOL for one in told)
         self._shared, self.received = _shared()
 
     def reason_against(self, storage: Any) -> str | None:
@@ -58,29 +103,15 @@ class Segments:
             return NOT_THE_ALLOCATORS
         return None
 
-    def can_be_shown(self, torch: Any) -> bool:
-        """Whether every segment can be shown to another process; what the driver has brought back cannot (580.159)."""
-        try:
-            from .cuda_driver import Driver
-
-            driver = Driver()
-            for segment in self._segments:
-                with torch.cuda.device(int(segment["device"])):  # and back: this may be the training thread
-                    driver.handle_of(driver.allocation_of(int(segment["address"])))
-        except (HegmError, ImportError) as error:
-            note(f"video memory cannot be shown: {error}")
-            return False
-        return True
-
     def stream_of(self, address: int) -> int:
         """The stream that the memory there was made on, by its number for the driver; 0 for the default one.
 
         Memory is used again in the order of its own stream, so what is made again has to be made on the same.
         """
         segment = self._segment_of(address)
-        return 0 if segment is None else int(segment["stream"])
+        return 0 if segment is None else segment.stream
 
-    def _segment_of(self, address: int) -> Any:
+    def _segment_of(self, address: int) -> Segment | None:
         """The segment that the address lies in; they are in the order of their addresses."""
         low, high = 0, len(self._addresses)
         while low < high:
@@ -88,11 +119,13 @@ class Segments:
             low, high = (middle + 1, high) if self._addresses[middle] <= address else (low, middle)
         if not low:
             return None
-        segment = self._segments[low - 1]
-        return segment if address < int(segment["address"]) + int(segment["total_size"]) else None
+        segment = self.all[low - 1]
+        return segment if address < segment.address + segment.size_bytes else None
 
 
-def facts(torch: Any, segments: Segments, sizes: dict[int, list[int]], *, shares: bool) -> CudaFacts:
+def facts(
+    torch: Any, segments: Segments, sizes: dict[int, list[int]], showable: Showable, *, shares: bool
+) -> CudaFacts:
     """What the plan has to know of the process, which has storages of those sizes on its devices.
 
     The UUIDs are by PyTorch's word, which stays the same when a process has moved.
@@ -110,7 +143,8 @@ def facts(torch: Any, segments: Segments, sizes: dict[int, list[int]], *, shares
     return CudaFacts(
         gpus=tuple(_uuid(torch, device) for device in used),
         allocator=segments.allocator,
-        expandable=segments.expandable or (segments.allocator == "native" and not segments.can_be_shown(torch)),
+        expandable=segments.expandable
+        or (segments.allocator == "native" and not showable.has_all(torch, segments.all)),
         reserved_bytes=sum(int(torch.cuda.memory_reserved(device)) for device in used),
         largest_bytes=max((max(several) for several in sizes.values()), default=0),
         hazards=tuple(hazards),

@@ -145,7 +145,7 @@ class Orders:
             held_bytes, size_bytes = out.size_bytes, out.room_bytes
             self._done(order.order, parked=True, held_bytes=held_bytes, storages=len(out), size_bytes=size_bytes)
         elif self._gate.parked:
-            self._found = torch_state.find()
+            self._found = self._carrying.find()
             self._tell_found(order.order, self._found)
         else:
             self._wait_for(order, order.limit_s or SURVEY_LIMIT_S)
@@ -316,7 +316,7 @@ class Orders:
     def _look_in_passing(self) -> None:
         """In the training thread, at a boundary."""
         try:
-            self._found = torch_state.find()
+            self._found = self._carrying.find()
         except Exception as error:  # noqa: BLE001 - the edge to the script
             note(f"no survey: {error!r}")
 
@@ -343,7 +343,7 @@ class Orders:
         busy = busy_thread(self._gate.parked_threads, self._gate.trainers)
         if busy is not None:
             raise refusal(f"{busy} and may be using storages", BUSY_HINT)
-        found, self._found = self._found or torch_state.find(), None
+        found, self._found = self._found or self._carrying.find(), None
         return found
 
     def _tell_view(self, order: int, shown: Shown, view: View) -> None:
@@ -377,14 +377,8 @@ class Orders:
         self._tell(order=order, result="done", **{"boundary": self._gate.count, **values})
 
     def _failed(self, order: int, error: HegmError) -> None:
-        self._tell(
-            order=order,
-            result="failed",
-            message=error.message,
-            hint=error.hint,
-            boundary=self._gate.count,
-            lacks_bytes=error.facts.get("lacks_bytes"),
-        )
+        said = {"message": error.message, "hint": error.hint, "lacks_bytes": error.facts.get("lacks_bytes")}
+        self._tell(order=order, result="failed", boundary=self._gate.count, **said)
 
     def _tell(self, **values: Any) -> None:
         if self._report is not None:

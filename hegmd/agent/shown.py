@@ -49,13 +49,12 @@ class View:
 class Shown:
     """The storages, from the first time that they are shown until they have their bytes again."""
 
-    def __init__(self, storages: list[Any], sizes: list[int]) -> None:
+    def __init__(self, storages: list[Any], sizes: list[int], segments: cuda_state.Segments) -> None:
         self._torch: Any = sys.modules["torch"]
         self._driver = Driver()
         self._storages = storages
         self._sizes = sizes
         self._devices = [int(storage.device.index) for storage in storages]
-        segments = cuda_state.Segments(self._torch)
         self._streams = [segments.stream_of(int(storage.data_ptr())) for storage in storages]
         self._turned_to: int | None = None
         self._made = len(storages)

@@ -42,7 +42,7 @@ NO_STORAGE = "they have no storage, as sparse tensors"
 class Found:
     """The storages of this process: those vouched for, with their sizes, and the others by reason."""
 
-    __slots__ = ("cuda", "left_alone", "sizes", "storages")
+    __slots__ = ("cuda", "left_alone", "segments", "sizes", "storages")
 
     def __init__(self) -> None:
         self.storages: list[Any] = []
@@ -50,6 +50,8 @@ class Found:
         self.left_alone: dict[str, list[int]] = {}
         #: What it does with CUDA; None where CUDA is not in use.
         self.cuda: CudaFacts | None = None
+        #: The memory that they lie in; None where CUDA is not in use.
+        self.segments: cuda_state.Segments | None = None
 
     def take(self, storage: Any, size_bytes: int) -> None:
         """Vouch for one."""
@@ -78,8 +80,11 @@ class Found:
                 self.leave(NO_ROOM, size_bytes)
 
 
-def find() -> Found:
-    """Every storage of this process. A few milliseconds for each 100,000 objects that the collector knows."""
+def find(showable: cuda_state.Showable | None = None) -> Found:
+    """Every storage of this process. A few milliseconds for each 100,000 objects that the collector knows.
+
+    `showable` is what is known already of the memory on its GPUs.
+    """
     found = Found()
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
@@ -91,7 +96,9 @@ def find() -> Found:
         sizes: dict[int, list[int]] = {}
         for storage, size_bytes in zip(found.storages, found.sizes):
             sizes.setdefault(int(storage.device.index), []).append(size_bytes)
-        found.cuda = cuda_state.facts(torch, segments, sizes, shares=cuda_state.SHARED_IPC in found.left_alone)
+        shares = cuda_state.SHARED_IPC in found.left_alone
+        found.cuda = cuda_state.facts(torch, segments, sizes, showable or cuda_state.Showable(), shares=shares)
+        found.segments = segments
     return found
 
 

@@ -1,0 +1,182 @@
+"""Storages that another process copies: shown, freed, made again and filled, in video memory of the stub driver.
+
+Each test is a function that runs in a process of its own, as an agent does, beside a pretend PyTorch; a failing assert
+in there fails the test here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hegmd.agent import cuda_state, shown
+from hegmd.errors import HegmError
+from tests.stubs.cuda.node import CudaNode
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+SIZES = (3 * MIB, 700, 5 * MIB)
+
+
+class Job:
+    """Storages with contents of their own in this process, and the pretend PyTorch that has them."""
+
+    def __init__(self) -> None:
+        self.torch: Any = importlib.import_module("torch")
+        self.torch.start()
+        self.contents = [bytes([number + 1]) * size_bytes for number, size_bytes in enumerate(SIZES)]
+        self.storages = [self.torch.Storage(content, stream=7 * n) for n, content in enumerate(self.contents)]
+        self.segments = cuda_state.Segments(self.torch)
+        self.shown = shown.Shown(self.storages, list(SIZES), self.segments)
+
+    @property
+    def free_bytes(self) -> int:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        assert not self.torch.driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
+
+def shows_each_where_it_lies(_state: Path) -> None:
+    job = Job()
+    snapshots = job.torch.cuda.snapshots
+    view = job.shown.show()
+    assert (len(view.handles), view.first, view.at_bytes, view.left) == (3, 0, 0, 0)
+    assert [(place.handle, place.offset, place.size_bytes) for place in view.places] == [
+        (number, 0, size_bytes) for number, size_bytes in enumerate(SIZES)
+    ]
+    assert job.shown.room_bytes == 8 * MIB + 1024
+    assert job.torch.cuda.snapshots == snapshots, "the allocator was asked again for what had just been told"
+
+
+def frees_all_and_makes_them_again_on_their_streams(_state: Path) -> None:
+    job = Job()
+    full_bytes = job.free_bytes
+    job.shown.show()
+    job.shown.free()
+    assert (job.shown.out, [storage.data_ptr() for storage in job.storages]) == (True, [0, 0, 0])
+    assert job.free_bytes >= full_bytes + sum(SIZES)
+    job.shown.free()
+    with pytest.raises(HegmError, match="freed already"):
+        job.shown.show()
+    job.torch.cuda.made_on.clear()
+    view = job.shown.make(None)
+    assert (len(view.places), view.left, job.shown.out) == (3, 0, True)
+    assert job.torch.cuda.made_on == [0, 7, 14]
+    assert len(job.shown.make(None).places) == 3, "made and not filled is shown once more"
+    assert job.torch.cuda.made_on == [0, 7, 14], "and not made once more"
+    job.shown.fill(0, 2)
+    assert job.shown.out
+    job.shown.fill(2, 1)
+    job.shown.fill(0, 3)
+    assert not job.shown.out
+
+
+def makes_them_in_rounds_and_says_where_each_round_begins(_state: Path) -> None:
+    job = Job()
+    job.shown.free()
+    first = job.shown.make(3 * MIB + 2000)
+    assert (first.first, first.at_bytes, len(first.places), first.left) == (0, 0, 2, 1)
+    with pytest.raises(HegmError, match="cannot be filled"):
+        job.shown.fill(0, 3)
+    job.shown.fill(0, 2)
+    second = job.shown.make(1)
+    assert (second.first, second.at_bytes, len(second.places), second.left) == (2, 3 * MIB + 1024, 1, 0)
+    job.shown.fill(2, 1)
+    assert not job.shown.out
+
+
+def says_for_how_much_its_gpu_has_no_room_and_keeps_none_of_it(state: Path) -> None:
+    job = Job()
+    job.shown.free()
+    before_bytes = job.free_bytes
+    _order(state, "error cuMemAlloc_v2 2 6")  # the third of those to come
+    with pytest.raises(HegmError) as refused:
+        job.shown.make(None)
+    assert refused.value.facts == {"lacks_bytes": sum(SIZES)}
+    assert "GPU" in refused.value.hint
+    assert job.free_bytes == before_bytes
+    _order(state, "")
+    assert len(job.shown.make(None).places) == 3
+
+
+def says_nothing_of_room_where_something_else_failed(state: Path) -> None:
+    job = Job()
+    job.shown.free()
+    _order(state, "error cuCtxSynchronize 700")
+    with pytest.raises(HegmError) as refused:
+        job.shown.make(None)
+    assert refused.value.facts == {}
+
+
+def asks_of_each_segment_once_until_the_thread_has_stood(state: Path) -> None:
+    job = Job()
+    showable = cuda_state.Showable()
+
+    def asked() -> int:
+        return (state / "log").read_text().count("cuIpcGetMemHandle")
+
+    assert showable.has_all(job.torch, job.segments.all)
+    assert asked() == 3
+    assert showable.has_all(job.torch, job.segments.all)
+    assert asked() == 3, "asked again within a blackout"
+    more = job.torch.Storage(b"more")
+    assert showable.has_all(job.torch, cuda_state.Segments(job.torch).all)
+    assert asked() == 4
+    showable.forget()
+    _order(state, "error cuIpcGetMemHandle 1")  # as of memory that the driver has brought back
+    assert not showable.has_all(job.torch, job.segments.all)
+    assert more.content() == b"more"
+
+
+def knows_the_stream_and_the_owner_of_every_address(_state: Path) -> None:
+    job = Job()
+    for number, storage in enumerate(job.storages):
+        last = storage.data_ptr() + SIZES[number] - 1
+        assert job.segments.stream_of(storage.data_ptr()) == job.segments.stream_of(last) == 7 * number
+    assert job.segments.stream_of(1) == 0
+    assert job.segments.allocator == "native"
+    assert not job.segments.graphs
+    assert not job.segments.expandable
+
+
+def _order(state: Path, line: str) -> None:
+    """The one order in force; empty for none."""
+    lines = [kept for kept in (state / "scenario").read_text().splitlines() if not kept.startswith("error ")]
+    fresh = state / "scenario.new"
+    fresh.write_text("\n".join([*lines, line]) + "\n")
+    os.replace(fresh, state / "scenario")
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    case.__name__: case
+    for case in (
+        shows_each_where_it_lies,
+        frees_all_and_makes_them_again_on_their_streams,
+        makes_them_in_rounds_and_says_where_each_round_begins,
+        says_for_how_much_its_gpu_has_no_room_and_keeps_none_of_it,
+        says_nothing_of_room_where_something_else_failed,
+        asks_of_each_segment_once_until_the_thread_has_stood,
+        knows_the_stream_and_the_owner_of_every_address,
+    )
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_shown(case: str, tmp_path: Path) -> None:
+    node = CudaNode.make(tmp_path / "node")
+    environ = {**os.environ, **node.environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/stubs/framework'}"}
+    words = [sys.executable, "-m", "tests.contract.test_shown", case, str(node.state)]
+    ran = subprocess.run(words, env=environ, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+if __name__ == "__main__":
+    CASES[sys.argv[1]](Path(sys.argv[2]))
