@@ -11,6 +11,8 @@ that even SIGKILL does not end: all of that stays in the thread, which can be le
 Callers use the function of a program, further down; `run` is for the programs that have none because their path is data
 (an interpreter that was found on the node). What the output means is decided by the caller. `Companion` is for a part
 of ours that has to be a process of its own, and is talked to over a descriptor that it is given.
+
+Longer than 400 lines because it is the one door.
 """
 
 from __future__ import annotations
@@ -170,6 +172,15 @@ async def start_keeper(folder: Path) -> None:
     completed.require(f"see what it says: python3 -m hegmd.keeper {folder}")
 
 
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """Whose rights a program runs with, where they are not the daemon's own."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...] = ()
+
+
 class Companion:
     """A program that lives beside the daemon until it ends, or until nobody wants it: then it is killed at once.
 
@@ -177,10 +188,22 @@ class Companion:
     is gone (PR_SET_PDEATHSIG): to the kernel, the parent is that thread.
     """
 
-    def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], fds: Sequence[int] = ()) -> None:
-        """The descriptors are this object's from here on: passed on under their numbers, closed here after that."""
-        self._fds = Descriptors(list(fds))
-        self._child = _Child(tuple(argv), SYSTEM_PATH, env, b"", fds=tuple(fds), grace_s=0.0)
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        fds: Sequence[int] = (),
+        stdin: int | None = None,
+        rights: Rights | None = None,
+    ) -> None:
+        """The descriptors are this object's from here on: passed on and closed here after that.
+
+        `fds` keep their numbers, `stdin` becomes the standard input. Other `rights` than its own take root.
+        """
+        self._fds = Descriptors([*fds, *(() if stdin is None else (stdin,))])
+        given = b"" if stdin is None else stdin
+        self._child = _Child(tuple(argv), SYSTEM_PATH, env, given, fds=tuple(fds), grace_s=0.0, rights=rights)
 
     async def live(self) -> int:
         """Start it and see it to its end; its status. Raises ExternalError when it cannot be started.
@@ -209,10 +232,11 @@ class _Child:
         argv: tuple[str, ...],
         path: str,
         env: Mapping[str, str],
-        stdin: bytes,
+        stdin: bytes | int,
         *,
         fds: tuple[int, ...] = (),
         grace_s: float = _TERM_GRACE_S,
+        rights: Rights | None = None,
     ) -> None:
         self.argv = argv
         self.stdout = _Tail()
@@ -223,6 +247,7 @@ class _Child:
         self._stdin = stdin
         self._fds = fds
         self._grace_s = grace_s
+        self._rights = rights
 
     def live(self, unwanted: socket.socket, on_started: Callable[[], object] = lambda: None) -> int:
         """The program's status. Ends it as soon as `unwanted` is readable, and reaps it in any case."""
@@ -245,7 +270,12 @@ class _Child:
         if program is None:
             raise _missing(self.argv, self._path)
         _log.debug("running %s", self.argv)
-        stdin = _filled(self._stdin) if self._stdin else subprocess.DEVNULL
+        stdin, filled = subprocess.DEVNULL, False
+        if isinstance(self._stdin, int):
+            stdin = self._stdin
+        elif self._stdin:
+            stdin, filled = _filled(self._stdin), True
+        rights = self._rights
         try:
             return subprocess.Popen(
                 [program, *self.argv[1:]],
@@ -257,12 +287,15 @@ class _Child:
                 env=dict(self._env),
                 start_new_session=True,
                 pass_fds=self._fds,
+                user=None if rights is None else rights.uid,
+                group=None if rights is None else rights.gid,
+                extra_groups=None if rights is None else rights.groups,
             )
         except OSError as error:
             message = f"{program} cannot be started: {error.strerror or error}"
             raise self._failure(message, f"run `{_shown(self.argv)}` by hand as the daemon's user") from error
         finally:
-            if stdin != subprocess.DEVNULL:
+            if filled:
                 os.close(stdin)
 
     def _hold(self, process: subprocess.Popen[bytes]) -> int:

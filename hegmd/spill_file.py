@@ -13,31 +13,35 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import stat
 import struct
-import threading
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hegmd.crew import share_out, threads_for
+from hegmd.blocks import (
+    BLOCK_BYTES,
+    CHUNK_BYTES,
+    Progress,
+    chunks_of,
+    each_chunk,
+    opened,
+    read_whole,
+    rounded_up,
+    write_whole,
+)
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
 
 MAGIC = b"HEGMSPIL"
 VERSION = 1
-BLOCK_BYTES = 4096
-CHUNK_BYTES = 8 << 20
 ENDING, UNFINISHED = ".spill", ".spill.new"
 
 _HEAD = struct.Struct("<8sIIQQ")  # magic, version, length of the name, bytes, chunk
 _SUM = struct.Struct("<I")
 _FREE_OF = "free space under {folder}, or name a directory with more of it as pool.spill_dir"
-
-Progress = Callable[[int], object]
 
 
 class Unwanted(Exception):
@@ -72,7 +76,7 @@ class SpillFolder:
             self._refuse_if_others_may_look()
             self._refuse_without_space(name, size_bytes)
             try:
-                with _opened(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+                with opened(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
                     os.posix_fallocate(file, 0, _file_bytes(size_bytes))
                     sums = _copy_out(fd, file, size_bytes, unwanted, progress)
                     _write_ends(file, _mark_of(name), size_bytes, sums)
@@ -96,7 +100,7 @@ class SpillFolder:
         """
         path = self.path(name)
         try:
-            with _opened(path, os.O_RDONLY) as file:
+            with opened(path, os.O_RDONLY) as file:
                 found = _head_of(file, os.fstat(file).st_size)
                 if found.why_not or found.name != _mark_of(name) or found.size_bytes != size_bytes:
                     raise _damaged(path, found.why_not or f"it is of {found.name}, with {found.size_bytes} bytes")
@@ -171,16 +175,8 @@ class SpillFolder:
 # ---- layout ----------------------------------------------------------------------------------------------------------
 
 
-def _up(size_bytes: int) -> int:
-    return (size_bytes + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
-
-
-def _chunks(size_bytes: int) -> range:
-    return range((size_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES)
-
-
 def _file_bytes(size_bytes: int) -> int:
-    return BLOCK_BYTES + _up(size_bytes) + _up(_SUM.size * (len(_chunks(size_bytes)) + 1))
+    return BLOCK_BYTES + rounded_up(size_bytes) + rounded_up(_SUM.size * (len(chunks_of(size_bytes)) + 1))
 
 
 def _mark_of(name: str) -> str:
@@ -193,11 +189,11 @@ def _write_ends(file: int, mark: str, size_bytes: int, sums: list[int]) -> None:
     title = mark.encode()
     head = _HEAD.pack(MAGIC, VERSION, len(title), size_bytes, CHUNK_BYTES) + title
     table = b"".join(_SUM.pack(one) for one in sums)
-    for data, place in ((head, 0), (table, BLOCK_BYTES + _up(size_bytes))):
+    for data, place in ((head, 0), (table, BLOCK_BYTES + rounded_up(size_bytes))):
         whole = data + _SUM.pack(zlib.crc32(data))
-        with mmap.mmap(-1, _up(len(whole))) as block:
+        with mmap.mmap(-1, rounded_up(len(whole))) as block:
             block[: len(whole)] = whole
-            _write_whole(file, memoryview(block), place)
+            write_whole(file, memoryview(block), place)
 
 
 def _head_of(file: int, file_bytes: int) -> FoundSpill:
@@ -219,10 +215,10 @@ def _head_of(file: int, file_bytes: int) -> FoundSpill:
 
 
 def _sums_of(file: int, path: Path, size_bytes: int) -> list[int]:
-    count = len(_chunks(size_bytes))
+    count = len(chunks_of(size_bytes))
     used = _SUM.size * count
-    with mmap.mmap(-1, _up(used + _SUM.size)) as block:
-        got = os.preadv(file, [block], BLOCK_BYTES + _up(size_bytes))
+    with mmap.mmap(-1, rounded_up(used + _SUM.size)) as block:
+        got = os.preadv(file, [block], BLOCK_BYTES + rounded_up(size_bytes))
         if got < used + _SUM.size or _SUM.unpack_from(block, used)[0] != zlib.crc32(block[:used]):
             raise _damaged(path, "its table of checksums does not fit its own")
         return [one for (one,) in _SUM.iter_unpack(block[:used])]
@@ -231,7 +227,7 @@ def _sums_of(file: int, path: Path, size_bytes: int) -> list[int]:
 def _look_at(path: Path) -> FoundSpill:
     name = path.name.removesuffix(ENDING)
     try:
-        with _opened(path, os.O_RDONLY) as file:
+        with opened(path, os.O_RDONLY) as file:
             status = os.fstat(file)
             found = _head_of(file, status.st_size)
     except OSError as error:
@@ -252,58 +248,22 @@ def _damaged(path: Path, why: str) -> HegmError:
 # ---- copying ---------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Generator[int]:
-    """The file, read and written past the page cache where its file system can do that."""
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        # Not at the opening: a file system that cannot would have made the file and then failed.
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _each_chunk(size_bytes: int, work: Callable[[int, memoryview, int], None], progress: Progress) -> None:
-    """Have `work` called for each chunk by number, with a buffer of a whole number of blocks and the chunk's length."""
-    guard = threading.Lock()
-    done_bytes = 0
-
-    def start() -> Callable[[int], None]:
-        buffer = mmap.mmap(-1, CHUNK_BYTES)  # on a page, as O_DIRECT wants it
-
-        def one(number: int) -> None:
-            nonlocal done_bytes
-            length = min(CHUNK_BYTES, size_bytes - number * CHUNK_BYTES)
-            with memoryview(buffer) as whole, whole[: _up(length)] as view:
-                work(number, view, length)
-            with guard:
-                done_bytes += length
-                progress(done_bytes)
-
-        return one
-
-    numbers = _chunks(size_bytes)
-    share_out(numbers, start, threads=threads_for(len(numbers)), name="spill")
-
-
 def _copy_out(fd: int, file: int, size_bytes: int, unwanted: Callable[[], bool], progress: Progress) -> list[int]:
     """The chunks of that memory to the file; their sums."""
-    sums = [0] * len(_chunks(size_bytes))
+    sums = [0] * len(chunks_of(size_bytes))
 
     def copy(number: int, view: memoryview, length: int) -> None:
         if unwanted():
             raise Unwanted
-        if _read_whole(fd, view[:length], number * CHUNK_BYTES) < length:
+        if read_whole(fd, view[:length], number * CHUNK_BYTES) < length:
             raise Refused(
                 f"the memory of {size_bytes} bytes ends within chunk {number}: somebody with its descriptor cut it",
                 "resume the job as it is; look at what else its owner runs",
             )
         sums[number] = zlib.crc32(view, number + 1)
-        _write_whole(file, view, BLOCK_BYTES + number * CHUNK_BYTES)
+        write_whole(file, view, BLOCK_BYTES + number * CHUNK_BYTES)
 
-    _each_chunk(size_bytes, copy, progress)
+    each_chunk(size_bytes, copy, progress, "spill")
     return sums
 
 
@@ -314,7 +274,7 @@ def _compare(file: int, size_bytes: int, sums: list[int], unwanted: Callable[[],
     def compare(number: int, view: memoryview, length: int) -> None:
         if unwanted():
             raise Unwanted
-        got = _read_whole(file, view, BLOCK_BYTES + number * CHUNK_BYTES)
+        got = read_whole(file, view, BLOCK_BYTES + number * CHUNK_BYTES)
         if got < length or zlib.crc32(view, number + 1) != sums[number]:
             raise HegmError(
                 UNAVAILABLE,
@@ -322,7 +282,7 @@ def _compare(file: int, size_bytes: int, sums: list[int], unwanted: Callable[[],
                 "the bytes stay in memory; do not trust that disk: smartctl, dmesg",
             )
 
-    _each_chunk(size_bytes, compare, lambda _: None)
+    each_chunk(size_bytes, compare, lambda _: None, "spill")
 
 
 def _copy_in(
@@ -334,27 +294,10 @@ def _copy_in(
     progress: Progress,
 ) -> None:
     def copy(number: int, view: memoryview, length: int) -> None:
-        got = _read_whole(file, view, BLOCK_BYTES + number * CHUNK_BYTES)
+        got = read_whole(file, view, BLOCK_BYTES + number * CHUNK_BYTES)
         if got < length or zlib.crc32(view, number + 1) != sums[number]:
             raise _damaged(path, f"chunk {number} of {len(sums)} does not fit its checksum")
         with view[:length] as bytes_of_it:
             into(number * CHUNK_BYTES, bytes_of_it)
 
-    _each_chunk(size_bytes, copy, progress)
-
-
-def _read_whole(fd: int, view: memoryview, place: int) -> int:
-    """As much as there is, up to the view's length."""
-    got = 0
-    while got < len(view):
-        more = os.preadv(fd, [view[got:]], place + got)
-        if more == 0:
-            break
-        got += more
-    return got
-
-
-def _write_whole(fd: int, view: memoryview, place: int) -> None:
-    done = 0
-    while done < len(view):
-        done += os.pwritev(fd, [view[done:]], place + done)
+    each_chunk(size_bytes, copy, progress, "spill")

@@ -1,6 +1,6 @@
 """The GPU helper's process: requests in, results out, each on a thread of its own, killable at any moment.
 
-    python -m hegmd.helper.child DESCRIPTOR
+    python -m hegmd.helper.child DESCRIPTOR   (0, where the daemon starts it)
 
 Driver calls block, some for seconds, some for good; here they block a thread, and the daemon kills all of this when one
 is over its time. So nothing may be here that nobody else has: what is filled belongs to descriptors that the daemon
@@ -100,7 +100,7 @@ def run(requests: Callable[[], tuple[Mapping[str, Handler], Callable[[], int], M
 
 def _unexpected(op: str, error: Exception) -> HegmError:
     return HegmError(
-        INTERNAL, f"the GPU helper failed at `{op}`: {error!r}", "report this with what the daemon's log says around it"
+        INTERNAL, f"hegmd's helper failed at `{op}`: {error!r}", "report this with what the daemon's log says around it"
     )
 
 

@@ -12,13 +12,13 @@ import logging
 import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.abc
 
 from hegmd.errors import UNAVAILABLE, Bug, HegmError, PeerError
-from hegmd.external import Companion
+from hegmd.external import Companion, Rights
 from hegmd.helper.wire import (
     LIMIT_BYTES,
     MAX_FDS,
@@ -45,16 +45,31 @@ _TAKE_WITHIN_S = 10.0
 OnProgress = Callable[[Mapping[str, Any]], object]
 
 
+class Role(NamedTuple):
+    """What a helper is called, and what to do when one is lost."""
+
+    name: str
+    hint: str
+
+
+GPU_ROLE = Role(
+    "the GPU helper",
+    "the next call starts a new one; if it happens again, look for an Xid in `dmesg` and at hegmd's log",
+)
+
+
 class HelperLost(HegmError):
     """The helper ended while calls were in flight, or could not start. Whether these calls took effect is unknown."""
 
-    def __init__(self, why: str, in_flight: Sequence[str], pid: int | None, output_tail: str) -> None:
-        who = "the GPU helper" if pid is None else f"the GPU helper (pid {pid})"
+    def __init__(
+        self, why: str, in_flight: Sequence[str], pid: int | None, output_tail: str, role: Role = GPU_ROLE
+    ) -> None:
+        who = role.name if pid is None else f"{role.name} (pid {pid})"
         after = f"; in flight: {', '.join(in_flight)}" if in_flight else ""
         super().__init__(
             UNAVAILABLE,
             f"{who} {why}{after}",
-            "the next call starts a new one; if it happens again, look for an Xid in `dmesg` and at hegmd's log",
+            role.hint,
             {"in_flight": list(in_flight), "helper_pid": pid, "output_tail": output_tail},
         )
         self.in_flight = tuple(in_flight)
@@ -94,8 +109,9 @@ class Call:
 class Session:
     """One helper, from its start to its end."""
 
-    def __init__(self, number: int, idle_after_s: float) -> None:
+    def __init__(self, number: int, idle_after_s: float, role: Role = GPU_ROLE) -> None:
         self.number = number
+        self._role = role
         self.pid: int | None = None
         self.hello: Mapping[str, Any] = {}
         self.lost: str | None = None  # why it is of no more use
@@ -114,8 +130,17 @@ class Session:
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
-    async def live(self, program: Sequence[str], environment: Mapping[str, str], start_within_s: float) -> None:
-        """Start it and see it through. What goes wrong is told to whoever calls, never raised."""
+    async def live(
+        self,
+        program: Sequence[str],
+        environment: Mapping[str, str],
+        start_within_s: float,
+        rights: Rights | None = None,
+    ) -> None:
+        """Start it and see it through. What goes wrong is told to whoever calls, never raised.
+
+        Its socket is its standard input, which every way of starting a program passes on.
+        """
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:  # of descriptors there may be none left for a while
@@ -124,7 +149,7 @@ class Session:
             return
         number = theirs.detach()
         self._stream = PeerStream(ours, MAX_FDS)
-        self._companion = Companion([*program, str(number)], env=environment, fds=[number])
+        self._companion = Companion([*program, "0"], env=environment, stdin=number, rights=rights)
         try:
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._accompany, self._companion)
@@ -161,7 +186,7 @@ class Session:
 
     def _loss(self, in_flight: Sequence[str]) -> HelperLost:
         tail = "" if self._companion is None else self._companion.output_tail
-        return HelperLost(self.lost or "is there", in_flight, self.pid, tail)
+        return HelperLost(self.lost or "is there", in_flight, self.pid, tail, self._role)
 
     async def _accompany(self, companion: Companion) -> None:
         try:
@@ -239,7 +264,7 @@ class Session:
         self.hello = mapping(hello)
         self.pid = whole(self.hello.get("pid"))
         self.settled.set()
-        logger.info("GPU helper ready: pid %d", self.pid, extra=fields(helper_pid=self.pid))
+        logger.info("%s is ready: pid %d", self._role.name, self.pid, extra=fields(helper_pid=self.pid))
 
     def _end(self, call: Call, message: Mapping[str, Any], stream: PeerStream) -> None:
         if "err" in message:

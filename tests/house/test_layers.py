@@ -28,7 +28,14 @@ NODE = ("hegmd.devices", "hegmd.external", "hegmd.workers", "hegmd.workloads", "
 # Where operations, and what no operation has, are asked for.
 ASKED = ("hegmd.operations", "hegmd.sequences", "hegmd.strays")
 # What pieces of the pool are made of, and where.
-PIECES = ("hegmd.pieces", "hegmd.pool_names", "hegmd.pool_places", "hegmd.pool_memory", "hegmd.spill_file")
+PIECES = (
+    "hegmd.blocks",
+    "hegmd.pieces",
+    "hegmd.pool_names",
+    "hegmd.pool_places",
+    "hegmd.pool_memory",
+    "hegmd.spill_file",
+)
 POOLED = ("hegmd.errors", *PIECES, "hegmd.store")
 # What operations are carried out with.
 MOVING = (*GROUND, "hegmd.log", "hegmd.workers", "hegmd.rooms", "hegmd.pool", "hegmd.methods")
@@ -55,6 +62,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.detached": ("hegmd.errors",),
     "hegmd.descriptors": (),
     "hegmd.crew": (),
+    "hegmd.blocks": ("hegmd.crew",),
     "hegmd.stream": (*GROUND, "hegmd.descriptors"),
     # Where descriptors outlive the daemon; the keeper's own process takes the standard library and no more
     "hegmd.store": (*GROUND, "hegmd.service"),
@@ -79,11 +87,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.helper.link": (*GROUND, "hegmd.external", "hegmd.helper"),
     "hegmd.helper.route": ("hegmd.errors", "hegmd.helper"),
     "hegmd.vram": (*GROUND, "hegmd.log", "hegmd.helper", "hegmd.store"),
+    # Images on disk: what touches them, in a process with their owner's rights; and the daemon's side of it
+    "hegmd.image": (*GROUND, "hegmd.blocks"),
+    "hegmd.image.child": (*GROUND, "hegmd.blocks", "hegmd.descriptors", "hegmd.helper", "hegmd.image"),
+    "hegmd.image.hands": (*GROUND, "hegmd.external", "hegmd.helper"),
+    "hegmd.image.images": (*GROUND, "hegmd.descriptors", "hegmd.detached", "hegmd.external", "hegmd.image"),
     "hegmd.pages": ("hegmd.crew", "hegmd.pieces"),
     "hegmd.pool_names": ("hegmd.errors",),
     "hegmd.pool_places": ("hegmd.pieces",),
     "hegmd.pool_memory": ("hegmd.errors", "hegmd.pages", "hegmd.pieces", "hegmd.pool_names", "hegmd.pool_places"),
-    "hegmd.spill_file": ("hegmd.errors", "hegmd.crew"),
+    "hegmd.spill_file": ("hegmd.errors", "hegmd.blocks"),
     "hegmd.spilling": ("hegmd.errors", "hegmd.detached", "hegmd.pool_memory", "hegmd.spill_file"),
     "hegmd.pool_piece": POOLED,
     "hegmd.pool_found": (*POOLED, "hegmd.pool_piece"),

@@ -1,0 +1,212 @@
+"""Bytes of a job's video memory as a file: in chunks, holes for zeros, a sum for each, marked as its image's.
+
+Layout, all in blocks of 4096 bytes: a head (magic, version, sizes, mark, CRC-32 of itself), the chunks, each in its own
+place, then for each chunk how many bytes are stored of it and the CRC-32 of what it stands for, and the CRC-32 of that
+table. Of a chunk of zeros nothing is stored: it is a hole. Places do not depend on what is stored, so that several
+threads write without a word to one another. A chunk's sum starts from its number, so that two that changed places are
+found; the table's SHA-256 is in the manifest, so that a file of another image is.
+
+CRC-32 because what it guards against is damage: it runs at 6.4 GB/s a core here, SHA-256 (with the processor's own
+instructions) at 1.1 and BLAKE2b at 0.9, and a disk at 1.9. Whoever forges the bytes forges what lies in their own
+job's video memory, and nothing else.
+
+The memory is mapped and goes to the disk and comes from there without a copy in between. Whoever cuts it meanwhile
+kills the process that does this, and no other: never call this in the daemon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from hegmd.blocks import (
+    BLOCK_BYTES,
+    CHUNK_BYTES,
+    Progress,
+    chunks_of,
+    each_chunk,
+    opened,
+    read_whole,
+    rounded_up,
+    write_whole,
+)
+from hegmd.errors import INCOMPATIBLE, UNAVAILABLE, HegmError, Refused
+
+MAGIC = b"HEGMBYTE"
+VERSION = 1
+
+_HEAD = struct.Struct("<8sIIQQ")  # magic, version, length of the mark, bytes, chunk
+_ENTRY = struct.Struct("<II")  # bytes stored, sum of what they stand for
+_SUM = struct.Struct("<I")
+# So much of a chunk is looked at before all of it is compared with zeros: memory in use seldom begins with as many.
+_PROBE_BYTES = 4096
+
+Table = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class ByteFile:
+    """A file in that folder: its name, and the mark that ties it to its image."""
+
+    dir_fd: int
+    name: str
+    mark: str
+
+    def write(self, memory_fd: int, size_bytes: int, progress: Progress) -> tuple[int, str]:
+        """Have the memory's first bytes in a new file, synced; how many are stored, and the sum of its table.
+
+        Raises HegmError and OSError; the file is the caller's to take away.
+        """
+        table: Table = [(0, 0)] * len(chunks_of(size_bytes))
+        with opened(self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd=self.dir_fd) as file:
+            os.ftruncate(file, _file_bytes(size_bytes))
+            with _mapped(memory_fd, size_bytes, writable=False) as memory:
+
+                def copy(number: int, buffer: memoryview, length: int) -> None:
+                    table[number] = _store(file, memory, number, buffer, length)
+
+                each_chunk(size_bytes, copy, progress, "write")
+            packed = b"".join(_ENTRY.pack(*entry) for entry in table)
+            self._write_ends(file, size_bytes, packed)
+            os.fsync(file)
+        return sum(stored for stored, _ in table), hashlib.sha256(packed).hexdigest()
+
+    def read(self, size_bytes: int, table_sum: str, memory_fd: int, progress: Progress) -> None:
+        """Have the bytes in that memory, every chunk found right. Raises HegmError and OSError."""
+        with opened(self.name, os.O_RDONLY, dir_fd=self.dir_fd) as file:
+            table = self._table(file, size_bytes, table_sum)
+            with _mapped(memory_fd, size_bytes, writable=True) as memory:
+
+                def copy(number: int, buffer: memoryview, length: int) -> None:
+                    place = number * CHUNK_BYTES
+                    with memory[place : place + length] as target:
+                        self._fetch(file, table, number, target, buffer)
+
+                each_chunk(size_bytes, copy, progress, "read")
+
+    def verify(self, size_bytes: int, table_sum: str, progress: Progress) -> None:
+        """See from the disk that every chunk is right. Raises HegmError and OSError."""
+        with opened(self.name, os.O_RDONLY, dir_fd=self.dir_fd) as file:
+            table = self._table(file, size_bytes, table_sum)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # for a file system that knows no O_DIRECT
+
+            def look(number: int, buffer: memoryview, length: int) -> None:
+                with buffer[:length] as target:
+                    self._fetch(file, table, number, target, buffer)
+
+            each_chunk(size_bytes, look, progress, "verify")
+
+    def _fetch(self, file: int, table: Table, number: int, target: memoryview, buffer: memoryview) -> None:
+        """One chunk into `target`, by way of `buffer` where it does not end with a block."""
+        stored, wanted = table[number]
+        length = len(target)
+        if not stored:
+            target[:] = bytes(length)
+        elif length % BLOCK_BYTES:
+            read_whole(file, buffer, BLOCK_BYTES + number * CHUNK_BYTES)
+            target[:] = buffer[:length]
+        elif read_whole(file, target, BLOCK_BYTES + number * CHUNK_BYTES) < length:
+            raise self._damaged(f"it ends within chunk {number} of {len(table)}")
+        if zlib.crc32(target, number + 1) != wanted:
+            raise self._damaged(f"chunk {number} of {len(table)} does not fit its checksum")
+
+    def _write_ends(self, file: int, size_bytes: int, packed: bytes) -> None:
+        title = self.mark.encode()
+        head = _HEAD.pack(MAGIC, VERSION, len(title), size_bytes, CHUNK_BYTES) + title
+        for data, place in ((head, 0), (packed, BLOCK_BYTES + rounded_up(size_bytes))):
+            whole = data + _SUM.pack(zlib.crc32(data))
+            with mmap.mmap(-1, rounded_up(len(whole))) as block, memoryview(block) as view:
+                block[: len(whole)] = whole
+                write_whole(file, view, place)
+
+    def _table(self, file: int, size_bytes: int, table_sum: str) -> Table:
+        self._check_head(file, size_bytes)
+        used = _ENTRY.size * len(chunks_of(size_bytes))
+        with mmap.mmap(-1, rounded_up(used + _SUM.size)) as block:
+            with memoryview(block) as view:
+                got = read_whole(file, view, BLOCK_BYTES + rounded_up(size_bytes))
+            packed = block[:used]
+            if got < used + _SUM.size or _SUM.unpack_from(block, used)[0] != zlib.crc32(packed):
+                raise self._damaged("its table of checksums does not fit its own")
+        if hashlib.sha256(packed).hexdigest() != table_sum:
+            raise self._damaged("its bytes are not those that the manifest is of: another file was put in its place")
+        return [_ENTRY.unpack_from(packed, place) for place in range(0, used, _ENTRY.size)]
+
+    def _check_head(self, file: int, size_bytes: int) -> None:
+        file_bytes = os.fstat(file).st_size
+        with mmap.mmap(-1, BLOCK_BYTES) as block:
+            with memoryview(block) as view:
+                got = read_whole(file, view, 0)
+            magic, version, length, found_bytes, chunk_bytes = _HEAD.unpack_from(block)
+            end = _HEAD.size + length
+            if got < BLOCK_BYTES or magic != MAGIC:
+                raise self._damaged("it is cut short" if got < BLOCK_BYTES else "it is no byte file of an image")
+            if end + _SUM.size > BLOCK_BYTES or _SUM.unpack_from(block, end)[0] != zlib.crc32(block[:end]):
+                raise self._damaged("its head does not fit its checksum")
+            mark = block[_HEAD.size : end].decode("utf-8", "replace")
+        if version != VERSION or chunk_bytes != CHUNK_BYTES:
+            raise HegmError(
+                INCOMPATIBLE,
+                f"{self.name} is of version {version} with chunks of {chunk_bytes} bytes; this hegmd reads {VERSION} "
+                f"with {CHUNK_BYTES}",
+                "restore the image with the hegmd that wrote it; the manifest names its version",
+            )
+        if mark != self.mark or found_bytes != size_bytes:
+            raise self._damaged(f"it is of {mark}, with {found_bytes} bytes, and not of {self.mark}, with {size_bytes}")
+        if file_bytes < _file_bytes(size_bytes):
+            raise self._damaged(f"it has {file_bytes} bytes and should have {_file_bytes(size_bytes)}")
+
+    def _damaged(self, why: str) -> HegmError:
+        return HegmError(
+            UNAVAILABLE,
+            f"the byte file {self.name} is damaged: {why}",
+            "use another image, or put the file back from a copy of this one; look at the disk: dmesg, smartctl",
+            {"file": self.name},
+        )
+
+
+def _store(file: int, memory: memoryview, number: int, buffer: memoryview, length: int) -> tuple[int, int]:
+    """One chunk to its place; how much is stored of it, and its sum."""
+    place = number * CHUNK_BYTES
+    with memory[place : place + length] as chunk:
+        total = zlib.crc32(chunk, number + 1)
+        if _is_zero(chunk):
+            return 0, total
+        if length % BLOCK_BYTES == 0:
+            write_whole(file, chunk, BLOCK_BYTES + place)
+        else:  # the memory ends here, and O_DIRECT takes whole blocks only
+            buffer[:length] = chunk
+            buffer[length:] = bytes(len(buffer) - length)
+            write_whole(file, buffer, BLOCK_BYTES + place)
+    return length, total
+
+
+def _is_zero(chunk: memoryview) -> bool:
+    return not any(chunk[:_PROBE_BYTES]) and not any(chunk[-_PROBE_BYTES:]) and bytes(chunk) == bytes(len(chunk))
+
+
+def _file_bytes(size_bytes: int) -> int:
+    return BLOCK_BYTES + rounded_up(size_bytes) + rounded_up(_ENTRY.size * len(chunks_of(size_bytes)) + _SUM.size)
+
+
+@contextlib.contextmanager
+def _mapped(fd: int, size_bytes: int, *, writable: bool) -> Generator[memoryview]:
+    held_bytes = os.fstat(fd).st_size
+    if held_bytes < size_bytes:
+        raise Refused(
+            f"the memory has {held_bytes} bytes and not {size_bytes}: somebody with its descriptor cut it",
+            "leave the job as it is; look at what else its owner runs",
+        )
+    if not size_bytes:
+        yield memoryview(b"")
+        return
+    access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+    # All of it, because memory in huge pages is mapped in whole ones.
+    with mmap.mmap(fd, held_bytes, access=access) as mapping, memoryview(mapping) as whole, whole[:size_bytes] as view:
+        yield view

@@ -1,0 +1,210 @@
+"""The process that touches images: with the rights of whoever owns them, killable at any moment.
+
+    python -m hegmd.image.child DESCRIPTOR
+
+It writes one image, or reads one, and holds its lock until it ends, which it does with its socket. Where it has the
+daemon's own rights instead, it copies and sums CRIU's files in the daemon's private folder, so that root's CRIU reads
+nothing that a caller could change meanwhile. It trusts whoever is at its socket, and nothing that it finds on disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hegmd.blocks import Progress
+from hegmd.descriptors import Descriptors
+from hegmd.errors import Bug
+from hegmd.helper.child import run
+from hegmd.helper.wire import Answer, Handler, Request
+from hegmd.image.folder import MANIFEST, SEAL, Folder, after, find, listed, make, opened_plain, summed, told
+from hegmd.image.plain_file import copy
+from hegmd.image.shelf import manifest_in, remove, sweep
+from hegmd.protocol.images import Manifest
+from hegmd.protocol.record import plain_value
+
+_PR_SET_DUMPABLE = 4
+TELL_EVERY_S = 0.1
+
+
+class Work:
+    """The one image that this process writes or reads."""
+
+    def __init__(self) -> None:
+        self._folder: Folder | None = None
+
+    def requests(self) -> Mapping[str, Handler]:
+        """Each request by its name."""
+        return {
+            "make": self.make,
+            "write": self.write,
+            "take": self.take,
+            "sum": self.sum,
+            "finish": self.finish,
+            "discard": self.discard,
+            "open": self.open,
+            "verify": self.verify,
+            "read": self.read,
+            "show": self.show,
+            "sweep": self.sweep,
+            "keep": self.keep,
+            "sum-of": self.sum_of,
+        }
+
+    def held(self) -> int:
+        """1 as long as there is an image: its lock goes with this process."""
+        return int(self._folder is not None)
+
+    @property
+    def folder(self) -> Folder:
+        if self._folder is None:
+            raise Bug("an image is spoken of that was not opened")
+        return self._folder
+
+    # -- writing one ---------------------------------------------------------------------------------------------------
+
+    def make(self, request: Request) -> Answer:
+        """A new directory; where CRIU is to write comes along."""
+        self._folder = make(str(request.args["path"]))
+        return Answer({"name": self._folder.name}, Descriptors([os.dup(self._folder.criu_fd)]))
+
+    def write(self, request: Request) -> Answer:
+        """Bytes from the memory that came along."""
+        (memory_fd,) = request.fds.view()
+        name, size_bytes = str(request.args["name"]), int(request.args["size_bytes"])
+        file = self.folder.byte_file(name, str(request.args["id"]))
+        with told(self.folder.path, "written"):
+            stored_bytes, total = file.write(memory_fd, size_bytes, progress_of(request))
+        return Answer({"stored_bytes": stored_bytes, "sum": total})
+
+    def take(self, request: Request) -> Answer:
+        """CRIU's files, as descriptors, into the image."""
+        with told(self.folder.path, "written"):
+            return _copied(request, self.folder.criu_fd, request.fds.view())
+
+    def sum(self, request: Request) -> Answer:
+        """What CRIU has written into the image itself."""
+        with told(self.folder.path, "read"):
+            return Answer({"files": plain_value(self.folder.sum_criu_files(progress_of(request)))})
+
+    def finish(self, request: Request) -> Answer:
+        """Read it back, and give it its manifest and its name."""
+        manifest, seal = bytes(request.args["manifest"]), bytes(request.args["seal"])
+        with told(self.folder.path, "written"):
+            self.folder.verify(Manifest.from_plain(request.args["plain"], "manifest"), progress_of(request))
+            self.folder.publish(manifest, seal)
+        return Answer({})
+
+    def discard(self, request: Request) -> Answer:
+        """Leave nothing of it."""
+        folder, self._folder = self.folder, None
+        unnamed = os.path.join(os.path.dirname(folder.path), folder.name)
+        folder.close()
+        remove(unnamed)
+        return Answer({})
+
+    # -- reading one ---------------------------------------------------------------------------------------------------
+
+    def open(self, request: Request) -> Answer:
+        """One that is there, the caller's own, locked and with every file; its manifest as it is written."""
+        folder = find(str(request.args["path"]))
+        try:
+            with told(folder.path, "opened"):
+                manifest_in(folder)
+                folder.lock()
+                folder.require_own()
+                data, seal = folder.read_small(MANIFEST), folder.read_small(SEAL)
+        except BaseException:
+            folder.close()
+            raise
+        self._folder = folder
+        return Answer({"manifest": data, "seal": seal}, Descriptors([os.dup(folder.criu_fd)]))
+
+    def verify(self, request: Request) -> Answer:
+        """Every byte of it."""
+        with told(self.folder.path, "read"):
+            self.folder.verify(manifest_in(self.folder), progress_of(request))
+        return Answer({})
+
+    def read(self, request: Request) -> Answer:
+        """Bytes into the memory that came along."""
+        (memory_fd,) = request.fds.view()
+        file = self.folder.byte_file(str(request.args["name"]), str(request.args["id"]))
+        with told(self.folder.path, "read"):
+            size_bytes, total = int(request.args["size_bytes"]), str(request.args["sum"])
+            file.read(size_bytes, total, memory_fd, progress_of(request))
+        return Answer({})
+
+    def show(self, request: Request) -> Answer:
+        """CRIU's files as descriptors, for who may not open them here."""
+        fds = Descriptors([])
+        try:
+            with told(self.folder.path, "read"):
+                for name in request.args["names"]:
+                    with opened_plain(str(name), self.folder.criu_fd) as fd:
+                        fds.add(os.dup(fd))
+        except BaseException:
+            fds.close()
+            raise
+        return Answer({}, fds)
+
+    def sweep(self, request: Request) -> Answer:
+        """What killed writers left."""
+        return Answer({"gone": list(sweep(str(request.args["path"])))})
+
+    # -- with the daemon's own rights ----------------------------------------------------------------------------------
+
+    def keep(self, request: Request) -> Answer:
+        """Files into the private folder that came along first."""
+        dir_fd, *files = request.fds.view()
+        with told("the daemon's private folder", "written"):
+            return _copied(request, dir_fd, tuple(files))
+
+    def sum_of(self, request: Request) -> Answer:
+        """What CRIU has written into the private folder that came along."""
+        (dir_fd,) = request.fds.view()
+        with told("the daemon's private folder", "read"):
+            files = summed(dir_fd, progress_of(request))
+            sizes = {name: status.st_size for name, status in listed(dir_fd)}
+            return Answer({"files": plain_value(files), "sizes": sizes})
+
+
+def _copied(request: Request, dir_fd: int, files: tuple[int, ...]) -> Answer:
+    """The files under their names; the sum of what was written of each."""
+    tell = progress_of(request)
+    sums: list[str] = []
+    before_bytes = 0
+    for fd, (name, size_bytes) in zip(files, request.args["files"], strict=True):
+        sums.append(copy(fd, int(size_bytes), dir_fd, str(name), after(before_bytes, tell)))
+        before_bytes += int(size_bytes)
+    os.fsync(dir_fd)
+    return Answer({"sums": sums})
+
+
+def progress_of(request: Request) -> Progress:
+    """Tells the daemon how far it is, and not more often than anybody reads."""
+    told_at_s = 0.0
+
+    def tell(done_bytes: int) -> None:
+        nonlocal told_at_s
+        now_s = time.monotonic()
+        if now_s - told_at_s >= TELL_EVERY_S:
+            told_at_s = now_s
+            request.tell({"done_bytes": done_bytes})
+
+    return tell
+
+
+def make_ready() -> tuple[Mapping[str, Handler], Callable[[], int], Mapping[str, Any]]:
+    """The table of requests. The process has descriptors of the daemon's: its user may not look into it."""
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0)
+    os.umask(0o077)
+    work = Work()
+    return work.requests(), work.held, {"uid": os.geteuid()}
+
+
+if __name__ == "__main__":
+    run(make_ready)

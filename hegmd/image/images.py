@@ -1,0 +1,373 @@
+"""The daemon's side of images: one that is being written, one that was opened, and the private place between both.
+
+Three hands touch bytes. The caller's own hand writes and reads the image, so nothing happens that the caller could not
+do. CRIU is root's, and must neither write into a directory that a caller could put links into nor read files that a
+caller could change: where the caller is not who the daemon is, CRIU has a folder of the daemon's own, and the daemon's
+hand sums what CRIU wrote there before the caller's hand copies it, or copies what it will read and sums the copy. The
+manifest is composed here, from these sums, and signed. That costs a copy of CRIU's files, which have no video memory in
+them; what was rejected is to lend a directory of the caller's to root, which fails on file systems where root is nobody
+(NFS), and on those that the caller runs (FUSE), and would have to be given back after every crash.
+
+Belongs to the event loop. `Images.run` has to be running. Whoever has a Lent or an Image ends it, in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from hegmd import __version__
+from hegmd.descriptors import MOST_IN_A_MESSAGE
+from hegmd.detached import run_detached
+from hegmd.errors import DENIED, UNAVAILABLE, HegmError, Refused
+from hegmd.external import Rights
+from hegmd.image.hands import Hand, Hands
+from hegmd.image.seal import KEY_NAME, Key, load_key, read_manifest, written
+from hegmd.protocol.images import ImageFile, Manifest
+from hegmd.protocol.record import as_list
+
+Progress = Callable[[int], object]
+
+PRIVATE_NAME = "images"
+_FILES_IN_A_MESSAGE = MOST_IN_A_MESSAGE - 13
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def ignore(_done_bytes: int) -> None:
+    """For those who do not want to know how far it is."""
+
+
+class Private:
+    """A folder of the daemon's own, for CRIU's files of one image; there until it is closed, descriptor and all."""
+
+    def __init__(self, parent: Path) -> None:
+        self._path = parent / secrets.token_hex(8)
+        try:
+            self._path.mkdir(mode=0o700)
+            self.fd = os.open(self._path, _DIRECTORY)
+        except OSError as error:
+            raise HegmError(
+                UNAVAILABLE,
+                f"{self._path} cannot be made: {error.strerror or error}",
+                f"free space on the disk of {parent}: df -h",
+            ) from error
+
+    @property
+    def free_bytes(self) -> int:
+        """Room on its disk."""
+        status = os.fstatvfs(self.fd)
+        return status.f_bavail * status.f_frsize
+
+    def open_files(self, names: Sequence[str]) -> list[int]:
+        """Its files, to be read; the caller's to close."""
+        fds: list[int] = []
+        try:
+            fds.extend(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd) for name in names)
+        except OSError as error:
+            for fd in fds:
+                os.close(fd)
+            raise HegmError(UNAVAILABLE, f"{self._path} cannot be read: {error}", "look at that disk: dmesg") from error
+        return fds
+
+    async def close(self) -> None:
+        """Take it away."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+            path = self._path
+            await run_detached(lambda _: shutil.rmtree(path, ignore_errors=True), name="private images")
+
+
+class Lent:
+    """An image that is being written, under a name that is not yet its own."""
+
+    def __init__(
+        self, path: str, rights: Rights, key: Key, hand: Hand, own: Hand | None, private: Private | None
+    ) -> None:
+        self.path = path
+        self.id = secrets.token_hex(16)
+        self._rights, self._key = rights, key
+        self._hand, self._own, self._private = hand, own, private
+        self._criu_dir_fd = -1
+        self._byte_files: dict[str, ImageFile] = {}
+
+    @property
+    def criu_dir_fd(self) -> int:
+        """The empty directory that CRIU is to write its files into. Stays this object's."""
+        return self._criu_dir_fd if self._private is None else self._private.fd
+
+    async def begin(self) -> None:
+        """Have the directory made. Raises HegmError, with nothing there."""
+        answer = await self._hand.call("make", {"path": self.path})
+        with answer.fds:
+            (self._criu_dir_fd,) = answer.fds.take()
+
+    async def write_bytes(self, name: str, piece_fd: int, size_bytes: int, on_progress: Progress = ignore) -> None:
+        """Have the first bytes of that memory in the image, synced; several at once are fine. Raises HegmError."""
+        args = {"name": name, "size_bytes": size_bytes, "id": self.id}
+        answer = await self._hand.call("write", args, fds=[piece_fd], on_progress=_so_far(on_progress))
+        stored_bytes, total = int(answer.values["stored_bytes"]), str(answer.values["sum"])
+        self._byte_files[name] = ImageFile(name=name, size_bytes=size_bytes, stored_bytes=stored_bytes, sum=total)
+
+    async def finish(self, manifest: Manifest, on_progress: Progress = ignore) -> Manifest:
+        """Make it whole: CRIU has ended, and all bytes are written. The manifest as it was written.
+
+        Everything has been read back from the disk when this returns, and the directory has its name. Raises HegmError;
+        cancelled or failed, it is the caller's to discard. Identity, time, owner and files are filled in here.
+        """
+        criu_files = await self._criu_files()
+        node = platform.uname()
+        manifest = manifest.replace(
+            id=self.id,
+            made_utc=time.time(),
+            uid=self._rights.uid,
+            gid=self._rights.gid,
+            hegmd_version=__version__,
+            host=node.node,
+            kernel=node.release,
+            architecture=node.machine,
+            criu_files=tuple(criu_files),
+            byte_files=tuple(self._byte_files[name] for name in sorted(self._byte_files)),
+        )
+        data = written(manifest)
+        args = {"manifest": data, "seal": self._key.seal(data), "plain": manifest.to_plain()}
+        await self._hand.call("finish", args, on_progress=_so_far(on_progress))
+        await self.end()
+        return manifest
+
+    async def discard(self) -> None:
+        """Leave nothing of it, as far as that can be done; what stays is known as left over. Never raises."""
+        with contextlib.suppress(HegmError):
+            await self._hand.call("discard")
+        await self.end()
+
+    async def end(self) -> None:
+        """Let go of it: without `finish` it stays as a left-over. Twice is fine; cannot be cancelled half-way."""
+        with anyio.CancelScope(shield=True):
+            if self._criu_dir_fd >= 0:
+                os.close(self._criu_dir_fd)
+                self._criu_dir_fd = -1
+            await _let_go(self._hand, self._own, self._private)
+
+    async def _criu_files(self) -> list[ImageFile]:
+        if self._private is None or self._own is None:
+            return _files(await self._hand.call("sum"))
+        files = _files(await self._own.call("sum-of", fds=[self._private.fd]))
+        for some in _batches(files):
+            with _held(self._private.open_files([file.name for file in some])) as fds:
+                args = {"files": [[file.name, file.size_bytes] for file in some]}
+                answer = await self._hand.call("take", args, fds=fds)
+            _require_same(some, answer.values["sums"], self.path)
+        return files
+
+
+class Image:
+    """An image that was opened: locked, its manifest read and found right, every file there and of its size."""
+
+    def __init__(
+        self, path: str, manifest: Manifest, hand: Hand, criu_dir_fd: int, own: Hand | None, private: Private | None
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._hand, self._own, self._private = hand, own, private
+        self._criu_dir_fd = criu_dir_fd
+        self._is_copied = False
+
+    async def verify(self, on_progress: Progress = ignore) -> None:
+        """Read every byte and compare it with its checksum. Raises HegmError."""
+        await self._hand.call("verify", on_progress=_so_far(on_progress))
+
+    async def read_bytes(self, name: str, into_fd: int, on_progress: Progress = ignore) -> int:
+        """Have those bytes in that memory, every chunk found right; how many. Several at once are fine."""
+        file = next((file for file in self.manifest.byte_files if file.name == name), None)
+        if file is None:
+            raise Refused(f"{self.path} has no bytes called {name!r:.140}", f"see `hegmctl images show {self.path}`")
+        args = {"name": name, "size_bytes": file.size_bytes, "sum": file.sum, "id": self.manifest.id}
+        await self._hand.call("read", args, fds=[into_fd], on_progress=_so_far(on_progress))
+        return file.size_bytes
+
+    async def private_criu_dir(self, on_progress: Progress = ignore) -> int:
+        """The directory for CRIU to read, every byte of it found right; it stays this object's. Raises HegmError.
+
+        It is the image's own where the caller is who the daemon is, and else a copy that nobody else can reach.
+        """
+        if self._private is None or self._own is None:
+            return self._criu_dir_fd
+        if not self._is_copied:
+            self._require_room(self._private)
+            for some in _batches(self.manifest.criu_files):
+                await self._copy(some, self._own, self._private, on_progress)
+            self._is_copied = True
+        return self._private.fd
+
+    async def _copy(self, some: Sequence[ImageFile], own: Hand, private: Private, on_progress: Progress) -> None:
+        shown = await self._hand.call("show", {"names": [file.name for file in some]})
+        with shown.fds:
+            args = {"files": [[file.name, file.size_bytes] for file in some]}
+            fds = [private.fd, *shown.fds.view()]
+            answer = await own.call("keep", args, fds=fds, on_progress=_so_far(on_progress))
+        _require_same(some, answer.values["sums"], self.path)
+
+    def _require_room(self, private: Private) -> None:
+        needed_bytes = sum(file.size_bytes for file in self.manifest.criu_files)
+        if private.free_bytes < needed_bytes:
+            raise Refused(
+                f"the private copy of CRIU's files takes {needed_bytes >> 20} MiB, and hegmd's state directory has "
+                f"{private.free_bytes >> 20} MiB free",
+                "free space there, or have root restore the image",
+                {"needed_bytes": needed_bytes, "free_bytes": private.free_bytes},
+            )
+
+    async def end(self) -> None:
+        """Let go of it and of its lock. Twice is fine; cannot be cancelled half-way."""
+        with anyio.CancelScope(shield=True):
+            if self._criu_dir_fd >= 0:
+                os.close(self._criu_dir_fd)
+                self._criu_dir_fd = -1
+            await _let_go(self._hand, self._own, self._private)
+
+
+class Images:
+    """Where images are written and opened. What CRIU wrote for an earlier daemon is gone when this is made."""
+
+    def __init__(
+        self, state_dir: Path, *, in_unit: bool, key_file: Path | None = None, hands: Hands | None = None
+    ) -> None:
+        """`in_unit`: callers' hands are units of systemd's. Raises HegmError for a key that cannot be used."""
+        self._private = state_dir / PRIVATE_NAME
+        shutil.rmtree(self._private, ignore_errors=True)
+        try:
+            self._private.mkdir(mode=0o700)
+        except OSError as error:
+            raise HegmError(
+                UNAVAILABLE, f"{self._private} cannot be made: {error.strerror}", f"look at the disk of {state_dir}"
+            ) from error
+        self._key = load_key(key_file or state_dir / KEY_NAME, make=key_file is None)
+        self._hands = Hands(in_unit=in_unit) if hands is None else hands
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Let images be worked on, until cancelled."""
+        await self._hands.run(task_status=task_status)
+
+    async def lend(self, path: str, rights: Rights) -> Lent:
+        """A new image at that path, with the caller's rights. Raises HegmError, with nothing there."""
+        hand, own, private = await self._begin(rights)
+        lent = Lent(path, rights, self._key, hand, own, private)
+        try:
+            await lent.begin()
+        except BaseException:
+            await lent.end()
+            raise
+        return lent
+
+    async def open(self, path: str, rights: Rights) -> Image:
+        """The image at that path, with the caller's rights. Raises HegmError: broken, cut, foreign, too new, in use."""
+        hand, own, private = await self._begin(rights)
+        try:
+            answer = await hand.call("open", {"path": path})
+            with answer.fds:
+                data, seal = bytes(answer.values["manifest"]), bytes(answer.values["seal"])
+                manifest = read_manifest(path, data, seal)
+                self._require_ours(path, data, seal, manifest, rights)
+                (criu_dir_fd,) = answer.fds.take()
+            return Image(path, manifest, hand, criu_dir_fd, own, private)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await _let_go(hand, own, private)
+            raise
+
+    async def sweep(self, path: str, rights: Rights) -> list[str]:
+        """Take away what killed writers left of an image of that path; what is gone. Raises HegmError."""
+        hand = await self._hands.start(rights)
+        try:
+            return [str(gone) for gone in (await hand.call("sweep", {"path": path})).values["gone"]]
+        finally:
+            with anyio.CancelScope(shield=True):
+                await _let_go(hand, None, None)
+
+    def _require_ours(self, path: str, data: bytes, seal: bytes, manifest: Manifest, rights: Rights) -> None:
+        if not self._is_other(rights):
+            return
+        if not self._key.has_signed(data, seal):
+            raise HegmError(
+                DENIED,
+                f"{path} is not signed with this node's key: it is from another node, or was changed",
+                "have root restore it, or give the nodes one key (image.key_file) and make it anew",
+                {"path": path},
+            )
+        if manifest.uid != rights.uid:
+            raise HegmError(
+                DENIED,
+                f"{path} was made for uid {manifest.uid}, and you are uid {rights.uid}",
+                "have its owner restore it, or root",
+                {"path": path, "uid": manifest.uid},
+            )
+
+    async def _begin(self, rights: Rights) -> tuple[Hand, Hand | None, Private | None]:
+        hand = await self._hands.start(rights)
+        if not self._is_other(rights):
+            return hand, None, None
+        own: Hand | None = None
+        try:
+            own = await self._hands.start(None)
+            return hand, own, Private(self._private)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await _let_go(hand, own, None)
+            raise
+
+    @staticmethod
+    def _is_other(rights: Rights) -> bool:
+        """Whether the caller is somebody else than the daemon."""
+        return rights.uid != os.geteuid()
+
+
+async def _let_go(hand: Hand, own: Hand | None, private: Private | None) -> None:
+    for each in (hand, own):
+        if each is not None:
+            each.let_go()
+            await each.ended()
+    if private is not None:
+        await private.close()
+
+
+def _so_far(on_progress: Progress) -> Callable[[Mapping[str, Any]], object]:
+    return lambda event: on_progress(int(event["done_bytes"]))
+
+
+def _files(answer: Any) -> list[ImageFile]:
+    return [ImageFile.from_plain(file, "file") for file in as_list(answer.values["files"]) or ()]
+
+
+def _batches(files: Sequence[ImageFile]) -> list[Sequence[ImageFile]]:
+    """As many at once as a message carries descriptors."""
+    return [files[first : first + _FILES_IN_A_MESSAGE] for first in range(0, len(files), _FILES_IN_A_MESSAGE)]
+
+
+def _require_same(files: Sequence[ImageFile], sums: Sequence[object], path: str) -> None:
+    if wrong := [file.name for file, found in zip(files, sums, strict=True) if file.sum != found]:
+        raise HegmError(
+            UNAVAILABLE,
+            f"criu/{wrong[0]} of {path} does not fit its checksum: it is damaged, or was changed",
+            "use another image, or copy this one again from where it was whole",
+            {"path": path, "files": wrong},
+        )
+
+
+@contextlib.contextmanager
+def _held(fds: list[int]) -> Generator[list[int]]:
+    try:
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,134 @@
+"""What makes an image known: its manifest's bytes, their sum, and the signature of whose key is shared by the nodes.
+
+A CRIU image makes root's CRIU open and write whatever is written in it. So one that anybody could have written is
+brought to life for root alone; for others only one with a signature (HMAC-SHA-256) of this node's key, or of the one
+that several nodes share. The manifest has the sums of CRIU's files: signed with them, nothing of these can be another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from hegmd.errors import BAD_CONFIG, INCOMPATIBLE, UNAVAILABLE, HegmError, Refused
+from hegmd.protocol.images import FORMAT, VERSION, Manifest
+from hegmd.protocol.record import BadValue, as_map
+
+KEY_NAME = "image.key"
+_KEY_BYTES = 32
+_PURPOSE = b"hegm-image-manifest\0"
+
+
+class Key:
+    """The secret of a node, or of several that restore one another's images."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def seal(self, manifest: bytes) -> bytes:
+        """The file `seal` for those bytes."""
+        return f"sha256 {hashlib.sha256(manifest).hexdigest()}\nhmac-sha256 {self._signature(manifest)}\n".encode()
+
+    def has_signed(self, manifest: bytes, seal: bytes) -> bool:
+        """Whether that seal is of this key and of those bytes."""
+        return hmac.compare_digest(_lines(seal).get("hmac-sha256", ""), self._signature(manifest))
+
+    def _signature(self, manifest: bytes) -> str:
+        return hmac.new(self._secret, _PURPOSE + manifest, hashlib.sha256).hexdigest()
+
+
+def load_key(path: Path, *, make: bool) -> Key:
+    """The key in that file, made there if need be. Raises HegmError when it is not private, not whole or not there."""
+    try:
+        if make:
+            _make(path)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(fd, "rb") as file:
+            status = os.fstat(fd)
+            text = file.read(4096)
+    except OSError as error:
+        raise HegmError(
+            BAD_CONFIG,
+            f"the key of images {path} cannot be read: {error.strerror or error}",
+            f"make one and copy it to the other nodes: openssl rand -hex {_KEY_BYTES} > {path}; chmod 0600 {path}",
+        ) from error
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid not in (0, os.geteuid()) or mode & 0o077:
+        raise HegmError(
+            BAD_CONFIG,
+            f"the key of images {path} is not private (uid {status.st_uid}, mode {mode:04o})",
+            f"whoever has it can make root open any file: make another, chown it to uid {os.geteuid()}, chmod 0600",
+        )
+    with contextlib.suppress(ValueError):
+        secret = bytes.fromhex(text.decode("ascii", "replace").strip())
+        if len(secret) >= _KEY_BYTES:
+            return Key(secret)
+    raise HegmError(
+        BAD_CONFIG,
+        f"the key of images {path} is not {2 * _KEY_BYTES} hexadecimal digits or more",
+        f"make one: openssl rand -hex {_KEY_BYTES} > {path}",
+    )
+
+
+def _make(path: Path) -> None:
+    """A key of random bytes, whole or not there; one that is there stays."""
+    fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    if path.exists():
+        return
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+        file.write(f"{secrets.token_hex(_KEY_BYTES)}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(fresh, path)  # unlike a rename, it takes no other's place
+    except FileExistsError:
+        pass
+    finally:
+        fresh.unlink()
+
+
+def written(manifest: Manifest) -> bytes:
+    """The manifest as it is on disk."""
+    return json.dumps(manifest.to_plain(), indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+
+
+def read_manifest(path: str, data: bytes, seal: bytes) -> Manifest:
+    """The manifest of that directory. Raises HegmError: damaged, no image at all, or of a later version."""
+    if _lines(seal).get("sha256") != hashlib.sha256(data).hexdigest():
+        raise HegmError(
+            UNAVAILABLE,
+            f"{path} is damaged: its manifest does not fit its checksum in {path}/seal",
+            "copy the image again from where it was whole; a manifest is not to be changed",
+            {"path": path},
+        )
+    try:
+        plain = as_map(json.loads(data))
+        if plain is None or plain.get("format") != FORMAT:
+            raise Refused(f"{path} is no image of hegmd's: its manifest is of something else", "name another directory")
+        version = plain.get("version")
+        if type(version) is not int or version > VERSION:
+            raise HegmError(
+                INCOMPATIBLE,
+                f"{path} is of version {version!r:.20}; this hegmd reads up to {VERSION}",
+                f"restore it with hegmd {plain.get('hegmd_version')!s:.40} or a later one",
+                {"path": path, "version": version if type(version) is int else None},
+            )
+        return Manifest.from_plain(plain, "manifest")
+    except (ValueError, RecursionError, BadValue) as error:
+        raise HegmError(
+            UNAVAILABLE,
+            f"{path} is damaged: its manifest makes no sense: {error!s:.200}",
+            "use another image, or copy this one again from where it was whole",
+            {"path": path},
+        ) from error
+
+
+def _lines(seal: bytes) -> dict[str, str]:
+    parts = (line.partition(" ") for line in seal.decode("ascii", "replace").splitlines())
+    return {name: value.strip() for name, _, value in parts}
