@@ -21,7 +21,7 @@ GIB = 1 << 30
 def run(folder: Path, *words: str, program: str = "moves_run", **more: str) -> subprocess.CompletedProcess[str]:
     """The run, on a node with two stub GPUs."""
     folder.mkdir()
-    node = CudaNode.make(folder / "node", gpus=2, gpu_bytes=8 * GIB)
+    node = CudaNode.make(folder / "node", gpus=2, gpu_bytes=64 * GIB)
     scenario = node.nvml(folder / "nvml")
     scenario.link_all()
     scenario.write()
@@ -38,31 +38,47 @@ def run(folder: Path, *words: str, program: str = "moves_run", **more: str) -> s
 
 
 def test_the_run_moves_jobs_kills_the_daemon_and_goes_on_where_it_was_cut(tmp_path: Path) -> None:
-    results = tmp_path / "results"
-    cases = ["migrate-plain-peer", "suspend-plain", "helper-evacuating", "daemon-refilling"]
-    first = run(tmp_path / "first", "--results", str(results), *cases[:2])
+    results = tmp_path / "state"
+    cases = ["migrate-plain-peer", "suspend-plain", "helper-evacuating", "keeper-refilling-peer"]
+    first = run(tmp_path / "first", "--state", str(results), *cases[:2])
     assert first.returncode == 0, first.stdout + first.stderr
-    second = run(tmp_path / "second", "--results", str(results), *cases)
+    second = run(tmp_path / "second", "--state", str(results), *cases)
     assert second.returncode == 0, second.stdout + second.stderr
     assert "2 cases" in second.stdout, "what was done already is not done again"
+    assert "1 descriptors kept without it" in second.stdout, "hegmd's own keeper has them"
     found = {result["case"]: result for result in map(json.loads, results.read_text().splitlines())}
     assert list(found) == [*cases[:2], "nothing-left", *cases[2:]]
     assert [result["wrong"] for result in found.values()] == [""] * 5
 
 
-def test_a_job_that_says_anything_else_than_undisturbed_fails_its_case(tmp_path: Path) -> None:
-    ran = run(tmp_path / "node", "migrate-plain-peer", HEGM_TEST_UNLIKE="1")
-    assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "and undisturbed it is" in ran.stdout
+def test_jobs_that_say_anything_else_than_undisturbed_fail_their_cases_though_side_by_side(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    words = ["--state", str(state), "--only", "migrate-amp,migrate-plain-peer"]
+    ran = run(tmp_path / "node", *words, HEGM_TEST_UNLIKE="1")
+    found = {result["case"]: result for result in map(json.loads, state.read_text().splitlines())}
+    assert set(found) == {"migrate-plain-peer", "migrate-amp", "nothing-left"}, ran.stdout + ran.stderr
+    assert all("and undisturbed it is" in found[case]["wrong"] for case in ("migrate-plain-peer", "migrate-amp"))
+    again = run(tmp_path / "again", *words, "--again")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.stdout.count("beside 1 other") >= 2
 
 
-def test_the_benchmark_measures_each_way_and_ends_when_its_time_is_over(tmp_path: Path) -> None:
-    words = ["--sizes", "2", "--repeat", "1", "--budget-s", "60", "peer", "host", "idle"]
-    ran = run(tmp_path / "node", *words, program="bench_moves")
+def test_the_benchmark_measures_each_way_and_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    words = ["--sizes", "2", "--repeat", "1", "--state", str(state)]
+    cut = run(tmp_path / "cut", *words, "--budget-s", "1", "peer", program="bench_moves")
+    assert "the time is over" in cut.stdout, cut.stdout + cut.stderr
+    first = run(tmp_path / "first", *words, "peer", program="bench_moves")
+    assert first.returncode == 0, first.stdout + first.stderr
+    measured = [["2", "migrate", "peer", "gpu0 to 1", "1"], ["2", "migrate", "peer", "gpu1 to 0", "1"]]
+    assert rows_of(first.stdout) == measured
+    ran = run(tmp_path / "node", *words, "peer", "host", "idle", program="bench_moves")
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    rows = [[cell.strip() for cell in line.split("|")[1:5]] for line in ran.stdout.splitlines() if line.startswith("|")]
-    measured = [["2", "migrate", "peer", "1"], ["2", "suspend", "host", "1"], ["2", "resume", "host", "1"]]
-    assert rows[2:] == measured
+    rest = [["2", "resume", "host", "gpu0", "1"], ["2", "suspend", "host", "gpu0", "1"]]
+    assert rows_of(ran.stdout) == [*measured, *rest], "what was measured is not measured again"
     assert "a step: " in ran.stdout
-    cut = run(tmp_path / "cut", "--sizes", "2", "--budget-s", "1", "peer", program="bench_moves")
-    assert "was cut: the time is over" in cut.stdout, cut.stdout + cut.stderr
+
+
+def rows_of(output: str) -> list[list[str]]:
+    rows = [line.split("|")[1:6] for line in output.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]

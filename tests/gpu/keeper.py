@@ -1,8 +1,8 @@
-"""Stands in for systemd on a machine that has none: keeps a daemon's descriptors, and hands them to the next one.
+"""What keeps a daemon's descriptors and hands them to the next one: a stand-in for systemd, or hegmd's own keeper.
 
-hegmd puts bytes into memory only where somebody keeps it while the daemon is down, so a run without a service manager
-would see the slow carriers alone. This one speaks as much of sd_notify(3) and of sd_listen_fds(3) as hegmd does:
-readiness, the descriptor store, barriers. Run as a program it is what stands between it and the daemon, for a moment:
+`Keeper` speaks as much of sd_notify(3) and sd_listen_fds(3) as hegmd does: readiness, descriptor store, barriers.
+`OwnKeeper` says nothing to the daemon, which then starts `hegmd.keeper` by itself, and only looks at what that holds.
+Run as a program this is what stands between the stand-in and the daemon, for a moment:
 
     keeper.py NAME=FD... -- COMMAND...    becomes the command, with these descriptors passed as systemd passes them
 """
@@ -20,10 +20,23 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
+
+from hegmd.keeper import wire
 
 FIRST_PASSED = 3
 MOST_DESCRIPTORS = 253
 READY_WITHIN_S = 30.0
+
+
+class Keeping(Protocol):
+    """Starts daemons, and tells what is held for them while there is none."""
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str], log: int) -> subprocess.Popen[bytes]: ...
+
+    def stored(self) -> list[str]: ...
+
+    def close(self) -> None: ...
 
 
 class Keeper:
@@ -102,6 +115,44 @@ class Keeper:
             os.close(descriptor)
         if "READY" in said:
             self._ready.set()
+
+
+class OwnKeeper:
+    """hegmd's own, which it starts where no service manager keeps anything; here it is only looked at."""
+
+    def __init__(self, socket_path: Path, state_dir: Path) -> None:
+        self._serving, self._at = socket_path, state_dir / wire.SOCKET_NAME
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str], log: int) -> subprocess.Popen[bytes]:
+        """Start the daemon, and wait until it is listening. Raises RuntimeError when it does not come to that."""
+        silent = {name: value for name, value in environ.items() if name != "NOTIFY_SOCKET"}
+        process = subprocess.Popen(list(command), env=silent, stdin=subprocess.DEVNULL, stderr=log)
+        deadline, pause = time.monotonic() + READY_WITHIN_S, threading.Event()
+        while not self._listens():
+            if process.poll() is not None or time.monotonic() > deadline:
+                process.kill()
+                raise RuntimeError(f"the daemon did not get ready; it ended with {process.wait()}")
+            pause.wait(0.02)  # a daemon that is started by hand tells nobody
+        return process
+
+    def _listens(self) -> bool:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            return probe.connect_ex(str(self._serving)) == 0
+
+    def stored(self) -> list[str]:
+        """The names of what it holds now; it ends when that is nothing."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+            asking.settimeout(READY_WITHIN_S)
+            try:
+                asking.connect(str(self._at))
+                wire.send(asking, [wire.LIST])
+                said, _ = wire.receive(asking)
+            except (FileNotFoundError, ConnectionError):
+                return []
+        return said[1:]
+
+    def close(self) -> None:
+        """It is nobody's child, and ends by itself."""
 
 
 def main(argv: Sequence[str]) -> None:

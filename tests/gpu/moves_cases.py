@@ -1,135 +1,60 @@
-"""The cases of the run over moves: what is done to which trainings, and what has to be so afterwards.
+"""The cases of the run over moves: every carrier with every verb, every training with every carrier that can take it.
 
-Each case moves real jobs by real commands, and ends with the same questions: does the job go on with all its bytes, has
-NVML it where it is to be and nowhere else, and is nothing held for it any more. `CASES` is in the order of importance;
-the suffix of a name is the training, the carrier or the stage.
+`CASES` is in the order in which they are run: first what has been seen least. A name is the verb, or what happens and
+in which stage, then the training, then the carrier where it is not left to the plan. `LEFT_OUT` says what is not there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from hegmd.errors import HegmError
-from hegmd.protocol import operations as told
-from hegmd.protocol.messages import CancelOperation, Migrate, OperationReply, Resume, Suspend
-from tests.gpu.moves_jobs import KINDS, Job, Jobs, on_stub
-from tests.gpu.moves_node import OVER, ROOT, Account, Node, WentWrongError, until
+from tests.gpu.moves_jobs import KINDS, Jobs, on_stub
+from tests.gpu.moves_node import KEEPER, MANAGER, Account, Node, WentWrongError, until
+from tests.gpu.moves_trial import Trial
+from tests.gpu.moves_trouble import (
+    Act,
+    beside_neighbour,
+    cancel,
+    grabbed,
+    grabbed_while_away,
+    interrupted,
+    interrupted_in,
+    interrupted_out,
+    kill_daemon,
+    kill_helper,
+)
 
-GRABBER = ROOT / "tests/stubs/cuda/program.py"
-# What has no room waits longer and longer before the next attempt; so long it is watched while there is none.
-GRABBED_S = 6.0
-CARRIERS = ("peer", "host", "worker", "driver")
+# By the carrier that the plan chooses for a training, those that can take it.
+ABLE = {
+    "peer": ("peer", "host", "worker", "driver"),
+    "worker": ("worker", "driver"),
+    "driver": ("driver",),
+}
 # Where an operation is interrupted; those between are over within a few milliseconds.
-STAGES = ("arming", "quiescing", "evacuating", "checkpointing", "restoring", "refilling", "verifying")
-
-
-@dataclass
-class Findings:
-    """What a case has seen, for the table."""
-
-    carrier: str = ""
-    blackout_s: float | None = None
-    gap_s: float | None = None
-    account: str = ""
-    notes: list[str] = field(default_factory=list)
-
-
-class Trial:
-    """One case under way: the node, the jobs, and what was seen."""
-
-    def __init__(self, node: Node, jobs: Jobs) -> None:
-        self.node, self.jobs = node, jobs
-        self.found = Findings()
-
-    def job(self, kind: str = "plain") -> Job:
-        return self.jobs.ready(kind)
-
-    def note(self, text: str) -> None:
-        self.found.notes.append(text)
-
-    # -- what is asked -------------------------------------------------------------------------------------------------
-
-    def migrate(self, job: Job, to: int, carrier: str | None = None) -> told.Operation:
-        """By the command, or by the library where the carrier is not to be chosen."""
-        if carrier is not None:
-            reply = self.node.ask(Migrate(pids=(job.pid,), to=f"gpu{to}", carrier=carrier))
-            return self._ended(reply, "done")
-        return self._told(self.node.hegmctl("migrate", str(job.pid), "--to", f"gpu{to}"), "done")
-
-    def suspend(self, job: Job, carrier: str | None = None) -> told.Operation:
-        if carrier is not None:
-            return self._ended(self.node.ask(Suspend(pids=(job.pid,), carrier=carrier)), "suspended")
-        return self._told(self.node.hegmctl("suspend", str(job.pid)), "suspended")
-
-    def resume(self, job: Job, to: int | None = None) -> told.Operation:
-        words = [] if to is None else ["--to", f"gpu{to}"]
-        return self._told(self.node.hegmctl("resume", str(job.pid), *words), "done")
-
-    def begin(self, job: Job, to: int, carrier: str | None) -> str:
-        """Have it moved without waiting for that; the operation."""
-        reply = self.node.ask(Migrate(pids=(job.pid,), to=f"gpu{to}", carrier=carrier, wait=False))
-        assert reply.operation is not None
-        return reply.operation.id
-
-    def _told(self, answer: dict[str, Any], phase: str) -> told.Operation:
-        return self._ended(OperationReply.from_plain(answer, "what hegmctl said"), phase)
-
-    def _ended(self, reply: OperationReply, phase: str) -> told.Operation:
-        operation = reply.operation
-        assert operation is not None
-        if reply.plan is not None:
-            self.found.carrier = reply.plan.workers[0].carrier
-        if operation.phase != phase:
-            raise WentWrongError(f"operation {operation.id} is {operation.phase}: {operation.failure}")
-        if operation.blackout_s is not None:
-            self.found.blackout_s = operation.blackout_s
-        return operation
-
-    # -- what has to be so ---------------------------------------------------------------------------------------------
-
-    def arrived(self, job: Job, gpu: int, before: Account) -> None:
-        """It runs on that GPU with all it had, and there alone; nothing is held, here or there."""
-        job.is_whole()
-        after = self.node.settle(before)
-        places = after.places(job.pid)
-        if list(places) != [gpu]:
-            raise WentWrongError(f"process {job.pid} is on the GPUs {places}, and was to be on {gpu} alone")
-        self._say_account(job, before, after)
-
-    def _say_account(self, job: Job, before: Account, after: Account) -> None:
-        was, now = before.places(job.pid), after.places(job.pid)
-        places = [f"{mib:.0f}@{gpu}" for where in (was, now) for gpu, mib in where.items()]
-        unowned = [after.unowned_mib(gpu) - before.unowned_mib(gpu) for gpu in range(len(after.used_mib))]
-        self.found.account = "→".join(places) + " " + "/".join(f"{more:+.1f}" for more in unowned)
-
-    def gone(self, job: Job, before: Account) -> None:
-        """It has nothing on any GPU, and nobody has anything for it there."""
-        places = self.node.gpus.account().places(job.pid)
-        if places:
-            raise WentWrongError(f"suspended, process {job.pid} has {places} MiB")
-        self.node.settle_gpus(before)
-
-    def brought_home(self, job: Job, ended: told.Operation, source: int, to: int, before: Account) -> None:
-        """After an interruption: wherever it ended, the job has to go on; one that waits is let go on first."""
-        self.note(ended.phase + (f": {ended.failure.message[:150]}" if ended.failure else ""))
-        if ended.phase == "suspended":
-            self.note("resumed by hand")
-            self.resume(job)
-        elif ended.phase not in {"done", "undone"}:
-            raise WentWrongError(f"operation {ended.id} ended as {ended.phase}: {ended.failure}")
-        gpu = to if ended.phase == "done" else source if ended.phase == "undone" else job.gpu
-        self.arrived(job, gpu, before)
-        if ended.blackout_s is not None:
-            self.found.blackout_s = ended.blackout_s
+STAGES = ("evacuating", "checkpointing", "restoring", "refilling", "arming", "quiescing", "verifying")
+# Those in which bytes are under way, by carrier.
+BUSY = {
+    "host": ("evacuating", "checkpointing", "restoring", "refilling"),
+    "worker": ("evacuating", "refilling"),
+    "driver": ("checkpointing", "restoring"),
+}
+ACTS: dict[str, Act] = {"cancel": cancel, "helper": kill_helper, "daemon": kill_daemon}
+# Trainings that are alike to a carrier, so that cancelled ones can run side by side.
+ALIKE = ("plain", "amp", "streams")
+SEEN_LEAST = ("streams", "compiled", "workers", "large")
+LEFT_OUT = (
+    "peer x suspend, resume: only from GPU to GPU; the plan's choice there is host",
+    "peer, host, worker x graph, C++, JAX: no agent vouches for their storages; refused by the plan",
+    "peer, host x expandable segments, cudaMallocAsync: CUDA IPC does not show such memory; refused by the plan",
+    "carriers x swap, drain: chosen by the plan; each is met by the trainings that have it",
+    "interruptions x trainings: of plain and its likes; what is interrupted is the same code for all of them",
+    "interruptions in settling, counting, measuring, leaving, releasing, tidying: over within milliseconds",
+)
 
 
 # ---- operations -----------------------------------------------------------------------------------------------------
@@ -138,20 +63,21 @@ class Trial:
 def move(trial: Trial, kind: str, carrier: str | None = None) -> None:
     """To the other GPU, by the carrier that is asked for, or else by the one that is right for this training."""
     job = trial.job(kind)
-    source, before, began = job.gpu, trial.node.gpus.account(), time.monotonic()
+    source, before, began = job.gpu, trial.look(), time.monotonic()
     trial.migrate(job, 1 - source, carrier)
     trial.arrived(job, 1 - source, before)
     trial.found.gap_s = job.longest_gap_s(began)
-    wanted = carrier or KINDS[kind].carrier
-    if trial.found.carrier != wanted:
-        raise WentWrongError(f"carried by {trial.found.carrier}, and {wanted} would have been right")
+    _was_carried_by(trial, carrier or KINDS[kind].carrier)
+    if carrier == "driver" and KINDS[kind].agent:
+        trial.jobs.end(kind)  # what the driver has brought back cannot be shown; the next case wants one that can
 
 
 def rest(trial: Trial, kind: str, carrier: str | None = None, *, elsewhere: bool = False) -> None:
     """Off its GPU, with nothing left on any, and back, or on to the other."""
     job = trial.job(kind)
-    source, before = job.gpu, trial.node.gpus.account()
+    source, before = job.gpu, trial.look()
     suspended = trial.suspend(job, carrier)
+    _was_carried_by(trial, carrier or KINDS[kind].suspended_by)
     trial.gone(job, before)
     to = 1 - source if elsewhere else None
     carried = trial.found.carrier
@@ -160,32 +86,50 @@ def rest(trial: Trial, kind: str, carrier: str | None = None, *, elsewhere: bool
     trial.arrived(job, source if to is None else to, before)
     if resumed.blackout_s is not None:
         trial.note(f"{suspended.size_bytes >> 20} MiB, resumed in {resumed.blackout_s * 1e3:.0f} ms")
-    wanted = carrier or KINDS[kind].suspended_by
-    if carried != wanted:
-        raise WentWrongError(f"carried by {carried}, and {wanted} would have been right")
+    if carrier == "driver" and KINDS[kind].agent:
+        trial.jobs.end(kind)
 
 
-def swap(trial: Trial) -> None:
+def _was_carried_by(trial: Trial, wanted: str) -> None:
+    if trial.found.carrier != wanted:
+        raise WentWrongError(f"carried by {trial.found.carrier}, and {wanted} would have been right")
+
+
+def shown_after_driver(trial: Trial) -> None:
+    """What the driver has brought back cannot be shown to the helper: the next move is by the worker's own copies."""
+    job = trial.job()
+    trial.migrate(job, 1 - job.gpu, "driver")
+    job.is_whole()
+    source, before = job.gpu, trial.look()
+    trial.migrate(job, 1 - source)
+    trial.arrived(job, 1 - source, before)
+    _was_carried_by(trial, "worker")
+    trial.jobs.end("plain")
+
+
+def swap(trial: Trial, first: str, second: str) -> None:
     """Two jobs change places."""
-    one, other = trial.job("plain"), trial.job("amp")
+    one, other = trial.job(first), trial.job(second)
     if one.gpu == other.gpu:
         trial.migrate(other, 1 - one.gpu)
-    before, places = trial.node.gpus.account(), (one.gpu, other.gpu)
+    before, places, began = trial.look(), (one.gpu, other.gpu), time.monotonic()
     trial.node.hegmctl("swap", str(one.pid), str(other.pid))
     trial.arrived(one, places[1], before)
     trial.arrived(other, places[0], before)
+    trial.note(f"longest gaps {one.longest_gap_s(began) * 1e3:.0f} and {other.longest_gap_s(began) * 1e3:.0f} ms")
+    trial.found.carrier = ""
 
 
-def drain(trial: Trial) -> None:
+def drain(trial: Trial, kinds: tuple[str, ...]) -> None:
     """Everything off a GPU: with an agent and without."""
-    trial.jobs.end_all(but=("plain", "amp", "cuda"))
-    jobs = [trial.job("plain"), trial.job("amp"), trial.job("cuda")]
+    trial.jobs.end_all(but=kinds)
+    jobs = [trial.job(kind) for kind in kinds]
     gpu = jobs[0].gpu
     for job in jobs[1:]:
         if job.gpu != gpu:
             trial.migrate(job, gpu)
     trial.jobs.wait_for_references()
-    before = trial.node.gpus.account()
+    before = trial.look()
     trial.node.hegmctl("drain", f"gpu{gpu}")
     for job in jobs:
         trial.arrived(job, 1 - gpu, before)
@@ -193,120 +137,7 @@ def drain(trial: Trial) -> None:
     if left.by_process[gpu]:
         raise WentWrongError(f"gpu{gpu} was drained, and has {left.by_process[gpu]} MiB")
     trial.note(f"drained: {left.used_mib[gpu]:.1f} MiB in use")
-
-
-# ---- interruptions --------------------------------------------------------------------------------------------------
-
-
-def interrupted(trial: Trial, stage: str, act: Callable[[Trial, str], None], carrier: str | None = None) -> None:
-    """A migration to which something happens when it is in that stage."""
-    job = trial.job()
-    source, before = job.gpu, trial.node.gpus.account()
-    op_id = trial.begin(job, 1 - source, carrier)
-    trial.note(f"in {trial.node.reach(op_id, stage)}")
-    act(trial, op_id)
-    trial.brought_home(job, trial.node.rest(op_id), source, 1 - source, before)
-    trial.found.carrier = carrier or "peer"
-
-
-def cancel(trial: Trial, op_id: str) -> None:
-    """As `hegmctl cancel` does; refused is an answer too."""
-    try:
-        with trial.node.connect() as connection:
-            connection.call(CancelOperation(id=op_id), OperationReply)
-    except HegmError as error:
-        trial.note(f"not cancelled: {error.message[:60]}")
-
-
-def kill_helper(trial: Trial, _: str) -> None:
-    pid = trial.node.helper_pid()
-    if pid is None:
-        trial.note("there was no helper")
-    else:
-        os.kill(pid, signal.SIGKILL)
-
-
-def kill_daemon(trial: Trial, _: str) -> None:
-    trial.node.kill()
-    trial.node.start()
-
-
-# ---- others want the memory -----------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def hoarding(trial: Trial, gpu: int) -> Generator[Callable[[], None]]:
-    """A process that is ready to take all that there is on that GPU, in a loop, from the moment that it is told to."""
-    environ = {**trial.node.environ(), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    process = subprocess.Popen(
-        [sys.executable, str(GRABBER), str(gpu), "8"],
-        env=environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-
-    def tell(word: str) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(f"{word}\n")
-        trial.note(process.stdout.readline().strip())
-
-    try:
-        process.stdout.readline()
-        yield lambda: tell("hoard")
-    finally:
-        process.kill()
-        process.communicate()
-        until(lambda: not trial.node.gpus.account().places(process.pid), "that the grabber has nothing any more")
-
-
-def grabbed(trial: Trial, kind: str, stage: str) -> None:
-    """Somebody takes all that is free where the job goes, again and again, from that stage on."""
-    job = trial.job(kind)
-    source, before = job.gpu, trial.node.gpus.account()
-    with hoarding(trial, 1 - source) as hoard:
-        op_id = trial.begin(job, 1 - source, None)
-        trial.note(f"in {trial.node.reach(op_id, stage)}")
-        hoard()
-        try:
-            until(lambda: trial.node.story(op_id).operation.phase in OVER, "that it ends beside that", GRABBED_S)
-            job.is_whole()
-            trial.note("whole beside that")
-        except WentWrongError as error:
-            trial.note(str(error)[:100])
-    ended = trial.node.rest(op_id)
-    trial.brought_home(job, ended, source, 1 - source, before)
-    trial.found.carrier = KINDS[kind].carrier
-
-
-def grabbed_while_away(trial: Trial, kind: str) -> None:
-    """All that was free is taken while the job is suspended: it stays, loses nothing, and comes back after that."""
-    job = trial.job(kind)
-    source, before = job.gpu, trial.node.gpus.account()
-    trial.suspend(job)
-    with hoarding(trial, source) as hoard:
-        hoard()
-        until(lambda: trial.node.gpus.account().used_mib[source] > 0.97 * _total_mib(trial, source), "that it is full")
-        try:
-            trial.node.ask(Resume(pid=job.pid, to=f"gpu{source}"))
-            trial.note("resumed beside it")
-        except HegmError as error:
-            trial.note(f"refused: {error.message[:80]}")
-    reply = trial.node.story(trial.node.hegmctl("ops")["operations"][-1]["id"]).operation
-    if reply.phase == "suspended":
-        trial.resume(job, source)
-    else:
-        trial.node.rest(reply.id)
-    trial.arrived(job, source, before)
-
-
-def _total_mib(trial: Trial, gpu: int) -> float:
-    with trial.node.connect() as connection:
-        return (connection.gpus().gpus[gpu].memory_total_bytes or 0) / (1 << 20)
+    trial.found.carrier = ""
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -314,54 +145,117 @@ def _total_mib(trial: Trial, gpu: int) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """What is done, with which trainings, and whether it belongs to the short run."""
+    """What is done, and with which trainings.
+
+    `beside` is the shape in which it can run side by side with others: those of one shape meet equally often. `quick`
+    are those of the short run.
+    """
 
     run: Callable[[Trial], None]
     kinds: tuple[str, ...] = ("plain",)
-    core: bool = True
     carrier: str = ""
+    beside: str = ""
+    kept_by: str = MANAGER
+    quick: bool = False
 
     @property
     def here(self) -> bool:
         """Whether it can be done on this node: nothing on a stub node copies its storages by itself."""
         by_worker = self.carrier == "worker" or any(KINDS[kind].carrier == "worker" for kind in self.kinds)
-        return not (on_stub() and by_worker)
+        return not (on_stub() and by_worker and self.carrier != "driver")
 
 
 def _table() -> dict[str, Case]:
     cases: dict[str, Case] = {}
-    for carrier in CARRIERS:
-        cases[f"migrate-plain-{carrier}"] = Case(partial(move, kind="plain", carrier=carrier), carrier=carrier)
-    cases["migrate-plain"] = Case(partial(move, kind="plain"))
-    cases["suspend-plain"] = Case(partial(rest, kind="plain"))
-    cases["resume-elsewhere-plain"] = Case(partial(rest, kind="plain", elsewhere=True))
-    for kind in ("cuda", "graph", "expandable", "async", "amp"):
-        cases[f"migrate-{kind}"] = Case(partial(move, kind=kind), (kind,))
-        cases[f"suspend-{kind}"] = Case(partial(rest, kind=kind), (kind,))
-    interruptions = {"daemon": kill_daemon, "helper": kill_helper, "cancel": cancel}
-    for stage in ("evacuating", "checkpointing", "restoring", "refilling", "arming", "quiescing", "verifying"):
-        for name, act in interruptions.items():
-            core = stage == "checkpointing" or (stage in STAGES[2:6] and name != "cancel")
-            cases[f"{name}-{stage}"] = Case(partial(interrupted, stage=stage, act=act), core=core)
-    cases["grabbed-plain"] = Case(partial(grabbed, kind="plain", stage="quiescing"))
-    cases["grabbed-cuda"] = Case(partial(grabbed, kind="cuda", stage="checkpointing"), ("cuda",))
-    cases["grabbed-away"] = Case(partial(grabbed_while_away, kind="plain"))
-    cases["swap"] = Case(swap, ("plain", "amp"))
-    for kind in ("jax", "small", "streams", "workers", "compiled", "jax-boundary"):
-        cases[f"migrate-{kind}"] = Case(partial(move, kind=kind), (kind,))
-        cases[f"suspend-{kind}"] = Case(partial(rest, kind=kind), (kind,), core=kind in {"jax", "workers", "compiled"})
-    for carrier in ("worker", "driver"):
-        cases[f"suspend-plain-{carrier}"] = Case(
-            partial(rest, kind="plain", carrier=carrier), ("plain",), False, carrier
+    for kind in SEEN_LEAST:
+        cases |= _by_choice(kind)
+    cases["drain"] = Case(partial(drain, kinds=("plain", "amp", "cuda")), ("plain", "amp", "cuda"))
+    for stage, kind in zip(STAGES, ALIKE * len(STAGES), strict=False):
+        run = partial(interrupted, stage=stage, act=cancel, kind=kind)
+        cases[f"cancel-{stage}"] = Case(run, (kind,), beside="move", quick=stage == "checkpointing")
+    cases["swap"] = Case(partial(swap, first="plain", second="amp"), ("plain", "amp"))
+    for name, act in (("helper", kill_helper), ("daemon", kill_daemon)):
+        for stage in STAGES:
+            cases[f"{name}-{stage}"] = Case(partial(interrupted, stage=stage, act=act), quick=stage in STAGES[:4])
+    cases |= dict(_others())
+    for carrier in ABLE["peer"]:
+        cases[f"migrate-plain-{carrier}"] = Case(
+            partial(move, kind="plain", carrier=carrier), carrier=carrier, beside="move", quick=True
         )
-    for name, act in interruptions.items():
-        for stage in ("evacuating", "refilling"):
-            run = partial(interrupted, stage=stage, act=act, carrier="host")
-            cases[f"{name}-{stage}-host"] = Case(run, core=False)
-    cases["drain"] = Case(drain, ("plain", "amp", "cuda"))
-    cases["migrate-large"] = Case(partial(move, kind="large"), ("large",))
-    cases["suspend-large"] = Case(partial(rest, kind="large"), ("large",), core=False)
+    for kind in KINDS:
+        cases |= _by_choice(kind)
+    cases |= dict(_interruptions_by_others())
+    cases |= dict(_kept_by_keeper())
+    cases |= dict(_by_others())
+    cases["swap-worker"] = Case(partial(swap, first="expandable", second="async"), ("expandable", "async"))
+    cases["swap-driver"] = Case(partial(swap, first="cuda", second="plain"), ("cuda", "plain"))
+    cases["drain-driver"] = Case(partial(drain, kinds=("graph", "expandable")), ("graph", "expandable"))
     return cases
+
+
+def _by_choice(kind: str) -> dict[str, Case]:
+    """Moved and suspended by the carrier that the plan chooses."""
+    alone = kind in {"large", "jax"}  # what takes so much of the link or the memory is not to share it
+    cases = {
+        f"migrate-{kind}": Case(partial(move, kind=kind), (kind,), beside="" if alone else "move"),
+        f"suspend-{kind}": Case(partial(rest, kind=kind), (kind,), beside="" if alone else "rest"),
+    }
+    if kind in {"plain", "cuda", "graph"}:
+        run = partial(rest, kind=kind, elsewhere=True)
+        cases[f"resume-elsewhere-{kind}"] = Case(run, (kind,), beside="rest")
+    return cases
+
+
+def _others() -> Iterator[tuple[str, Case]]:
+    """Others on the GPU that the job goes to, and what came before."""
+    for neighbour in ("amp", "cuda"):
+        run = partial(beside_neighbour, kind="plain", neighbour=neighbour)
+        yield f"neighbour-{neighbour}", Case(run, ("plain", neighbour), quick=neighbour == "amp")
+    for stage in ("quiescing", "restoring"):
+        yield f"grabbed-plain-{stage}", Case(partial(grabbed, kind="plain", stage=stage))
+    yield "grabbed-cuda", Case(partial(grabbed, kind="cuda", stage="checkpointing"), ("cuda",))
+    yield "grabbed-away", Case(partial(grabbed_while_away, kind="plain"))
+    yield "shown-after-driver", Case(shown_after_driver, carrier="worker")
+
+
+def _interruptions_by_others() -> Iterator[tuple[str, Case]]:
+    """The same happens to what the other carriers carry, and to suspensions and resumes."""
+    for name, act in ACTS.items():
+        for stage in ("evacuating", "checkpointing"):
+            yield f"{name}-suspend-{stage}", Case(partial(interrupted_out, stage=stage, act=act))
+        for stage in ("restoring", "refilling"):
+            yield f"{name}-resume-{stage}", Case(partial(interrupted_in, stage=stage, act=act))
+    yield "daemon-suspended", Case(partial(interrupted_in, stage="suspended", act=kill_daemon))
+    for carrier, stages in BUSY.items():
+        for stage in stages:
+            for name, act in ACTS.items():
+                run = partial(interrupted, stage=stage, act=act, carrier=carrier)
+                yield f"{name}-{stage}-{carrier}", Case(run, carrier=carrier)
+
+
+def _kept_by_keeper() -> Iterator[tuple[str, Case]]:
+    """The daemon dies with bytes under way where there is no service manager: its own keeper has them."""
+    for carrier in ("peer", "host"):
+        for stage in ("evacuating", "checkpointing", "restoring", "refilling"):
+            run = partial(interrupted, stage=stage, act=kill_daemon, carrier=carrier)
+            yield f"keeper-{stage}-{carrier}", Case(run, kept_by=KEEPER)
+    run = partial(interrupted_in, stage="suspended", act=kill_daemon)
+    yield "keeper-suspended", Case(run, kept_by=KEEPER)
+
+
+def _by_others() -> Iterator[tuple[str, Case]]:
+    """Each training by each carrier that can take it and that the plan would not choose."""
+    for name, kind in KINDS.items():
+        for carrier in ABLE[kind.carrier] if name != "plain" else ():
+            # Of 40 GiB the slow ones say nothing that 1 GiB does not say.
+            if carrier != kind.carrier and not (name == "large" and carrier in {"worker", "driver"}):
+                shape = "" if name == "large" else "move"
+                run = partial(move, kind=name, carrier=carrier)
+                yield f"migrate-{name}-{carrier}", Case(run, (name,), carrier=carrier, beside=shape)
+        for carrier in ABLE[kind.carrier]:
+            if carrier not in {"peer", kind.suspended_by} and name != "large":
+                run = partial(rest, kind=name, carrier=carrier)
+                yield f"suspend-{name}-{carrier}", Case(run, (name,), carrier=carrier, beside="rest")
 
 
 CASES = _table()
@@ -380,7 +274,13 @@ def nothing_left(node: Node, jobs: Jobs, idle: Account) -> str:
     until(lambda: all(abs(mib) < 1 for mib in more()), "that the GPUs are as they were at first")
     if node.keeper.stored():
         raise WentWrongError(f"the keeper still has {node.keeper.stored()}")
-    pool = [os.readlink(f"/proc/{node.daemon.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{node.daemon.pid}/fd")]
+    pool = list(_open_in(node.daemon.pid))
     if any("memfd:hegm" in target or "anon_inode:nv" in target for target in pool):
         raise WentWrongError(f"the daemon still has {pool}")
     return f"{'/'.join(f'{mib:+.1f}' for mib in more())} MiB beside the start{' (stub)' if on_stub() else ''}"
+
+
+def _open_in(pid: int) -> Iterator[str]:
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            yield os.readlink(f"/proc/{pid}/fd/{fd}")

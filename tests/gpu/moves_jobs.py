@@ -24,7 +24,7 @@ from tests.gpu.moves_node import ROOT, Node, WentWrongError, until
 
 TRAINING = Path(__file__).with_name("training")
 STUB = "HEGM_CUDA_STUB"
-STEPS = 5000
+STEPS = 5000 if STUB in os.environ else 8000
 PACE_S = 0.03
 DIGEST_EVERY = 10
 # The end of a run is not used: what is begun has to have time to be seen through.
@@ -93,7 +93,7 @@ def command_of(kind: Kind, built: Path, steps: int, pace_s: float) -> list[str]:
 class Lines:
     """A process, and what it prints with the time at which each line came."""
 
-    def __init__(self, command: list[str], environ: dict[str, str]) -> None:
+    def __init__(self, command: list[str], environ: dict[str, str], stdin: int = subprocess.DEVNULL) -> None:
         self.lines: list[str] = []
         self.times: list[float] = []
         self._news = threading.Condition()
@@ -102,7 +102,7 @@ class Lines:
             command,
             env=environ,
             cwd=ROOT,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
@@ -293,6 +293,12 @@ class Jobs:
     def end_all(self, *, but: tuple[str, ...] = ()) -> None:
         """End all but these."""
         self.end(*[name for name in self._jobs if name not in but])
+
+    def settle(self) -> None:
+        """Until all that were begun train, and the undisturbed runs are over."""
+        for job in self._jobs.values():
+            job.ready()
+        self.wait_for_references()
 
     def wait_for_references(self) -> None:
         """Until none of the undisturbed runs is on a GPU any more."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -29,7 +30,7 @@ from hegmd.errors import HegmError
 from hegmd.protocol import operations as told
 from hegmd.protocol.messages import OperationReply, Request, Story, StoryReply
 from hegmd.protocol.operations import OperationProgress
-from tests.gpu.keeper import Keeper
+from tests.gpu.keeper import Keeper, Keeping, OwnKeeper
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -39,6 +40,9 @@ LOOK_AGAIN_S = 0.02
 POOL_BYTES = 160 << 30
 # Besides what NVML says that it has, a process costs its GPU a few MiB that no process is said to have.
 PROCESS_MIB = 12.0
+# Who keeps the daemon's descriptors: a stand-in for systemd, or hegmd's own keeper.
+MANAGER, KEEPER = "manager", "keeper"
+SHARED_MEMORY = Path("/dev/shm")
 # What a run within another job would have from that.
 OF_A_JOB = ("HEGM_SOCKET", "HEGM_RUN", "HEGM_JOB", "HEGM_GPU")
 OVER = ("suspended", "done", "undone", "lost")
@@ -107,7 +111,7 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.gpus = Gpus()
-        self.keeper = Keeper(folder)
+        self.kept_by = MANAGER
         self._config = folder / "hegmd.toml"
         self._config.write_text(f"[pool]\nbudget_bytes = {POOL_BYTES}\n")
         self._log = (folder / "hegmd.log").open("ab")
@@ -118,6 +122,9 @@ class Node:
         self._runs += 1
         self.socket_path = self.folder / f"hegmd{self._runs}.sock"
         self._state = self.folder / f"state{self._runs}"
+        self.keeper: Keeping = (
+            Keeper(self.folder) if self.kept_by == MANAGER else OwnKeeper(self.socket_path, self._state)
+        )
 
     # -- the daemon ----------------------------------------------------------------------------------------------------
 
@@ -128,6 +135,7 @@ class Node:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.end()
         self.keeper.close()
+        self._give_back_memory()
         self._log.close()
 
     def start(self) -> None:
@@ -151,14 +159,21 @@ class Node:
         self.daemon.kill()
         self.daemon.wait()
 
-    def renew(self) -> None:
-        """After what nobody can account for: another daemon, which knows of nothing."""
+    def renew(self, kept_by: str | None = None) -> None:
+        """After what nobody can account for, or to have descriptors kept by another: a daemon that knows nothing."""
         self.kill()
         self.keeper.close()
-        (self.folder / "notify.sock").unlink()
-        self.keeper = Keeper(self.folder)
+        self._give_back_memory()
+        (self.folder / "notify.sock").unlink(missing_ok=True)
+        self.kept_by = kept_by or self.kept_by
         self._new_state()
         self.start()
+
+    def _give_back_memory(self) -> None:
+        """What has a name outlives its daemon on purpose; the next one on this state directory never comes."""
+        with contextlib.suppress(FileNotFoundError):
+            identity = (self._state / "identity").read_text()[:16]
+            shutil.rmtree(SHARED_MEMORY / f"hegmd-{os.geteuid()}-{identity}")
 
     def helper_pid(self) -> int | None:
         """The GPU helper, if there is one now."""
@@ -234,7 +249,8 @@ class Node:
         with self.connect() as connection:
             stream = connection.stream(Story(id=op_id, follow=True), OperationProgress, StoryReply, patient=True)
             for progress in stream:
-                if PHASES.index(progress.phase) >= wanted:
+                # One that is resumed was suspended before, and one that is suspended ends the stream.
+                if progress.phase != "suspended" and PHASES.index(progress.phase) >= wanted:
                     return progress.phase
         return "over"
 

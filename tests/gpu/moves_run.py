@@ -1,13 +1,14 @@
 """One command for a machine with two NVIDIA GPUs: are jobs moved there whole, whatever happens meanwhile?
 
-    PYTHONPATH=.:client python3 -m tests.gpu.moves_run [--results FILE] [--budget-s N] [--all] [CASE...]
+    PYTHONPATH=.:client python3 -m tests.gpu.moves_run [--state FILE] [--budget-s N] [--quick] [--only NAMES] [CASE...]
 
 Starts a hegmd, trainings under `hegmctl run` and programs without an agent; moves, suspends, resumes, swaps and drains
 them by hegmctl; kills helper and daemon and cancels in every stage; and lets others take all the memory there is. After
 each: is every line that the job said the one of an undisturbed run, has NVML it where it belongs and nowhere else, is
-nothing held any more. Prints a table. With --results it goes on where it was cut; CASE, or what the names of several
-begin with, runs a part; --all also what is not in the short run; --list only lists. Needs torch, and nvcc and JAX for
-what is built on them, but no pytest and no systemd. Runs over the stub driver with the environment of a CudaNode.
+nothing held any more. Prints a table. With --state it goes on where it was cut, and --again does once more what failed;
+CASE, or what the names of several begin with, runs a part (--only: the same with commas); --quick the short run; --list
+only lists. Cases that want nothing of the node as a whole run side by side. Needs torch, and nvcc and JAX for what is
+built on them, but no pytest and no systemd. Runs over the stub driver with the environment of a CudaNode.
 """
 
 # ruff: noqa: T201 - printing is what this program is for
@@ -19,8 +20,10 @@ import json
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -28,13 +31,17 @@ from types import FrameType
 from typing import Any
 
 from hegmd.errors import HegmError
-from tests.gpu.moves_cases import CASES, LAST, Findings, Trial, nothing_left
+from tests.gpu.moves_cases import CASES, LAST, LEFT_OUT, nothing_left
 from tests.gpu.moves_jobs import Jobs
 from tests.gpu.moves_node import Account, Node, WentWrongError
+from tests.gpu.moves_trial import Findings, Trial
 
 CASE_S = 90
 # As many of the trainings that are wanted next are on their way meanwhile.
-AHEAD = 3
+AHEAD = 5
+BESIDE = 3
+# Among so many of the next ones those that run side by side are looked for.
+NEXT = 16
 Result = dict[str, Any]
 
 
@@ -47,57 +54,82 @@ def _overdue(_: int, __: FrameType | None) -> None:
 
 
 class Run:
-    """The cases one after the other; what was found is written down at once."""
+    """The cases one after the other, or side by side; what was found is written down at once."""
 
-    def __init__(self, results: Path | None, budget_s: float) -> None:
-        self._path = results
+    def __init__(self, state: Path | None, budget_s: float, *, again: bool = False) -> None:
+        self._path = state
         self._ends = time.monotonic() + budget_s
         self.results: dict[str, Result] = {}
-        if results is not None and results.exists():
-            for line in results.read_text().splitlines():
+        if state is not None and state.exists():
+            for line in state.read_text().splitlines():
                 result = json.loads(line)
                 self.results[result["case"]] = result
+        self._again = again
 
-    def wanted(self, names: list[str], *, everything: bool) -> list[str]:
-        """Of the cases those that are asked for and not done yet."""
+    def wanted(self, names: list[str], *, quick: bool) -> list[str]:
+        """Of the cases those that are asked for and not done yet, those with another keeper after all others."""
         chosen = [name for name in CASES if any(_is_meant(name, word) for word in names)]
         if not names:
-            chosen = [name for name, case in CASES.items() if everything or case.core]
-        return [name for name in chosen if name not in self.results and CASES[name].here]
+            chosen = [name for name, case in CASES.items() if case.quick or not quick]
+        left = [name for name in chosen if not self._is_done(name) and CASES[name].here]
+        return sorted(left, key=lambda name: CASES[name].kept_by, reverse=True)
 
-    def run(self, names: list[str], node: Node, jobs: Jobs, idle: Account) -> None:
-        """Run them as far as the time goes."""
+    def _is_done(self, name: str) -> bool:
+        return name in self.results and not (self._again and self.results[name]["wrong"])
+
+    def run(self, names: list[str], node: Node, jobs: Jobs, idle: Account) -> list[str]:
+        """Run them as far as the time goes; those that are left."""
         jobs.begin_references({kind for name in names for kind in CASES[name].kinds})
-        for index, name in enumerate(names):
-            if time.monotonic() > self._ends:
-                print(f"cut before {name}: the time is over", flush=True)
-                return
-            ahead = [kind for later in names[index : index + 24] for kind in CASES[later].kinds]
+        left = list(names)
+        while left and time.monotonic() < self._ends:
+            group = _group(left)
+            self._keep_by(CASES[left[0]].kept_by, node, jobs)
+            ahead = [kind for name in [*group, *left[:24]] for kind in CASES[name].kinds]
             for kind in list(dict.fromkeys(ahead))[:AHEAD]:
                 jobs.prepare(kind)
-            self._run_one(name, node, jobs)
+            unsaid = self._run_group(group, node, jobs)
+            left = [name for name in left if name not in group]
+            for name in unsaid:  # another one of the group went wrong, and nothing was seen of these
+                self._run_group([name], node, jobs)
+        if left:
+            print(f"cut before {left[0]}: the time is over", flush=True)
         self._note(LAST, _last(node, jobs, idle), 0.0)
+        return left
 
-    def _run_one(self, name: str, node: Node, jobs: Jobs) -> None:
+    def _keep_by(self, kept_by: str, node: Node, jobs: Jobs) -> None:
+        if node.kept_by != kept_by:
+            jobs.end_all()
+            node.renew(kept_by)
+
+    def _run_group(self, names: list[str], node: Node, jobs: Jobs) -> list[str]:
+        """Run one, or several side by side, and note what was found; of which nothing can be said."""
         began = time.monotonic()
-        trial = Trial(node, jobs)
-        wrong = ""
+        together = threading.Barrier(len(names)) if len(names) > 1 else None
+        trials = {name: Trial(node, jobs, together) for name in names}
+        wrongs: dict[str, str | None] = {}
         try:
-            for kind in CASES[name].kinds:  # importing what they train with has limits of its own
-                jobs.ready(kind)
+            for kind in dict.fromkeys(kind for name in names for kind in CASES[name].kinds):
+                jobs.ready(kind)  # importing what they train with has limits of its own
             signal.alarm(CASE_S)
-            CASES[name].run(trial)
-        except (WentWrongError, HegmError) as error:
-            wrong = str(error)
-        except Exception as error:  # noqa: BLE001 - the cases after it are worth their time on such a machine
-            traceback.print_exc()
-            wrong = f"{type(error).__name__}: {error}"
+            wrongs = _try_all(trials, together, node)
+        except (WentWrongError, HegmError, Overdue) as error:
+            wrongs = {name: f"{type(error).__name__}: {error}" for name in names}
         finally:
             signal.alarm(0)
-        if wrong:
+        took_s = time.monotonic() - began
+        if any(wrongs.values()):
             print(node.log_tail(), flush=True)
-            self._clear(name, node, jobs, hung=wrong.startswith("Overdue"))
-        self._note(name, (wrong, trial.found), time.monotonic() - began)
+        unsaid: list[str] = []
+        for name, wrong in wrongs.items():
+            if wrong:
+                self._clear(name, node, jobs, hung=wrong.startswith("Overdue"))
+            if wrong is None:
+                unsaid.append(name)
+            else:
+                if len(names) > 1:
+                    trials[name].note(f"beside {len(names) - 1} other")
+                self._note(name, (wrong, trials[name].found), took_s)
+        return unsaid
 
     def _clear(self, name: str, node: Node, jobs: Jobs, *, hung: bool) -> None:
         """After a failure nothing of its jobs and, where it hung, of its daemon is relied upon."""
@@ -114,6 +146,48 @@ class Run:
             with self._path.open("a") as file:
                 file.write(json.dumps(result) + "\n")
         print(_row(result), flush=True)
+
+
+def _group(left: list[str]) -> list[str]:
+    """The next one, and others of its shape that need other trainings."""
+    first = CASES[left[0]]
+    group, kinds = [left[0]], set(first.kinds)
+    for name in left[1:NEXT] if first.beside else ():
+        case = CASES[name]
+        if len(group) < BESIDE and case.beside == first.beside and kinds.isdisjoint(case.kinds):
+            group.append(name)
+            kinds |= set(case.kinds)
+    return group
+
+
+def _try_all(trials: dict[str, Trial], together: threading.Barrier | None, node: Node) -> dict[str, str | None]:
+    """What went wrong with each: nothing is an empty text, and None that it cannot be said."""
+    if together is None:
+        return {name: _try(name, trial) for name, trial in trials.items()}
+    with ThreadPoolExecutor(len(trials)) as pool:
+        running = {name: pool.submit(_try, name, trial, together) for name, trial in trials.items()}
+        try:
+            return {name: future.result() for name, future in running.items()}
+        except Overdue:
+            together.abort()
+            node.kill()  # whoever waits for an answer gets none
+            raise
+
+
+def _try(name: str, trial: Trial, together: threading.Barrier | None = None) -> str | None:
+    wrong: str | None = ""
+    try:
+        CASES[name].run(trial)
+    except threading.BrokenBarrierError:
+        return None
+    except (WentWrongError, HegmError) as error:
+        wrong = str(error)
+    except Exception as error:  # noqa: BLE001 - the cases after it are worth their time on such a machine
+        traceback.print_exc()
+        wrong = f"{type(error).__name__}: {error}"
+    if wrong and together is not None:
+        together.abort()
+    return wrong
 
 
 def _is_meant(name: str, word: str) -> bool:
@@ -145,15 +219,19 @@ def _table(results: dict[str, Result]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE")
-    parser.add_argument("--results", type=Path, help="a file of what is done; made if it is not there")
-    parser.add_argument("--budget-s", type=float, default=600.0, help="begin no case after so long")
-    parser.add_argument("--all", action="store_true", help="also what the short run leaves out")
-    parser.add_argument("--list", action="store_true", help="list the cases")
+    parser.add_argument("--only", default="", metavar="NAMES", help="the same as CASE..., with commas")
+    parser.add_argument("--state", type=Path, help="a file of what is done, a line of JSON each; made if not there")
+    parser.add_argument("--again", action="store_true", help="once more what the state says has failed")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="begin no case after so long")
+    parser.add_argument("--quick", action="store_true", help="the most telling only")
+    parser.add_argument("--list", action="store_true", help="list the cases, and what is left out")
+    parser.add_argument("--table", action="store_true", help="the table of the state, and nothing else")
     asked = parser.parse_args()
-    run = Run(asked.results, asked.budget_s)
-    names = run.wanted(asked.cases, everything=asked.all)
-    if asked.list:
-        print("\n".join(names))
+    run = Run(asked.state, asked.budget_s, again=asked.again)
+    names = run.wanted([*asked.cases, *filter(None, asked.only.split(","))], quick=asked.quick)
+    if asked.list or asked.table:
+        told = _table(run.results) if asked.table else "\n".join([*names, "", "left out:", *LEFT_OUT])
+        print(told)
         return 0
     signal.signal(signal.SIGALRM, _overdue)
     with ExitStack() as held:
@@ -164,10 +242,9 @@ def main() -> int:
         held.enter_context(node)
         jobs = held.enter_context(Jobs(node, folder))
         began = time.monotonic()
-        run.run(names, node, jobs, idle)
+        left = run.run(names, node, jobs, idle)
         print(f"{time.monotonic() - began:.0f} s\n\n{_table(run.results)}\n")
     failed = [name for name, result in run.results.items() if result["wrong"]]
-    left = [name for name in names if name not in run.results]
     print(f"{len(run.results) - len(failed)} ok, {len(failed)} failed: {' '.join(failed) or '-'}, {len(left)} not run")
     return bool(failed or left)
 

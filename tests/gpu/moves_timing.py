@@ -20,31 +20,36 @@ LINK_BYTES_PER_S = {"peer": 394e9, "host": 55.4e9, "worker": 55.4e9}
 # The columns of the split, and the phases that they are. A copy is within out and in, the lock within checkpoint.
 SPLIT = {
     "arm": ("arming",),
-    "park": ("quiescing", "measuring"),
+    "park": ("counting", "quiescing", "measuring"),
     "out": ("evacuating",),
     "checkpoint": ("checkpointing",),
     "restore": ("restoring",),
     "in": ("refilling",),
     "release": ("releasing",),
+    "verify": ("verifying",),
 }
+COLUMNS = ("arm", "park", "out", "copy out", "lock", "checkpoint", "restore", "in", "copy in", "release", "verify")
+NAMED = {phase for phases in SPLIT.values() for phase in phases}
 _COPIED = re.compile(r"copied (out|in): Copied\(copied_bytes=(\d+), open_s=([\d.e-]+), copy_s=([\d.e-]+)")
 _LOCKED = re.compile(r"^(\S+)\s.*lock of process (\d+)\b")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One operation."""
+    """One operation. `where` is the GPU, or both; `split` in seconds, `rates` in bytes a second of the copies."""
 
     size_gib: int
     action: str
     carrier: str
+    where: str
     took_s: float
     estimate_s: float | None
     split: Mapping[str, float]
+    rates: Mapping[str, float]
 
     @property
-    def key(self) -> tuple[int, str, str]:
-        return self.size_gib, self.action, self.carrier
+    def key(self) -> tuple[int, str, str, str]:
+        return self.size_gib, self.action, self.carrier, self.where
 
 
 def phases_s(story: StoryReply, since_utc: float) -> dict[str, float]:
@@ -56,13 +61,18 @@ def phases_s(story: StoryReply, since_utc: float) -> dict[str, float]:
 
 
 def split_of(story: StoryReply, log: Iterable[str], pid: int, since_utc: float) -> dict[str, float]:
-    """By the columns of SPLIT, with copies and lock as far as they were logged."""
+    """By the columns of SPLIT and all that is none of them, with copies and lock as far as they were logged."""
     spent = phases_s(story, since_utc)
-    split = {name: sum(spent.get(phase, 0.0) for phase in phases) for name, phases in SPLIT.items()}
+    split = {
+        name: sum(spent.get(phase, 0.0) for phase in phases)
+        for name, phases in SPLIT.items()
+        if not spent.keys().isdisjoint(phases)
+    }
+    split["other"] = sum(took_s for phase, took_s in spent.items() if phase not in NAMED)
     lines = list(log)
-    for found in filter(None, map(_COPIED.search, lines)):
-        name = f"copy {found[1]}"
-        split[name] = split.get(name, 0.0) + float(found[4])
+    for direction, _, copy_s in _copies(lines):
+        name = f"copy {direction}"
+        split[name] = split.get(name, 0.0) + copy_s
     checkpointing = next(
         (line.utc for line in story.story if line.phase == "checkpointing" and line.utc >= since_utc), 0
     )
@@ -73,35 +83,62 @@ def split_of(story: StoryReply, log: Iterable[str], pid: int, since_utc: float) 
     return split
 
 
+def rates_of(log: Iterable[str]) -> dict[str, float]:
+    """Bytes a second while copying, by direction; of several rounds all together."""
+    sums: dict[str, tuple[int, float]] = {}
+    for direction, copied_bytes, copy_s in _copies(log):
+        before = sums.get(direction, (0, 0.0))
+        sums[direction] = before[0] + copied_bytes, before[1] + copy_s
+    return {direction: copied_bytes / copy_s for direction, (copied_bytes, copy_s) in sums.items() if copy_s}
+
+
+def _copies(log: Iterable[str]) -> list[tuple[str, int, float]]:
+    """Direction, bytes and seconds of each copy that was logged."""
+    return [(found[1], int(found[2]), float(found[4])) for found in filter(None, map(_COPIED.search, log))]
+
+
 def table(measured: Sequence[Measured]) -> str:
     """Medians, as Markdown."""
-    columns = ["arm", "park", "lock", "out", "copy out", "checkpoint", "restore", "in", "copy in", "release"]
-    head = ["GiB", "what", "carrier", "times", "s", "least to most", "estimate", "link limit", *columns]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    groups: dict[tuple[int, str, str], list[Measured]] = {}
-    for one in measured:
+    head = ["GiB", "what", "carrier", "where", "times", "s", "least to most", "estimate", "link limit"]
+    head += ["GB/s out, of the link", "GB/s in", *COLUMNS, "other"]
+    lines = ["| " + " | ".join(head) + " |", "|---|---|---|---|" + "---:|" * (len(head) - 4)]
+    groups: dict[tuple[int, str, str, str], list[Measured]] = {}
+    for one in sorted(measured, key=lambda one: one.key):
         groups.setdefault(one.key, []).append(one)
-    for (size_gib, action, carrier), several in groups.items():
+    for (size_gib, action, carrier, where), several in groups.items():
         took = [one.took_s for one in several]
         middle_s = statistics.median(took)
-        cells = [
-            str(size_gib),
-            action,
-            carrier,
-            str(len(several)),
-            f"{middle_s:.3f}",
+        cells = [str(size_gib), action, carrier, where, str(len(several)), f"{middle_s:.3f}"]
+        cells += [
             f"{min(took):.3f} to {max(took):.3f}",
+            _estimate(several, middle_s),
+            _limit(size_gib, action, carrier),
         ]
-        cells += [_estimate(several, middle_s), _limit(size_gib, action, carrier)]
-        cells += [_median([one.split[column] for one in several if column in one.split]) for column in columns]
+        cells += [_rate(several, "out", carrier), _rate(several, "in", "" if carrier == "peer" else carrier)]
+        cells += [
+            _median([one.split[column] for one in several if column in one.split]) for column in (*COLUMNS, "other")
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
+def _rate(several: Sequence[Measured], direction: str, carrier: str) -> str:
+    """What the copies ran at, and of that the share of the link; what comes in by peer crosses none."""
+    rates = [one.rates[direction] for one in several if direction in one.rates]
+    if not rates:
+        return ""
+    rate = statistics.median(rates)
+    limit = LINK_BYTES_PER_S.get(carrier)
+    return f"{rate / 1e9:.1f}" + (f", {rate / limit:.1%}" if limit else "")
+
+
 def _estimate(several: Sequence[Measured], took_s: float) -> str:
-    """The plan's, the last one's, and how far off it was."""
-    estimate_s = several[-1].estimate_s
-    return "" if estimate_s is None else f"{estimate_s:.2f} ({estimate_s / took_s - 1:+.0%})"
+    """The plan's median, and how far off it was."""
+    estimates = [one.estimate_s for one in several if one.estimate_s is not None]
+    if not estimates:
+        return ""
+    estimate_s = statistics.median(estimates)
+    return f"{estimate_s:.2f} ({estimate_s / took_s - 1:+.0%})"
 
 
 def _limit(size_gib: int, action: str, carrier: str) -> str:

@@ -1,8 +1,9 @@
-"""A training that holds so much and steps as fast as it can: held.py GIB [STEPS]; it knows nothing of hegm.
+"""A training that holds so much and steps as fast as it can: held.py GIB [waits] [rounds]; it knows nothing of hegm.
 
 Prints a digest of what it holds, at the start and after each pause; of a pause when it ended, how long it was beyond
-a step, both in seconds of the clock that all processes share. With STEPS it prints what a step takes, five times over,
-and ends.
+a step, both in seconds of the clock that all processes share. With `waits` it has its imports behind it and touches no
+GPU until there is a line on its standard input. With `rounds` it steps only when told: each line is a number of steps,
+and is answered with what one of them took.
 """
 
 import statistics
@@ -11,9 +12,12 @@ import time
 
 import torch
 
-size_gib, steps = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+size_gib, traits = int(sys.argv[1]), set(sys.argv[2:])
 PIECES = 64
 PAUSE_S = 0.05
+if "waits" in traits:
+    print("waits", flush=True)
+    sys.stdin.readline()
 torch.manual_seed(7)
 gpu = torch.device("cuda:0")
 held = [torch.randint(-(1 << 62), 1 << 62, ((size_gib << 27) // PIECES,), device=gpu) for _ in range(PIECES)]
@@ -34,7 +38,7 @@ def digest():
     print("digest", sum(int(piece.sum().item()) for piece in held), flush=True)
 
 
-def median_step_s():
+def median_step_s(steps):
     took = []
     for _ in range(steps):
         began = time.perf_counter()
@@ -46,9 +50,9 @@ def median_step_s():
 for _ in range(50):
     step()
 digest()
-if steps:
-    for _ in range(5):
-        print("step", median_step_s(), flush=True)
+if "rounds" in traits:
+    for line in sys.stdin:
+        print("step", median_step_s(int(line)), flush=True)
     sys.exit()
 last, usual = time.monotonic(), [0.001] * 50
 while True:

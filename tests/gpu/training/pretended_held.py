@@ -1,4 +1,4 @@
-"""Stands in for held.py on a stub node: `pretended_held.py GIB`, of which it holds a thousandth."""
+"""Stands in for held.py on a stub node: `pretended_held.py GIB [waits] [rounds]`, of which it holds a thousandth."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ STEP_S = 0.001
 
 
 def main() -> None:
+    if "waits" in sys.argv:
+        _say("waits")
+        sys.stdin.readline()
     program = Program(0, [int(sys.argv[1])] * 2)
     agent = StandingAgent(program) if "HEGM_RUN" in os.environ else None
     if agent is not None:
         threading.Thread(target=agent.attend, args=(os.environ["HEGM_SOCKET"],), daemon=True).start()
     _say(program.digest())
-    pause, last = threading.Event(), time.monotonic()
-    for count in range(int(sys.argv[2]) if len(sys.argv) > 2 else 1 << 62):
+    if "rounds" in sys.argv:
+        for line in sys.stdin:
+            _say(f"step {STEP_S + int(line) * 1e-9}")
+        return
+    pause, last, count = threading.Event(), time.monotonic(), 0
+    while True:
         program.step()
         pause.wait(STEP_S)
         now = time.monotonic()
@@ -29,11 +36,9 @@ def main() -> None:
             _say(f"pause {now} {now - last}")
             _say(program.digest())
             now = time.monotonic()
-        last = now
+        last, count = now, count + 1
         if agent is not None:
             agent.pass_boundary()
-    for _ in range(5):
-        _say(f"step {STEP_S}")
 
 
 def _say(line: str) -> None:
