@@ -24,7 +24,7 @@ from tests.gpu.moves_node import ROOT, Node, WentWrongError, until
 
 TRAINING = Path(__file__).with_name("training")
 STUB = "HEGM_CUDA_STUB"
-STEPS = 5000 if STUB in os.environ else 8000
+STEPS = 2500 if STUB in os.environ else 8000
 PACE_S = 0.03
 DIGEST_EVERY = 10
 # The end of a run is not used: what is begun has to have time to be seen through.
