@@ -67,6 +67,8 @@ class Channel:
         self._token = os.urandom(16).hex()
         self._woken, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._socket: socket.socket | None = None
+        self._elsewhere: str | None = None
+        self._is_revived = False
         gate.on_change = self.wake
         gate.on_signal = self._pass_signal
 
@@ -103,6 +105,7 @@ class Channel:
                 note(f"the connection failed: {error!r}")
             was_of_use = self._orders.changed_by_itself or self._orders.obeyed > obeyed
             self.hang_up()
+            self._stay_aside()
             pause_s = next_pause_s(pause_s, monotonic() - began, was_of_use=was_of_use)
             self._pause(pause_s)
 
@@ -118,6 +121,13 @@ class Channel:
             connected, self._socket = self._socket, None
             if connected is not None:
                 connected.close()
+
+    def _stay_aside(self) -> None:
+        """If it was told to step aside: without a connection until somebody is there to come back to."""
+        aside, self._orders.aside = self._orders.aside, None
+        if aside is not None:
+            self._elsewhere = aside.wait() or self._elsewhere
+            self._is_revived = self._is_revived or aside.is_revived()
 
     def _pause(self, pause_s: float) -> None:
         """Wait before the next try, with an eye on what is parked."""
@@ -143,10 +153,17 @@ class Channel:
 
     def _attend(self) -> None:
         """One connection, from its beginning to its end."""
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(PATIENCE_S)
-        self._socket.connect(socket_path(os.environ))
+        self._socket = self._connected()
         _Attendance(self._socket, self._orders).serve(self)
+
+    def _connected(self) -> socket.socket:
+        """A connection to the daemon that it was called to, or to the usual one. Raises OSError."""
+        if self._elsewhere is not None:
+            try:
+                return _connect(self._elsewhere)
+            except OSError as error:
+                note(f"nobody at {self._elsewhere}: {error}")
+        return _connect(socket_path(os.environ))
 
     def describe(self) -> AgentAttend:
         """What is said of this process when it attends; told anew at each connection, since it changes."""
@@ -166,6 +183,7 @@ class Channel:
             parked=self._gate.parked,
             held_bytes=self._orders.held_bytes,
             entrusted=self._orders.entrusted,
+            revived=self._is_revived,
         )
 
     def next_turn(self, connected: socket.socket) -> bool:
@@ -195,7 +213,7 @@ class _Attendance:
                 self._take_all()
             self._orders.begin(self._report)
             self._attend_id = self._ask(channel.describe())
-            while not self._is_broken and not self._orders.changed_by_itself:
+            while not self._is_broken and not self._orders.changed_by_itself and self._orders.aside is None:
                 if channel.next_turn(self._socket):
                     self._read()
                     if not self._take_all():
@@ -244,6 +262,17 @@ class _Attendance:
             elif isinstance(said, Answer) and said.id == self._attend_id:
                 return False
         return True
+
+
+def _connect(path: str) -> socket.socket:
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.settimeout(PATIENCE_S)
+        connected.connect(path)
+    except BaseException:
+        connected.close()
+        raise
+    return connected
 
 
 def _number(name: str) -> int | None:

@@ -6,6 +6,8 @@ at once, or by `tick` when the gate has news or a limit passes.
 
 Whatever goes wrong, the process ends up training with all its bytes, or parked with all of them held: a daemon that is
 gone for too long, or a signal that the script wants to handle, makes the agent bring everything back by itself.
+
+Longer than 400 lines because the orders share their state, and what each may find of it is to be read in one place.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from time import monotonic
 from ..errors import HegmError
 from ..protocol.messages import AgentReport, LeftAlone, Order
 from . import torch_state
+from .aside import Aside
 from .carrying import Carrying
 from .notes import note
 from .quiesce import CALL, PARK, Asked, Gate
@@ -64,6 +67,8 @@ class Orders:
         self.known_bytes = 0
         self.obeyed = 0
         self.changed_by_itself = False
+        #: Set once it was told to step aside: the connection is to end, and whom to come back to is to be seen there.
+        self.aside: Aside | None = None
         self._do: dict[str, Callable[[Order, int | None], None]] = {
             "survey": self._survey,
             "park": self._park,
@@ -71,6 +76,7 @@ class Orders:
             "evacuate": self._evacuate,
             "rest": self._rest,
             "entrust": self._entrust,
+            "aside": self._step_aside,
             "refill": self._refill,
             "export": self._export,
             "free": self._free,
@@ -201,6 +207,18 @@ class Orders:
         self._carrying.entrust()
         self._resting = True
         self._done(order.order)
+
+    def _step_aside(self, order: Order, _fd: int | None) -> None:
+        """An image is to be made of the process: neither a socket nor a descriptor of its bytes may be in that."""
+        self._require_parked("aside")
+        if order.path is None:
+            raise refusal("no meeting place came with the order", "name the file that tells when to come back")
+        aside = Aside(order.path, order.limit_s)
+        if self._carrying.out is not None:
+            self._carrying.entrust()
+        self._resting = True
+        self._done(order.order)
+        self.aside = aside
 
     def _refill(self, order: Order, fd: int | None) -> None:
         evacuated = self._carrying.refill(fd, self._progress_of(order.order))

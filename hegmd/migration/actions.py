@@ -28,7 +28,7 @@ MOST_ROUNDS = 10
 
 # Phases in which a deadline turns an operation that heads forward, when nobody's bytes are out.
 _TURN_WHEN_LATE = frozenset(
-    "settling arming counting quiescing measuring evacuating checkpointing restoring refilling".split()
+    "settling arming counting quiescing measuring evacuating checkpointing handing restoring refilling".split()
 )
 
 
@@ -75,21 +75,25 @@ def _gone(op: Operation, name: str, why: str) -> Operation:
     worker = op.worker(name)
     if worker is None or worker.gone:
         return op
+    if op.ends_workers:  # it is in an image that is whole, and was to end
+        return _without_orders(op, name).with_worker(_departed(worker, lost=False))
     away = is_away(op)
     lost = worker.touched and not worker.verified and (worker.out or worker.at is None or worker.parked)
-    op = _without_orders(op, name).with_worker(
-        worker.replace(gone=True, lost=lost, unsure=False, waits=None, parked=False, asked=False)
-    )
+    op = _without_orders(op, name).with_worker(_departed(worker, lost=lost))
     state = " while its state was out of it" if lost else ""
     op = _because(op, REFUSED.name, f"process {worker.pid} is gone{state}: {why}", "see the log of the job")
     return course.turned_back(op) if op.heading == FORWARD and away else op
 
 
+def _departed(worker: Worker, *, lost: bool) -> Worker:
+    return worker.replace(gone=True, lost=lost, unsure=False, waits=None, parked=False, asked=False)
+
+
 def agent_lost(op: Operation, event: events.AgentLost, now: float) -> Operation:
     """Whether the agent still does what it was asked is not known until it is back."""
     worker = _living(op, event.worker)
-    if worker is None:
-        return op
+    if worker is None or (op.hands_over and any(pending.effect == effects.Dump.tag for pending in op.pending)):
+        return op  # while an image is made, agents step aside
     return op.with_worker(worker.replace(unsure=True, waits=FOR_AGENT))
 
 
@@ -151,6 +155,8 @@ def _forgotten(op: Operation, pending: Pending) -> Operation:
         return op
     if Effect.register[pending.effect].in_worker:
         return op if worker.gone else op.with_worker(worker.replace(unsure=True))
+    if pending.effect in _ON_WHOLE:
+        return op
     if pending.effect == effects.TakePool.tag:
         return op.with_worker(worker.replace(pool_bytes=max(worker.pool_bytes, 1)))
     if pending.effect == effects.GivePool.tag:
@@ -158,6 +164,10 @@ def _forgotten(op: Operation, pending: Pending) -> Operation:
     gpu = str(pending.gpu)
     known = worker.rooms.get(gpu, 0) if pending.effect == effects.TakeRoom.tag else 0
     return op.with_worker(worker.replace(rooms={**worker.rooms, gpu: known}))
+
+
+# What these do is seen by asking for them again.
+_ON_WHOLE = frozenset((effects.Dump.tag, effects.End.tag))
 
 
 # ---- endings ---------------------------------------------------------------------------------------------------------
@@ -234,6 +244,20 @@ def checkpointed(op: Operation, worker: Worker, pending: Pending, event: events.
     return op.with_worker(worker.replace(at=None, left=worker.at, rooms=rooms, rest_bytes=rest_bytes))
 
 
+def dumped(op: Operation, worker: Worker, pending: Pending, event: events.Dumped) -> Operation:
+    """The image is whole: the job goes home from here, or ends."""
+    if op.handoff is None:
+        return op
+    op = op.replace(handoff=op.handoff.replace(whole=True))
+    if not op.handoff or not op.handoff.leave_running:
+        return op
+    return op.replace(workers=tuple([worker.replace(goal=worker.origin, keeps=None) for worker in op.workers]))
+
+
+def ended(op: Operation, worker: Worker, pending: Pending, event: events.Ended) -> Operation:
+    return op.with_worker(_departed(worker, lost=False))
+
+
 def restored(op: Operation, worker: Worker, pending: Pending, event: events.Restored) -> Operation:
     return op.replace(lacks=None).with_worker(worker.replace(at=pending.gpu))
 
@@ -293,6 +317,8 @@ def failed(op: Operation, worker: Worker, pending: Pending, event: events.Failed
         return op.with_worker(worker.replace(unsure=True, waits=FOR_AGENT))
     if event.fault == events.NO_ROOM and op.heading == BACK and (worker.at is None or worker.out):
         return _waiting_for_room(op, worker, pending, event)
+    if pending.effect == effects.Dump.tag:
+        return _astray(op, event)
     if pending.effect in _HARMLESS:
         changed = {"asked": False} if pending.effect == effects.Park.tag else {}
         return _astray(op.with_worker(worker.replace(**changed)), event)
@@ -341,9 +367,7 @@ def _waiting_for_room(op: Operation, worker: Worker, pending: Pending, event: ev
 
 def _ruined(op: Operation, worker: Worker, why: str) -> Operation:
     """The driver will never bring it back: nothing that is held for it is of use to anybody any more."""
-    op = _without_orders(op, worker.name).with_worker(
-        worker.replace(gone=True, lost=True, unsure=False, waits=None, parked=False, asked=False)
-    )
+    op = _without_orders(op, worker.name).with_worker(_departed(worker, lost=True))
     op = _because(op, REFUSED.name, f"process {worker.pid} cannot be brought back: {why}", "end it, and start it anew")
     return course.turned_back(op) if op.heading == FORWARD and is_away(op) else op
 

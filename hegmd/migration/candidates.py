@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hegmd.migration.operation import BY_DRIVER, Limits, Operation, Worker
+from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, Limits, Operation, Worker
 from hegmd.protocol.messages import CudaFacts, LeftAlone
 from hegmd.protocol.operations import PlannedProcess
 from hegmd.protocol.record import Record, field
@@ -115,7 +115,7 @@ class Snapshot(Record):
 class Request(Record):
     """What was asked."""
 
-    kind: str = field("migrate, suspend or resume")
+    kind: str = field("migrate, suspend, resume or checkpoint")
     pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
     to: str | None = field("the GPU for all of them; for resume nil is where they were", default=None)
     placement: Mapping[str, str] = field("a GPU for single ones, by pid; before `to`", default={})
@@ -125,7 +125,7 @@ class Request(Record):
 class Plan(Record):
     """What would be done."""
 
-    kind: str = field("migrate, suspend or resume")
+    kind: str = field("migrate, suspend, resume or checkpoint")
     way: str = field("agent, or driver for processes without one")
     workers: tuple[PlannedProcess, ...] = field("one for each process of the job")
     size_bytes: int = field("bytes to carry, in all")
@@ -150,6 +150,8 @@ class Plan(Record):
         """The operation that carries out a migration or a suspension; the machine takes it from there."""
         by_pid = {candidate.pid: candidate for candidate in candidates}
         workers = tuple([_worker(planned, by_pid[planned.pid], chips) for planned in self.workers])
+        if self.kind == CHECKPOINT:  # until its image is whole, the way back is open to it
+            workers = tuple([worker.replace(keeps=worker.at) for worker in workers])
         return Operation(
             id=op_id,
             kind=self.kind,

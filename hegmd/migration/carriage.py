@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hegmd.migration.candidates import Candidate, GpuRoom, Rates, Request, Snapshot
 from hegmd.migration.driver_rules import rest_of
-from hegmd.migration.operation import BY_DRIVER, MIGRATE, RESUME, SUSPEND
+from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, RESUME, SUSPEND
 from hegmd.migration.wording import gigabytes
 from hegmd.pieces import CONTEXT_BYTES, whole_size
 
@@ -162,4 +162,4 @@ def estimate_s(kind: str, carrier: str, size_bytes: int, rest_bytes: int, rates:
         }[carrier]
         out_s += size_bytes / speeds[0] + rates.exchange_s / 2
         in_s += size_bytes / speeds[1] + rates.exchange_s / 2
-    return (0.0 if kind == RESUME else out_s) + (0.0 if kind == SUSPEND else in_s)
+    return (0.0 if kind == RESUME else out_s) + (0.0 if kind in (SUSPEND, CHECKPOINT) else in_s)

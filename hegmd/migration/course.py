@@ -106,6 +106,8 @@ def _emit(op: Operation, name: str, want: Want) -> tuple[Operation, Effect]:
     worker = op.worker(name)
     if worker is not None and kind in _MEANS:
         op = op.with_worker(worker.replace(**_MEANS[kind]))
+    if kind is effects.Dump and op.handoff is not None:
+        op = op.replace(handoff=op.handoff.replace(begun=True))
     return op.replace(next_effect=op.next_effect + 1, pending=(*op.pending, pending)), effect
 
 
@@ -124,6 +126,8 @@ def _resting_phase(op: Operation) -> str:
         return SUSPENDED
     if any(worker.lost for worker in op.workers):
         return LOST
+    if not live and op.ends_workers:
+        return DONE
     if not live or op.heading != FORWARD:
         return UNDONE
     return DONE
@@ -150,9 +154,12 @@ def later(op: Operation, now: float) -> Operation:
 
 
 def turned_back(op: Operation) -> Operation:
-    """The operation on its way to how everything was. Parks that are under way are left to `withdraw`."""
+    """The operation on its way to how everything was. Parks that are under way are left to `withdraw`.
+
+    A dump that is under way is dropped: whoever performs it undoes it.
+    """
     workers = tuple([worker.replace(goal=_way_back(worker)) for worker in op.workers])
-    dropped = (effects.Park.tag, effects.Survey.tag)
+    dropped = (effects.Park.tag, effects.Survey.tag, effects.Dump.tag)
     pending = tuple([pending for pending in op.pending if pending.effect not in dropped])
     return op.replace(heading=BACK, workers=workers, pending=pending, tries=0)
 

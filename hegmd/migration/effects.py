@@ -89,6 +89,19 @@ class Checkpoint(Effect, tag="checkpoint", ends=("checkpointed",), on_cancel=FIN
     """Let the driver take what is left of the process off its GPU; nothing to do for a simulated one."""
 
 
+class Dump(Effect, tag="dump", ends=("dumped",), on_cancel=UNDO, in_worker=False):
+    """Write the image of the whole job, read it back and give it its name. It is asked of one worker, for all of them.
+
+    Dropped, it leaves no image behind, and the processes as they were: standing, their agents on their way back.
+    """
+
+    find: bool = field("only see whether the image that was begun is whole, and let go of what is left of it if not")
+
+
+class End(Effect, tag="end", ends=("ended",), on_cancel=FINISH, in_worker=False):
+    """End the process, which is in an image that is whole. Done as soon as it is not there any more."""
+
+
 class Restore(Effect, tag="restore", ends=("restored",), on_cancel=FINISH):
     """Let the driver bring the process back, on that GPU. The room held there for it becomes the process's own."""
 

@@ -150,6 +150,14 @@ class Checkpointed(Ending, tag="checkpointed"):
     )
 
 
+class Dumped(Ending, tag="dumped"):
+    """The image of the job is whole: it was read back, and has its name."""
+
+
+class Ended(Ending, tag="ended"):
+    """The process has ended, as it was to."""
+
+
 class Restored(Ending, tag="restored"):
     """The process can use its GPU again."""
 

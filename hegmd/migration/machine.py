@@ -30,6 +30,8 @@ What a runner has to keep to:
 | withdraw | | withdrawn | order withdraw, or release if it stands already |
 | evacuate | | evacuated(size_bytes) | order evacuate with the memory |
 | checkpoint | | checkpointed | nothing to do; the room there stays held |
+| dump | find | dumped | the image is written, read back and named; if the job goes on, its agents are called back |
+| end | | ended | the process is ended |
 | restore | gpu | restored | the room there becomes the worker's own |
 | refill | | refilled | order refill with the memory |
 | release | | released | order release was sent |
@@ -146,7 +148,7 @@ def _put_requests(put: Put) -> None:
     put("begin", [PLANNED], Row(MOVE, "it begins", actions.begin))
     put("begin", [*ACTIVE, SUSPENDED, *TERMINAL], Row(REFUSE, "it has begun already", hint=_WATCH))
 
-    settled = ("leaving", "verifying", "tidying")
+    settled = ("leaving", "ending", "verifying", "tidying")
     open_phases = [phase for phase in (PLANNED, *ACTIVE) if phase not in settled]
     put("cancel-asked", open_phases, Row(MOVE, "back, unless past return or on its way back", actions.cancel))
     put("cancel-asked", settled, Row(REFUSE, "what it was for has been done", hint=_WATCH + "; it ends by itself"))
@@ -186,6 +188,8 @@ _WRITES: dict[str, Callable[..., Operation]] = {
     "withdrawn": actions.withdrawn,
     "evacuated": actions.evacuated,
     "checkpointed": actions.checkpointed,
+    "dumped": actions.dumped,
+    "ended": actions.ended,
     "restored": actions.restored,
     "refilled": actions.refilled,
     "released": actions.released,

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from hegmd.pieces import RESTORE_MARGIN_BYTES
 from hegmd.protocol.record import Record, field
 
-MIGRATE, SUSPEND, RESUME = "migrate", "suspend", "resume"
-KINDS = (MIGRATE, SUSPEND, RESUME)
+MIGRATE, SUSPEND, RESUME, CHECKPOINT = "migrate", "suspend", "resume", "checkpoint"
+KINDS = (MIGRATE, SUSPEND, RESUME, CHECKPOINT)
 
 # Where the operation is heading: to what was asked, back to how it was, or nowhere, because neither way is open.
 FORWARD, BACK, HOLD = "forward", "back", "hold"
@@ -33,6 +33,7 @@ class Limits(Record):
     arm_s: float = field("taking room and pool", default=60.0)
     park_s: float = field("stopping at a boundary", default=60.0)
     move_s: float = field("taking the bytes out, or putting them back", default=600.0)
+    hand_s: float = field("writing an image, from the dump to its verification", default=3600.0)
     verify_s: float = field("coming to the next boundary, before somebody is told that it is late", default=60.0)
     retry_s: float = field("after what time something that does not work or answer is tried again", default=5.0)
 
@@ -54,6 +55,18 @@ class Pending(Record):
     gpu: str | None = field("the GPU that it names", default=None)
     size_bytes: int | None = field("the size that it names", default=None)
     at: int | None = field("the boundary that it names", default=None)
+
+
+class Handoff(Record):
+    """What is to be written of a job that is off its GPUs, where to, for whom, and how far that has come."""
+
+    path: str = field("the directory that the image is to have, absolute")
+    uid: int = field("with whose rights it is written")
+    gid: int = field("the group of these rights")
+    groups: tuple[int, ...] = field("the other groups", default=())
+    leave_running: bool = field("whether the job goes on after it; otherwise it ends", default=False)
+    begun: bool = field("whether anything may have been written", default=False)
+    whole: bool = field("whether the image has its name, and was read back", default=False)
 
 
 class Worker(Record):
@@ -120,7 +133,7 @@ class Operation(Record):
     """An operation on all the workers of a job, which move as one."""
 
     id: str = field("what people call it")
-    kind: str = field("migrate, suspend, or resume once a suspended one was asked to go on")
+    kind: str = field("migrate, suspend, checkpoint, or resume once a suspended one was asked to go on")
     phase: str = field("where it is; see STATES.md", default="planned")
     heading: str = field("forward, back or hold", default=FORWARD)
     lockstep: bool = field("whether the workers are ranks that have to stop at the same boundary", default=False)
@@ -138,11 +151,27 @@ class Operation(Record):
     failure: Failure | None = field("why it does not get to what was asked", default=None)
     lacks: Failure | None = field("what it waits for now, such as room on a GPU", default=None)
     spill: bool = field("whether its bytes are to go to disk while it is suspended", default=False)
+    handoff: Handoff | None = field("of a checkpoint: the image", default=None)
 
     @property
     def live(self) -> Iterator[Worker]:
         """The workers whose processes have not ended."""
         return (worker for worker in self.workers if not worker.gone)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether it is to have an image, and has none yet."""
+        return self.kind == CHECKPOINT and self.heading == FORWARD and self.handoff is not None and not self.is_handed
+
+    @property
+    def is_handed(self) -> bool:
+        """Whether the image is whole: from there on the process itself is of no more use to anybody, or goes on."""
+        return self.kind == CHECKPOINT and self.handoff is not None and self.handoff.whole
+
+    @property
+    def ends_workers(self) -> bool:
+        """Whether the processes are to end now: they are in an image that is whole."""
+        return self.is_handed and self.handoff is not None and not self.handoff.leave_running
 
     def worker(self, name: str) -> Worker | None:
         """The worker of that name."""

@@ -20,6 +20,7 @@ from hegmd.methods.base import Carrier, Method, NoRoom, Progress, Standing, Subj
 from hegmd.migration import effects, events
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
+from hegmd.migration.imaging import Imager
 from hegmd.migration.operation import BY_DRIVER, SIMULATED, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.paces import IN, OUT, Paces
@@ -42,7 +43,9 @@ class Performer:
         carriers: Mapping[str, Carrier],
         *,
         start_ticks: Callable[[int], int | None],
+        imager: Imager | None = None,
     ) -> None:
+        self._imager = imager
         self._workers = workers
         self._methods = methods
         self._carriers = carriers
@@ -60,6 +63,8 @@ class Performer:
             effects.Withdraw.tag: self._withdraw,
             effects.Evacuate.tag: self._evacuate,
             effects.Checkpoint.tag: self._checkpoint,
+            effects.Dump.tag: self._dump,
+            effects.End.tag: self._end,
             effects.Restore.tag: self._restore,
             effects.Refill.tag: self._refill,
             effects.Release.tag: self._release,
@@ -202,6 +207,15 @@ class Performer:
         self._note_pace(member, BY_DRIVER, OUT, left.rest_bytes or 0, began)
         return events.Checkpointed(**_ends(effect), room_bytes=left.room_bytes, rest_bytes=left.rest_bytes)
 
+    async def _dump(self, op: Operation, member: Member, effect: effects.Dump, tell: Progress) -> Event:
+        imager = self._imager_for(member)
+        await (imager.find(op) if effect.find else imager.dump(op, tell))
+        return events.Dumped(**_ends(effect))
+
+    async def _end(self, op: Operation, member: Member, effect: effects.End, _: Progress) -> Event:
+        await self._imager_for(member).end(member)
+        return events.Ended(**_ends(effect))
+
     async def _restore(self, op: Operation, member: Member, effect: effects.Restore, tell: Progress) -> Event:
         subject = self._subject(op, member)
         if member.out:
@@ -288,6 +302,11 @@ class Performer:
             raise _not_here(member, "carrier", member.carrier)
         return carrier
 
+    def _imager_for(self, member: Member) -> Imager:
+        if self._imager is None:
+            raise _not_here(member, "maker of images", "criu")
+        return self._imager
+
     def _subject(self, op: Operation, member: Member) -> Subject:
         return Subject(
             operation=op.id,
@@ -301,7 +320,7 @@ class Performer:
             storage_room_bytes=member.room_bytes - member.rest_bytes,
             rest_bytes=member.rest_bytes,
             in_rounds=member.overlap_bytes > 0,
-            keeps_room=member.goal is not None or len(op.workers) > 1,
+            keeps_room=member.goal is not None or member.keeps is not None or len(op.workers) > 1,
             agent=self._agent(member),
         )
 

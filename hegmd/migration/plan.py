@@ -18,7 +18,7 @@ from hegmd.migration.carriage import Choice, Refusal
 from hegmd.migration.draft import Draft, candidate_of
 from hegmd.migration.forecast import expected
 from hegmd.migration.members import NVIDIA, can_be_stopped, members_named
-from hegmd.migration.operation import BY_DRIVER, MIGRATE, RESUME, SUSPEND, Operation, Worker
+from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, RESUME, SUSPEND, Operation, Worker
 from hegmd.migration.wording import gigabytes, listed, named
 from hegmd.pieces import CONTEXT_BYTES, whole_size
 from hegmd.protocol.operations import PlannedProcess, Reason
@@ -32,11 +32,13 @@ _STEPS = {
     MIGRATE: "take room and pool; stop at a boundary; take the bytes out; change GPU; put them back; see a boundary",
     SUSPEND: "take pool; stop at a boundary; take the bytes out; give the GPU's room back",
     RESUME: "take room; put the bytes back; let it go on; see a boundary; give the pool back",
+    CHECKPOINT: "take pool; stop at a boundary; take the bytes out; write process and bytes; read all of it back",
 }
 _DRIVER_STEPS = {
     MIGRATE: "take room; {out}lock and checkpoint; restore on the other GPU and unlock; {in}see it run there",
     SUSPEND: "{out}lock and checkpoint; see its GPU free of it",
     RESUME: "take room; restore and unlock; {in}see it run there",
+    CHECKPOINT: "{out}lock and checkpoint; write process and bytes; read all of it back",
 }
 _AROUND = {
     "out": "stop at a boundary; take the bytes out by {carrier}; ",
@@ -96,7 +98,15 @@ def planned_return(snapshot: Snapshot, suspended: Plan, to: str) -> Plan | tuple
 
 def _place(draft: Draft, candidate: Candidate) -> None:
     request, source = draft.request, candidate.gpus[0]
-    to = None if request.kind == SUSPEND else request.placement.get(str(candidate.pid), request.to or source)
+    to = (
+        None
+        if request.kind in (SUSPEND, CHECKPOINT)
+        else request.placement.get(str(candidate.pid), request.to or source)
+    )
+    if request.kind == CHECKPOINT and candidate.agent is None:
+        hint = f"start it with hegmctl run; as it is it can be moved or suspended: hegmctl suspend {candidate.pid}"
+        draft.against(REFUSED, f"process {candidate.pid} has no agent, which an image needs", hint, pid=candidate.pid)
+        return
     own = draft.gpu(source)
     if own is None or own.state != "ok":
         state = "unknown" if own is None else own.state
@@ -312,7 +322,7 @@ def _estimate_s(draft: Draft, kind: str) -> float:
     size_bytes = sum(worker.size_bytes for worker in draft.moving if worker.method != DRIVER)
     driver_s = sum(carriage.estimate_s(kind, w.carrier, w.size_bytes, w.rest_bytes, rates) for w in by_driver)
     out_s = size_bytes / rates.out_bytes_per_s if kind != RESUME else 0.0
-    in_s = size_bytes / rates.in_bytes_per_s if kind != SUSPEND else 0.0
+    in_s = size_bytes / rates.in_bytes_per_s if kind not in (SUSPEND, CHECKPOINT) else 0.0
     return out_s + in_s + driver_s + (0.0 if by_driver else rates.fixed_s)
 
 

@@ -20,7 +20,7 @@ from hegmd.migration.course import SUSPENDED, TERMINAL
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
 from hegmd.migration.machine import PHASES, handle
-from hegmd.migration.operation import MIGRATE, SUSPEND, Operation, Worker
+from hegmd.migration.operation import CHECKPOINT, MIGRATE, SUSPEND, Handoff, Operation, Worker
 
 PAGE = Path(__file__).with_name("RECOVERY.md")
 OLD, NEW = "gpu0", "gpu1"
@@ -38,6 +38,7 @@ class World:
     gpu: str | None = OLD
     boundary: int = 4
     alive: bool = True
+    image: bool = False
 
     @property
     def words(self) -> str:
@@ -69,6 +70,10 @@ class Play:
             return  # given up since
         self.done.append(effect.tag)
         ends = {"effect": effect.number, "worker": effect.worker}
+        if effect.tag == "dump" and effect.find and not self.world.image:
+            message = "there is no image of it"
+            self.feed(events.Failed(**ends, fault=events.REFUSED, message=message, hint="ask again"))
+            return
         self.feed(Event.register[effect.ends[0]](**ends, **self._told(effect)))
 
     def _told(self, effect: Any) -> dict[str, Any]:
@@ -81,6 +86,8 @@ class Play:
             "evacuate": {"out": True},
             "refill": {"out": False},
             "checkpoint": {"gpu": None},
+            "dump": {"image": True},
+            "end": {"alive": False},
             "restore": {"gpu": getattr(effect, "gpu", None)},
             "verify": {"boundary": world.boundary + 1},
         }
@@ -121,12 +128,18 @@ class Finding:
     world: World | None = None
     event: str = "inspected"
 
+    def can_be(self, situation: Play) -> bool:
+        """Whether it can be found there: an image is only where one may have been begun."""
+        handoff = situation.op.handoff
+        return self.world is None or not self.world.image or (handoff is not None and handoff.begun)
+
 
 FINDINGS = (
     *(Finding(world.words, world) for world in (World(), World(gpu=NEW), World(gpu=None))),
     *(Finding(world.words, world) for world in (World(parked=True), World(parked=True, gpu=NEW))),
     *(Finding(world.words, world) for world in (World(parked=True, gpu=None), World(parked=True, out=True))),
     *(Finding(world.words, world) for world in (World(True, True, None), World(True, True, NEW))),
+    Finding("its image is whole, and it stands on no GPU, its bytes out", World(True, True, None, image=True)),
     Finding("an order is still under way in it", event="busy"),
     Finding("its agent is not there yet", event="away"),
     Finding("another program runs in its process", event="agent-back"),
@@ -136,7 +149,7 @@ FINDINGS = (
 
 def situations() -> Iterator[tuple[str, Play]]:
     """Every kind of operation in every phase and heading that it can be in, by its name."""
-    for kind, phase in ((kind, phase) for kind in (MIGRATE, SUSPEND, "resume") for phase in PHASES):
+    for kind, phase in ((kind, phase) for kind in (MIGRATE, SUSPEND, "resume", CHECKPOINT) for phase in PHASES):
         forward = _driven(kind, phase)
         if forward is None:
             continue
@@ -161,7 +174,10 @@ def _driven(kind: str, phase: str) -> Play | None:
         size_bytes=SIZE_BYTES,
         rooms={OLD: SIZE_BYTES},
     )
-    op = Operation(id="1", kind=MIGRATE if kind == MIGRATE else SUSPEND, workers=(worker,))
+    op = Operation(id="1", kind=SUSPEND if kind == "resume" else kind, workers=(worker,))
+    if kind == CHECKPOINT:
+        handoff = Handoff(path="/images/one", uid=0, gid=0)
+        op = op.replace(handoff=handoff, workers=(worker.replace(keeps=OLD),))
     play = Play(op, World(), [], [])
     if kind == "resume":
         play.feed(events.Begin())
@@ -192,6 +208,8 @@ def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
     play.feed(events.Recovered())
     if not play.wanted:
         return "—", f"`{play.op.phase}`: nothing had been asked of it"
+    if play.wanted[0].tag != "inspect":
+        return _unasked(play, finding)
     inspect = play.wanted.pop(0)
     ends: dict[str, Any] = {"effect": inspect.number, "worker": NAME}
     if finding.event == "busy":
@@ -213,10 +231,23 @@ def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
     return ", ".join(play.done) or "—", _end(play)
 
 
+def _unasked(play: Play, finding: Finding) -> tuple[str, str]:
+    """The same where its image is looked for before anybody is asked; who has ended may be in it."""
+    if finding.world is None and finding.event != "worker-gone":
+        return "—", "its image is looked for first, and what is found then counts"
+    if finding.event == "worker-gone":
+        play.world = replace(play.world, alive=False)
+        play.feed(events.WorkerGone(worker=NAME))
+    play.until(None)
+    return ", ".join(play.done) or "—", _end(play)
+
+
 def _end(play: Play) -> str:
     worker = play.op.workers[0]
     if play.op.phase == "lost":
         return "`lost`: it ended while its bytes were out of it"
+    if worker.gone and play.op.ends_workers:
+        return f"`{play.op.phase}`: it is in its image, which is whole, and has ended"
     if worker.gone:
         return f"`{play.op.phase}`: what was held for it is given back"
     return f"`{play.op.phase}`: {play.world.words}"
@@ -236,6 +267,10 @@ and `hegmctl resume` works.
 With a driver, an inspection asks it too. A process that it has locked, by a caller that was killed, is unlocked: that
 changes nothing for anybody. One that it has checkpointed stands on no GPU, and is restored only while room is held
 for it. A call that is still under way in the driver ends by itself, and the inspection waits for it.
+
+Where an image may have been begun it is looked for before anything else. One that has its name is whole and was read
+back; without one, what there is of it is removed and the job goes back. A process that has ended while its image was
+being made, and is not in one that is whole, is lost.
 
 `settling` and `counting` are not among the phases below: whoever is inspected is in `settling`, and ranks that are
 counted run and have nothing to lose. Ranks go back, on or to rest together; what is said of one holds for each.
@@ -257,7 +292,7 @@ def page() -> str:
 def _rows(found: list[tuple[str, Play]], finding: Finding) -> Iterator[str]:
     """One line for each different outcome, with the situations that it is the outcome of."""
     grouped: dict[tuple[str, str], list[str]] = {}
-    for name, play in found:
+    for name, play in ((name, play) for name, play in found if finding.can_be(play)):
         names = grouped.setdefault(outcome(play, finding), [])
         if name not in names:
             names.append(name)

@@ -15,7 +15,7 @@ import anyio
 from hegmd.errors import HegmError
 from hegmd.migration import events
 from hegmd.migration.course import SUSPENDED, TERMINAL
-from hegmd.migration.effects import FINISH, Effect
+from hegmd.migration.effects import FINISH, Dump, Effect
 from hegmd.migration.events import Event
 from hegmd.migration.journal import History
 from hegmd.migration.operation import Operation
@@ -54,6 +54,8 @@ class Errand:
         one that was dropped is out of the way.
         """
         own = self.effect
+        if own.tag == Dump.tag:  # what is dropped of it is undone first, whomever of the job the later one is for
+            return own.number < later.number and self.scope.cancel_called
         if own.worker != later.worker or own.number >= later.number:
             return False
         if own.in_worker or later.in_worker:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hegmd.migration import effects
 from hegmd.migration.effects import Effect
-from hegmd.migration.operation import FORWARD, HOLD, Limits, Operation, Worker
+from hegmd.migration.operation import CHECKPOINT, FORWARD, HOLD, Limits, Operation, Worker
 
 Want = tuple[type[Effect], dict[str, Any]]
 Wants = Callable[[Operation, Worker], Iterator[Want]]
@@ -44,7 +44,9 @@ def is_away(op: Operation) -> bool:
 
 
 def _settling(op: Operation, worker: Worker) -> Iterator[Want]:
-    if worker.unsure and not worker.gone:
+    # While an image is made nobody can be asked: the agents have stepped aside, and the processes may be held still.
+    begun = op.handoff is not None and op.handoff.begun
+    if worker.unsure and not worker.gone and not (op.hands_over and begun) and not op.ends_workers:
         yield effects.Inspect, {}
 
 
@@ -99,6 +101,16 @@ def _leaving(op: Operation, worker: Worker) -> Iterator[Want]:
         for gpu in worker.rooms:
             if gpu not in (worker.keeps, worker.at):
                 yield effects.GiveRoom, {"gpu": gpu}
+
+
+def _handing(op: Operation, worker: Worker) -> Iterator[Want]:
+    if op.handoff is not None and op.hands_over and worker is next(op.live, None):
+        yield effects.Dump, {"find": op.handoff.begun}
+
+
+def _ending(op: Operation, worker: Worker) -> Iterator[Want]:
+    if op.ends_workers and not worker.gone:
+        yield effects.End, {}
 
 
 def _restoring(op: Operation, worker: Worker) -> Iterator[Want]:
@@ -160,6 +172,8 @@ STAGES: tuple[Stage, ...] = (
         "the driver takes the rest of the process off its GPU",
     ),
     Stage("leaving", _leaving, ("give-room",), "retry_s", "the room of the suspended is given back"),
+    Stage("handing", _handing, ("dump",), "hand_s", "the image of a job that is to be in one is written and read back"),
+    Stage("ending", _ending, ("end",), "retry_s", "the processes that are in an image that is whole end"),
     Stage("restoring", _restoring, ("restore",), "move_s", "the driver brings the process back, where it is to be"),
     Stage("refilling", _refilling, ("refill",), "move_s", "the bytes go back into the process, and stay in the pool"),
     Stage("releasing", _releasing, ("release", "withdraw"), "retry_s", "the training threads go on, all of them"),
@@ -178,10 +192,13 @@ def limit_s(limits: Limits, phase: str) -> float | None:
 def is_past_return(op: Operation) -> bool:
     """Whether the way on is shorter than the way back.
 
-    Moving or suspending, that is when every worker has left or is there already; resuming, when any has arrived.
+    With an image, that is when it is whole. Moving or suspending, it is when every worker has left or is there already;
+    resuming, when any has arrived.
     """
     if op.heading != FORWARD:
         return False
+    if op.kind == CHECKPOINT:
+        return op.is_handed
     if any(worker.origin is not None for worker in op.live):
         return all(worker.at is None or worker.at == worker.goal for worker in op.live)
     return any(worker.at is not None for worker in op.live)

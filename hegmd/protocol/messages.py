@@ -401,12 +401,15 @@ class Order(Record):
 
     order: int = field("number of the order, counted by the daemon on this connection")
     do: str = field(
-        "survey, park, withdraw, evacuate, refill, export, free, make, filled, rest, entrust, release or dismiss"
+        "survey, park, withdraw, evacuate, refill, export, free, make, filled, rest, entrust, aside, release or dismiss"
     )
     at: int | None = field(
         "park: at the boundary with this count, or the next one after it; nil for the next", default=None
     )
-    limit_s: float | None = field("park and release: how long it may take; nil for as long as it takes", default=None)
+    limit_s: float | None = field(
+        "park and release: how long it may take, nil for as long as it takes; aside: when to come back by itself",
+        default=None,
+    )
     exact: bool = field(
         "park: only at the boundary with that count; fails at once, stopping nobody, if it was passed", default=False
     )
@@ -415,6 +418,7 @@ class Order(Record):
     )
     first: int | None = field("filled: the first storage that has its bytes again, counted from 0", default=None)
     count: int | None = field("filled: how many have, from that one on", default=None)
+    path: str | None = field("aside: the meeting place, a file", default=None)
 
 
 class AgentDismissed(Record):
@@ -428,6 +432,10 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     move bytes (`evacuate`, `refill`) come with one descriptor, the memory to copy to or from. One that is told to
     `rest` stays parked however long no daemon is there; one that is told to `entrust` closes its own descriptor of
     its bytes as well, and gets another one with `refill`.
+
+    One that is told to step `aside`, for an image of its process, does both, ends this connection, and looks at the
+    meeting place instead: while that file is empty it stays away, then it comes to the socket that stands there, or to
+    the usual one once the file is gone. It believes only a file of root's or of its own user's.
 
     Where the daemon copies by itself: `export` shows the storages, `free` frees exactly these, and from then on they
     are out; `make` makes those again that are out and not made yet, and shows them; `filled` says that some have their
@@ -447,6 +455,7 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     boundary: int = field("batch boundaries that it has passed")
     parked: bool = field("whether the training thread is parked now, as after a restart of the daemon", default=False)
     held_bytes: int = field("bytes of its storages that are out of the process now", default=0)
+    revived: bool = field("whether its process was restored from an image since it last stepped aside", default=False)
     entrusted: bool = field("whether the daemon alone has those bytes, so that it has to send them back", default=False)
 
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 ORDERS = frozenset(("evacuate", "checkpoint", "restore", "refill"))
 # Those that a stopped worker does not answer, within the limit that is theirs.
 ASKED_OF_AGENTS = frozenset(("survey", "inspect"))
-FAILING = frozenset("take-room take-pool survey evacuate checkpoint restore refill release verify give-room".split())
+FAILING = frozenset(
+    "take-room take-pool survey evacuate checkpoint restore refill release verify give-room dump end".split()
+)
 
 
 @dataclass
@@ -164,12 +166,44 @@ class Hands:
                 return self.checkpoint(effect, process)
             case "restore":
                 return self.restore(effect, process)
+            case "dump" | "end":
+                return self.hand_over(running, process)
             case "refill":
                 node.refill(name)
                 return events.Refilled(**ends)
             case "verify":
                 return events.Verified(**ends, boundary=process.boundary) if process.boundary > effect.beyond else None
         return self.inspect(running.op_id, effect, process)
+
+    def hand_over(self, running: Running, process: Process) -> Event | None:
+        """Write the image of its job, or end it."""
+        if running.effect.tag == "dump":
+            return self.dump(running)
+        if process.alive:
+            self.daemon.node.end(running.op_id, process.name)
+        return events.Ended(effect=running.effect.number, worker=process.name)
+
+    def dump(self, running: Running) -> Event | None:
+        """An image that is whole stays whole; one that is not is begun anew by nobody who only looks for it.
+
+        One that was dropped is undone before anything else is done to the job.
+        """
+        effect, node = running.effect, self.daemon.node
+        if self.daemon.ops[running.op_id].pending_numbered(effect.number) is None:
+            self.daemon.finish(running, None)
+            return None
+        if running.op_id not in node.images:
+            if effect.find:
+                return failure(effect, REFUSED)
+            names = [worker.name for worker in self.daemon.ops[running.op_id].live]
+            if not all(self.steps_aside(node.processes[name]) for name in names):
+                return failure(effect, REFUSED)
+            node.dump(running.op_id, names)
+        return events.Dumped(effect=effect.number, worker=effect.worker)
+
+    def steps_aside(self, process: Process) -> bool:
+        """Whether its agent does as it is told for an image: one that has let its job go on does not."""
+        return process.alive and process.connected and process.parked and not process.stopped
 
     def _end_parks(self, name: str) -> None:
         daemon = self.daemon

@@ -21,7 +21,7 @@ from hegmd.migration.journal_file import JournalFile
 from hegmd.migration.operation import BACK, Operation, Worker
 from tests.simulation.daemon import Parts
 from tests.simulation.disk import ModelDisk
-from tests.simulation.hands import Hands
+from tests.simulation.hands import Hands, Running
 from tests.simulation.node import Process
 
 Result = tuple[Operation, tuple[Effect, ...]]
@@ -196,12 +196,36 @@ class LooksWhileBytesAreMoving(Hands):
         return False
 
 
+class DumpsWhoHasGoneOn(Hands):
+    def steps_aside(self, process: Process) -> bool:
+        return True
+
+
+class FindsAnImageThatIsNotThere(Hands):
+    """What was begun when the daemon was killed is taken for whole."""
+
+    def dump(self, running: Running) -> Event | None:
+        if running.effect.find:
+            return events.Dumped(effect=running.effect.number, worker=running.effect.worker)
+        return super().dump(running)
+
+
 def frees_before_the_refill(op: Operation, event: Event, now: float) -> Result:
     """The pool's memory goes back as soon as the process is on its GPU."""
     after, wanted = machine.handle(op, event, now)
     if isinstance(event, events.Restored):
         wanted = (effects.GivePool(number=10_000 + after.seq, worker=event.worker, cause=0), *wanted)
     return after, wanted
+
+
+def ends_before_the_image_is_whole(op: Operation, event: Event, now: float) -> Result:
+    after, wanted = machine.handle(op, event, now)
+    early = [
+        effects.End(number=10_000 + after.seq, worker=effect.worker, cause=0)
+        for effect in wanted
+        if isinstance(effect, effects.Dump)
+    ]
+    return after, (*wanted, *early)
 
 
 @dataclass(frozen=True)
@@ -226,10 +250,13 @@ _BROKEN_HANDLES = (
     forgets_what_is_out_when_it_turns,
     does_not_count_again,
     lets_go_one_by_one,
+    ends_before_the_image_is_whole,
 )
 MUTANTS: dict[str, Mutant] = {
     **{handle.__name__: Mutant(Parts(handle=handle)) for handle in _BROKEN_HANDLES},
     "takes_another_program_for_the_same": Mutant(Parts(handle=takes_another_program_for_the_same), {"exec": 0.02}),
+    "dumps_who_has_gone_on": Mutant(Parts(hands=DumpsWhoHasGoneOn), {"alone": 0.2}),
+    "finds_an_image_that_is_not_there": Mutant(Parts(hands=FindsAnImageThatIsNotThere), {"crash": 0.03, "fail": 0.0}),
     "acts_before_the_journal_is_on_disk": Mutant(Parts(acts_before_sync=True), _CRASHING),
     "acts_though_the_journal_cannot_be_written": Mutant(Parts(ignores_write_errors=True)),
     "forgets_descriptors_when_it_restarts": Mutant(Parts(forgets_descriptors=True), _CRASHING),

@@ -7,6 +7,7 @@ the driver does to a process is in driver.py; what must hold between any two ste
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -66,6 +67,7 @@ class Node:
     pool: dict[str, int] = field(default_factory=dict)
     copies: dict[str, int] = field(default_factory=dict)
     own_copies: set[str] = field(default_factory=set)  # those whose agent holds a descriptor of its own
+    images: set[str] = field(default_factory=set)  # operations whose image is whole; these outlive everything
     unclaimed: set[str] = field(default_factory=set)  # no journal tells of them any more: they wait for `adopt`
 
     def free(self, gpu: str) -> int:
@@ -155,6 +157,18 @@ class Node:
         if self.held(name, gpu) < process.size_bytes:
             raise Violation(f"{name} was restored on {gpu} without the room: it is lost")
         process.gpu = gpu
+
+    def dump(self, op_id: str, names: Iterable[str]) -> None:
+        """Write the image of a job. What is on a GPU, or moves, cannot be in it."""
+        for process in (self.processes[name] for name in names):
+            if process.gpu is not None or not process.parked or process.under_way:
+                raise Violation(f"an image was made of {process.name} while it is not off its GPU and at rest")
+        self.images.add(op_id)
+
+    def end(self, op_id: str, name: str) -> None:
+        if op_id not in self.images:
+            raise Violation(f"{name} was ended before its image was whole")
+        self.die(name)
 
     def refill(self, name: str) -> None:
         process = self.processes[name]

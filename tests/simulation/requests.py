@@ -7,11 +7,11 @@ from random import Random
 
 from hegmd.migration import events
 from hegmd.migration.adoption import Standing, adopted
-from hegmd.migration.operation import MIGRATE, SUSPEND, Limits, Operation, Worker
+from hegmd.migration.operation import CHECKPOINT, MIGRATE, SUSPEND, Handoff, Limits, Operation, Worker
 from tests.simulation.daemon import Daemon
 from tests.simulation.node import Process
 
-LIMITS = Limits(arm_s=20.0, park_s=20.0, move_s=30.0, verify_s=20.0, retry_s=5.0)
+LIMITS = Limits(arm_s=20.0, park_s=20.0, move_s=30.0, hand_s=30.0, verify_s=20.0, retry_s=5.0)
 
 
 def jobs(daemon: Daemon) -> list[list[Process]]:
@@ -46,15 +46,16 @@ def begin(daemon: Daemon, random: Random, members: list[Process]) -> None:
         return
     if any(process.asked_at is not None for process in members):
         return
-    kind = random.choice((MIGRATE, MIGRATE, SUSPEND))
+    kind = random.choice((MIGRATE, MIGRATE, MIGRATE, SUSPEND, SUSPEND, CHECKPOINT))
     same = _any_gpu(daemon, random)
     apart = random.random() < 0.2
     workers = []
     for process in members:
-        goal = None if kind == SUSPEND else _any_gpu(daemon, random) if apart else same
+        goal = None if kind != MIGRATE else _any_gpu(daemon, random) if apart else same
         workers.append(_worker(process, goal))
     lockstep = daemon.node.lockstep[members[0].job]
-    daemon.begin(_operation(daemon, kind, workers, lockstep=lockstep))
+    op = _operation(daemon, kind, workers, lockstep=lockstep)
+    daemon.begin(_with_image(op, leave_running=random.random() < 0.5) if kind == CHECKPOINT else op)
 
 
 def adopt(daemon: Daemon, members: list[Process]) -> None:
@@ -131,6 +132,13 @@ def _worker(process: Process, goal: str | None) -> Worker:
         size_bytes=process.size_bytes,
         rooms={} if gpu is None else {gpu: process.size_bytes},
     )
+
+
+def _with_image(op: Operation, *, leave_running: bool) -> Operation:
+    """The operation as the plan of a checkpoint makes it."""
+    handoff = Handoff(path="/images/one", uid=1000, gid=1000, leave_running=leave_running)
+    workers = tuple([worker.replace(keeps=worker.at) for worker in op.workers])
+    return op.replace(handoff=handoff, workers=workers)
 
 
 def _next_id(daemon: Daemon) -> str:

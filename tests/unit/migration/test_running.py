@@ -13,7 +13,18 @@ from hegmd.devices.topology import parse_topology
 from hegmd.events import EventLog
 from hegmd.methods.simulated import SimulatedMethod
 from hegmd.methods.worker import WorkerCarrier
-from hegmd.migration.effects import Effect, Evacuate, GivePool, GiveRoom, Park, TakePool, TakeRoom, Withdraw
+from hegmd.migration.effects import (
+    Dump,
+    Effect,
+    Evacuate,
+    GivePool,
+    GiveRoom,
+    Park,
+    Restore,
+    TakePool,
+    TakeRoom,
+    Withdraw,
+)
 from hegmd.migration.journal import History
 from hegmd.migration.operation import Limits
 from hegmd.migration.performer import Performer
@@ -53,6 +64,15 @@ async def test_an_order_waits_until_one_that_was_dropped_is_out_of_the_way() -> 
     errand = Errand(PARK, None)
     errand.scope.cancel()
     assert errand.holds_up(Withdraw(number=2, worker="a", cause=1))
+
+
+async def test_whatever_comes_after_a_dropped_dump_waits_until_that_is_undone() -> None:
+    """The processes may be held still by it, those of other ranks too."""
+    errand = Errand(Dump(number=1, worker="a", cause=1, find=False), None)
+    assert not errand.holds_up(Restore(number=2, worker="a", cause=1, gpu="gpu0"))
+    errand.scope.cancel()
+    assert errand.holds_up(Restore(number=2, worker="a", cause=1, gpu="gpu0"))
+    assert errand.holds_up(Restore(number=3, worker="b", cause=1, gpu="gpu0"))
 
 
 async def test_old_news_of_a_connection_do_not_take_the_place_of_newer() -> None:

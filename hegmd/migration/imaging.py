@@ -1,0 +1,32 @@
+"""The way of a whole job into an image, as the performer of operations calls it.
+
+Owns the interface alone: what images and dumps are is the business of whoever is handed in here, and a daemon that can
+make none has nobody. Each call may come a second time after it was done, and finds its work done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from hegmd.migration.operation import Operation
+from hegmd.migration.operation import Worker as Member
+
+
+class Imager(Protocol):
+    """Makes images of jobs that are off their GPUs and at rest."""
+
+    async def dump(self, op: Operation, on_progress: Callable[[int], object]) -> None:
+        """Have the image written, read back and named. Raises HegmError; there is none then, and the job is as it was.
+
+        Cancelled, the same: the job is as it was when this comes back.
+        """
+        ...
+
+    async def find(self, op: Operation) -> None:
+        """See that the image is whole that was begun. Raises HegmError if not; what there was of it is gone then."""
+        ...
+
+    async def end(self, member: Member) -> None:
+        """End a process that is in an image, and wait until it has ended. Raises HegmError."""
+        ...

@@ -1,0 +1,147 @@
+"""An operation that writes an image: the process ends only when it is whole, and goes home from everywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hegmd.errors import Refused
+from hegmd.migration import events
+from hegmd.migration.operation import CHECKPOINT, Handoff, Operation
+from tests.unit.migration.operations import Drive, operation, worker
+
+
+def checkpoint(*names: str, leave_running: bool = False, **values: Any) -> Operation:
+    handoff = Handoff(path="/images/one", uid=1000, gid=1000, leave_running=leave_running)
+    workers = [worker(name, to=None, keeps="gpu0", **values) for name in names or ("a",)]
+    return operation(*workers, kind=CHECKPOINT, handoff=handoff, lockstep=len(workers) > 1)
+
+
+def asked(drive: Drive) -> list[str]:
+    return [effect.tag for *_, wanted in drive.taken for effect in wanted]
+
+
+def test_a_checkpoint_ends_the_process_after_its_image_is_whole() -> None:
+    drive = Drive(checkpoint()).until("done")
+    assert drive.phases == [
+        "arming",
+        "quiescing",
+        "measuring",
+        "evacuating",
+        "checkpointing",
+        "handing",
+        "ending",
+        "tidying",
+        "done",
+    ]
+    assert asked(drive)[-4:] == ["dump", "end", "give-room", "give-pool"]
+    assert drive.op.failure is None
+    assert not drive.op.workers[0].lost
+
+
+def test_a_job_that_is_left_running_goes_home_and_proves_itself() -> None:
+    drive = Drive(checkpoint(leave_running=True)).until("done")
+    assert "end" not in asked(drive)
+    assert drive.phases[-6:] == ["restoring", "refilling", "releasing", "verifying", "tidying", "done"]
+    assert drive.op.workers[0].at == "gpu0"
+    assert not drive.op.workers[0].gone
+
+
+def test_the_room_on_the_old_gpu_is_kept_until_the_image_is_whole() -> None:
+    drive = Drive(checkpoint()).until("handing")
+    assert "give-room" not in asked(drive)
+    assert drive.op.workers[0].rooms == {"gpu0": 10}
+
+
+def test_one_dump_is_for_all_ranks_and_each_is_ended() -> None:
+    drive = Drive(checkpoint("a", "b")).until("done")
+    assert asked(drive).count("dump") == 1
+    assert asked(drive).count("end") == 2
+
+
+@pytest.mark.parametrize("leave_running", [True, False])
+def test_an_image_that_cannot_be_made_leads_back(leave_running: bool) -> None:
+    drive = Drive(checkpoint(leave_running=leave_running)).until("handing")
+    drive.fail("refused")
+    drive.until("undone")
+    assert "end" not in asked(drive)
+    assert drive.op.workers[0].at == "gpu0"
+    assert drive.op.failure is not None
+    assert drive.op.failure.message == "dump failed"
+
+
+def test_cancelling_while_the_image_is_made_drops_it_and_leads_back() -> None:
+    drive = Drive(checkpoint()).until("handing")
+    drive.feed(events.CancelAsked(by="somebody"))
+    assert [pending.effect for pending in drive.op.pending] == ["restore"]
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "dump"]
+    drive.until("undone")
+
+
+def test_cancelling_is_refused_once_the_image_is_whole() -> None:
+    drive = Drive(checkpoint()).until("ending")
+    with pytest.raises(Refused, match="what it was for has been done"):
+        drive.feed(events.CancelAsked(by="somebody"))
+    home = Drive(checkpoint(leave_running=True)).until("restoring")
+    with pytest.raises(Refused, match="past the point"):
+        home.feed(events.CancelAsked(by="somebody"))
+
+
+def test_an_agent_that_steps_aside_for_the_dump_is_not_waited_for() -> None:
+    drive = Drive(checkpoint()).until("handing")
+    drive.feed(events.AgentLost(worker="a"))
+    assert drive.op.phase == "handing"
+    drive.end()
+    assert drive.op.phase == "ending"
+
+
+def test_a_process_that_ends_by_itself_once_its_image_is_whole_is_not_lost() -> None:
+    drive = Drive(checkpoint()).until("ending")
+    drive.feed(events.WorkerGone(worker="a", why="it was killed"))
+    drive.until("done")
+    assert drive.op.failure is None
+
+
+def test_a_process_that_ends_while_its_image_is_made_is_lost_and_the_dump_is_dropped() -> None:
+    drive = Drive(checkpoint()).until("handing")
+    drive.feed(events.WorkerGone(worker="a", why="it was killed"))
+    assert "dump" not in [pending.effect for pending in drive.op.pending]
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "dump"]
+    drive.until("lost")
+
+
+def test_after_a_restart_an_image_is_looked_for_before_anybody_is_asked() -> None:
+    """Its processes may be held still by a dump that nobody waits for any more: no agent would answer."""
+    drive = Drive(checkpoint()).until("handing")
+    drive.wanted.clear()
+    (found,) = drive.feed(events.Recovered())
+    assert found.tag == "dump"
+    assert found.to_plain()["find"] is True
+    drive.end()
+    assert [effect.tag for effect in drive.wanted] == ["end"]
+
+
+def test_after_a_restart_processes_that_are_in_an_image_end_without_being_asked() -> None:
+    drive = Drive(checkpoint()).until("ending")
+    drive.wanted.clear()
+    (end,) = drive.feed(events.Recovered())
+    assert end.tag == "end"
+
+
+def test_a_process_that_does_not_end_is_told_to_again() -> None:
+    drive = Drive(checkpoint()).until("ending")
+    drive.fail("broken")
+    drive.now = drive.op.deadline or 0.0
+    (again,) = drive.feed(events.DeadlinePassed())
+    assert again.tag == "end"
+    assert drive.op.phase == "ending"
+
+
+def test_an_image_that_is_late_leads_back() -> None:
+    drive = Drive(checkpoint()).until("handing")
+    drive.now = drive.op.deadline or 0.0
+    drive.feed(events.DeadlinePassed())
+    assert drive.op.heading == "back"
+    assert drive.op.failure is not None
+    assert "not through with handing within" in drive.op.failure.message
