@@ -96,8 +96,11 @@ class Worker:
 
         `how` are the other fields of `Order`, such as `limit_s`.
         """
+        began = anyio.current_time()
         given = await self.give(do, fds=fds, on_progress=on_progress, **how)
-        return await given.report()
+        report = await given.report()
+        logger.debug("process %d: %s took %.1f ms", self.pid, do, (anyio.current_time() - began) * 1e3)
+        return report
 
     async def give(self, do: str, *, fds: Sequence[int] = (), on_progress: Progress | None = None, **how: Any) -> Given:
         """Give an order without waiting for its end. The descriptors stay the caller's. Raises AgentAway.

@@ -299,11 +299,13 @@ class Session:
             raise
         if not call.over.is_set():
             self._tasks.start_soon(self._limit, call, deadline_s)
+        began = anyio.current_time()
         try:
             await call.over.wait()
         except anyio.get_cancelled_exc_class():
             call.drop()
             raise
+        logger.debug("helper: %s took %.1f ms", op, (anyio.current_time() - began) * 1e3)
         return call.outcome()
 
     async def _send(self, message: bytes, fds: Sequence[int], stream: PeerStream) -> None:

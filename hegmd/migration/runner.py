@@ -276,6 +276,8 @@ class Runner:
         record, line = journal.step(before, event, after, wanted, now=now, utc=self._utc())
         history = running.history.after(after, line)
         await self._ledger.write(history, record)
+        took_ms = (self._clock() - now) * 1e3
+        logger.debug("operation %s: %s after %s is on disk, in %.1f ms", after.id, after.phase, event.tag, took_ms)
         running.history = history
         self._note(running, event, before, after)
         return wanted
@@ -320,7 +322,10 @@ class Runner:
                 for earlier in running.before(effect):
                     await earlier.over.wait()
                 await anyio.lowlevel.checkpoint_if_cancelled()
+                began = self._clock()
                 ending = await self._performer.perform(running.op, effect, on_progress, errand.heard)
+                took_ms = (self._clock() - began) * 1e3
+                logger.debug("operation %s: %s took %.1f ms", running.op.id, effect.tag, took_ms)
                 member = running.op.worker(effect.worker)
                 running.put(ending, None if member is None else self._performer.connection(member))
         finally:
