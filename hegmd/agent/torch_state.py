@@ -125,20 +125,27 @@ def _owners(torch: Any, found: Found) -> dict[int, tuple[Any, set[int]]]:
 
 
 def _objects_of(*wanted: type[object]) -> tuple[list[Any], ...]:
-    """The collector's objects of each of those classes. Asks for their type: `isinstance` would run code of proxies."""
-    objects: tuple[list[Any], ...] = tuple([] for _ in wanted)
-    places: dict[type[object], list[Any] | None] = {}
-    known: list[object] = gc.get_objects()
-    for candidate in known:
-        kind: type[object] = type(candidate)
-        try:
-            place = places[kind]
-        except KeyError:
-            fitting = [objects[index] for index, base in enumerate(wanted) if issubclass(kind, base)]
-            place = places[kind] = fitting[0] if fitting else None
-        if place is not None:
-            place.append(candidate)
-    return objects
+    """The collector's objects of each of those classes. Asks for their type: `isinstance` would run code of proxies.
+
+    All processes stand while this one is looked through, so the loop over some 100,000 objects has nothing but a look
+    into a set in it.
+    """
+    kinds = [_with_subclasses(base) for base in wanted]
+    of_any: frozenset[type[object]] = frozenset(kind for those in kinds for kind in those)
+    known = [candidate for candidate in gc.get_objects() if type(candidate) in of_any]
+    return tuple([candidate for candidate in known if type(candidate) in those] for those in kinds)
+
+
+def _with_subclasses(base: type[object]) -> frozenset[type[object]]:
+    """The class and all that come from it. Asks `type` itself: a class may have methods of its own of any name."""
+    found: set[type[object]] = set()
+    left: list[type[object]] = [base]
+    while left:
+        kind = left.pop()
+        if kind not in found:
+            found.add(kind)
+            left.extend(type.__subclasses__(kind))
+    return frozenset(found)
 
 
 def _with_relatives(tensors: list[Any]) -> list[Any]:

@@ -252,6 +252,12 @@ def range_of(address: int) -> tuple[int, int]:
     return int(start), int(size_bytes)
 
 
+def ordinal_of(address: int) -> int:
+    """The GPU that the memory counts as being on, which stays the first one when its process is moved (580.159)."""
+    attribute = _cuda().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    return int(_call("cuPointerGetAttribute", attribute, address))
+
+
 def close_ipc(address: int) -> None:
     """Let go of what `open_ipc` opened."""
     _call("cuIpcCloseMemHandle", address)

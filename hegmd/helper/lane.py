@@ -17,11 +17,16 @@ from typing import Any
 from hegmd.crew import share_out
 from hegmd.errors import Refused
 from hegmd.helper import cuda
-from hegmd.helper.copying import Copy, Done
-from hegmd.helper.spaces import HostSpace, Space, VideoSpace
+from hegmd.helper.allocations import Done
+from hegmd.helper.copying import Copy
+from hegmd.helper.spaces import VideoSpace
+from hegmd.helper.staging import HostSpace, StagedCopy
 
 # CUDA's word for two GPUs that cannot reach each other's memory; copies between them then go through the host.
 _PEER_ACCESS_UNSUPPORTED = 217
+
+
+Space = VideoSpace | HostSpace
 
 
 class Contexts:
@@ -136,6 +141,8 @@ class Lane:
             self._refuse_closed()
             if self._space is None:
                 raise Refused("the lane has no space to copy to or from", "attach video or host memory first")
+            if isinstance(self._space, HostSpace):
+                return StagedCopy(context, self._space, direction, handles).run(places, tell)
             return Copy(context, self._space, direction, handles).run(places, tell)
 
     def close(self) -> None:

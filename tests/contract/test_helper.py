@@ -13,6 +13,7 @@ import pytest
 from hegmd.descriptors import Descriptors
 from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost
+from hegmd.helper.staging import strands
 from hegmd.vram import VideoMemory
 from tests.contract.helped import GIB, MIB, SIZE_BYTES, SOON_S, Owner, ask, carry, hold, linked, places
 from tests.stubs.cuda.node import CudaNode
@@ -181,6 +182,58 @@ async def test_bytes_go_to_host_memory_and_come_back(node: CudaNode, owner: Owne
             handles = owner.handles()
             await ask(link, "copy", lane="8", gpu=gpu, direction="in", handles=handles, places=places())
             assert owner.ask("digest") == owner.digest
+
+
+async def test_more_bytes_than_the_ring_has_slots_for_go_to_host_memory_and_come_back(node: CudaNode) -> None:
+    """And small places beside large ones: they share a slot, and a slot is used again as soon as it is empty."""
+    gpu, sizes_mib = node.uuids[0], (1, *[3] * 5, strands() * 32 + 3, 1)
+    size_bytes = sum(sizes_mib) * MIB
+    owner = Owner(node, 0, *sizes_mib)
+    try:
+        with Descriptors([os.memfd_create("pool")]) as pool:
+            os.ftruncate(pool.view()[0], size_bytes)
+            async with linked(node) as link:
+                await ask(link, "open", lane="7", gpus=[gpu])
+                await ask(link, "attach-host", lane="7", size_bytes=size_bytes, fds=pool.view())
+                assert (await carry(link, gpu, "out", owner, places(sizes_mib)))["copied_bytes"] == size_bytes
+                owner.come_back()
+                await carry(link, gpu, "in", owner, places(sizes_mib))
+                assert owner.ask("digest") == owner.digest
+    finally:
+        owner.close()
+
+
+async def test_the_pool_is_not_pinned_only_the_ring_is(node: CudaNode, owner: Owner) -> None:
+    """Pinning 32 GiB took a second, and made the driver's own restore beside it twice as long."""
+    with Descriptors([os.memfd_create("pool")]) as pool:
+        os.ftruncate(pool.view()[0], GIB)
+        async with linked(node) as link:
+            await ask(link, "open", lane="7", gpus=[node.uuids[0]])
+            await ask(link, "attach-host", lane="7", size_bytes=GIB, fds=pool.view())
+            await ask(link, "close", lane="7")
+    assert [len(node.calls(f"cuMemHost{what}")) for what in ("Register_v2", "Unregister")] == [1, 1]
+
+
+async def test_memory_of_a_moved_process_is_opened_where_it_counts_as_being(node: CudaNode, owner: Owner) -> None:
+    """Opened on the GPU that it is on, it was read from the other at 90 GB/s of the link's 394."""
+    here, there = node.uuids
+    async with linked(node) as link:
+        await ask(link, "lock", pid=owner.pid, timeout_s=1.0)
+        await ask(link, "checkpoint", pid=owner.pid)
+        await ask(link, "restore", pid=owner.pid, pairs=[[here, there], [there, here]])
+        await ask(link, "unlock", pid=owner.pid)
+        assert [owner.ask(word) for word in ("free", "make", "fill")][:2] == ["freed", "made"]
+        held, sizes = await hold(link, here, [SIZE_BYTES])
+        with held:
+            await ask(link, "open", lane="7", gpus=[there, here])
+            await ask(link, "attach-video", lane="7", gpu=here, sizes=sizes, fds=held.view())
+            await carry(link, there, "out", owner, places())
+            opened = len(node.calls("cuIpcOpenMemHandle_v2"))
+            owner.come_back()
+            await carry(link, there, "in", owner, places())
+            assert owner.ask("digest") == owner.digest
+    assert opened == len(places()) + 1, "the first one twice: it tells where all count as being"
+    assert len(node.calls("cuIpcCloseMemHandle")) == len(node.calls("cuIpcOpenMemHandle_v2"))
 
 
 async def test_a_move_in_rounds_gives_the_memory_back_as_it_goes(node: CudaNode, owner: Owner) -> None:

@@ -1,4 +1,4 @@
-"""How copies are best cut and spread: `copy_sweep.py SIZE_BYTES`. Prints a table of rates; judges nothing."""
+"""How copies to video memory are best cut and spread: `copy_sweep.py SIZE_BYTES`. Prints rates; judges nothing."""
 
 # ruff: noqa: T201 - printing is what this program is for
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from hegmd.helper import cuda
 from hegmd.helper.copying import Copy, Pace
 from hegmd.helper.lane import Contexts
-from hegmd.helper.spaces import HostSpace, Space, VideoSpace
+from hegmd.helper.spaces import VideoSpace
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -25,20 +25,12 @@ PACES = [
 ]
 
 
-def video(contexts: Contexts, ordinals: list[int], size_bytes: int) -> Space:
+def video(contexts: Contexts, ordinals: list[int], size_bytes: int) -> VideoSpace:
     held = contexts.hold(ordinals)
     handle = cuda.create(ordinals[-1], size_bytes)
     fd = cuda.export(handle)
     cuda.release_handle(handle)
     made = VideoSpace(ordinals[-1], held, [(fd, size_bytes)], start=0, peer=True)
-    os.close(fd)
-    return made
-
-
-def host(contexts: Contexts, size_bytes: int) -> Space:
-    fd = os.memfd_create("pool")
-    os.ftruncate(fd, size_bytes)
-    made = HostSpace(contexts.hold([0])[0], fd, size_bytes)
     os.close(fd)
     return made
 
@@ -62,23 +54,17 @@ def main() -> None:
         owner.stdin.flush()
         handles = [bytes.fromhex(text) for text in owner.stdout.readline().split()]
         places = [[index, 0, size_bytes // PIECES, index * (size_bytes // PIECES)] for index in range(PIECES)]
-        for name, space in (
-            ("video", video(contexts, ordinals, size_bytes)),
-            ("host", host(contexts, size_bytes // 4)),
-        ):
-            fits = [
-                place for place in places if place[3] + place[2] <= (size_bytes if name == "video" else size_bytes // 4)
-            ]
-            for pace in PACES:
-                for direction in ("out", "in"):
-                    done = Copy(held[0], space, direction, handles, pace).run(fits, lambda _: None)
-                    print(
-                        f"    {name:5} {direction:3}  chunk {pace.chunk_bytes // MIB:5} MiB,"
-                        f" {pace.streams_a_group} streams a group"
-                        f"  {done.copied_bytes / done.copy_s / 1e9:7.1f} GB/s  open {done.open_s * 1e3:6.1f} ms"
-                        f"  close {done.close_s * 1e3:6.1f} ms"
-                    )
-            space.close()
+        space = video(contexts, ordinals, size_bytes)
+        for pace in PACES:
+            for direction in ("out", "in"):
+                done = Copy(held[0], space, direction, handles, pace).run(places, lambda _: None)
+                print(
+                    f"    {direction:3}  chunk {pace.chunk_bytes // MIB:5} MiB,"
+                    f" {pace.streams_a_group} streams a group"
+                    f"  {done.copied_bytes / done.copy_s / 1e9:7.1f} GB/s  open {done.open_s * 1e3:6.1f} ms"
+                    f"  close {done.close_s * 1e3:6.1f} ms"
+                )
+        space.close()
         owner.kill()
 
 

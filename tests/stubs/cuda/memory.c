@@ -22,7 +22,7 @@ struct ipc {
     char mark[8];
     uint64_t id, bytes;
     pid_t pid;
-    int gpu;
+    int gpu, first;
 };
 _Static_assert(sizeof(struct ipc) <= sizeof(CUipcMemHandle), "it has to fit");
 
@@ -62,7 +62,7 @@ struct block *block_add(uint64_t id, uint64_t bytes, int gpu, int fd) {
     int place = 0;
     while (place < MAX_BLOCKS && blocks[place].id) place++;
     if (place == MAX_BLOCKS) abort();
-    blocks[place] = (struct block){.id = id, .bytes = bytes, .gpu = gpu, .fd = fd};
+    blocks[place] = (struct block){.id = id, .bytes = bytes, .counts_as = gpu, .gpu = gpu, .fd = fd};
     return &blocks[place];
 }
 
@@ -156,7 +156,7 @@ CUresult cuPointerGetAttribute(void *value, int attribute, CUdeviceptr pointer) 
         *(unsigned int *)value = 2;
     else if (attribute == 9) {
         for (int i = 0; i < context_count; i++)
-            if (contexts[i].gpu == region->block->gpu) *(int *)value = i;
+            if (contexts[i].gpu == region->block->counts_as) *(int *)value = i;
     } else
         LEAVE(CUDA_ERROR_INVALID_VALUE);
     LEAVE(CUDA_SUCCESS);
@@ -168,7 +168,9 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr pointer) {
     ENTER();
     struct region *region = region_at(pointer);
     if (!region || region->kind != REGION_ALLOC) LEAVE(CUDA_ERROR_INVALID_VALUE);
-    struct ipc ipc = {"hegmipc", region->block->id, region->block->bytes, getpid(), region->block->gpu};
+    struct ipc ipc = {"hegmipc", region->block->id, region->block->bytes, getpid(), region->block->gpu, region->block->gpu};
+    for (int i = 0; i < context_count; i++)
+        if (contexts[i].gpu == ipc.gpu) ipc.first = contexts[i].first;
     memset(handle, 0, sizeof *handle);
     memcpy(handle, &ipc, sizeof ipc);
     node_lock();
@@ -191,6 +193,7 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *pointer, CUipcMemHandle handle, unsi
     if (fd < 0) LEAVE(CUDA_ERROR_INVALID_VALUE);
     struct block *block = block_add(ipc.id, piece.bytes, piece.gpu, -1);
     block->is_foreign = 1;
+    block->counts_as = ipc.first;
     *pointer = map_file(fd, 0, piece.bytes, PROT_READ | PROT_WRITE);
     close(fd);
     region_add(REGION_IPC, *pointer, piece.bytes, block);

@@ -204,7 +204,7 @@ static void choose_devices(const struct facts *facts) {
         }
     }
     for (int i = 0; i < count; i++)
-        contexts[i] = (struct context){.ordinal = i, .gpu = chosen[i]};
+        contexts[i] = (struct context){.ordinal = i, .gpu = chosen[i], .first = chosen[i]};
     context_count = count;
 }
 

@@ -18,12 +18,14 @@ enum { MAX_BLOCKS = 1 << 16, MAX_REGIONS = 1 << 16, MAX_HOST = 4096 };
 /* A device of this process, by ordinal: CUDA_VISIBLE_DEVICES chooses which, a restore may change the GPU under it. */
 struct context {
     int ordinal, gpu, users;
+    int first; /* the GPU that it was on at the start: what its memory counts as being on for good */
     unsigned int peers; /* ordinals whose memory it may reach */
 };
 
 /* A piece of video memory that this process holds. */
 struct block {
     uint64_t id, bytes; /* id 0: a free place */
+    int counts_as;      /* the GPU that it is said to be on, which another process may see as an old one */
     int gpu, fd;        /* an open file that holds it, for memory made with cuMemCreate; else -1: its mapping holds it */
     int handles, maps;  /* gone when both are 0 */
     int is_foreign;     /* another process made it */

@@ -1,4 +1,4 @@
-"""Which copies are made of many places: as few as can be, none too large, none over an edge."""
+"""Which copies are made of many places: as few as can be, none too large."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hegmd.errors import HegmError
-from hegmd.helper.copying import Place, batches, chunks, joined
+from hegmd.helper.allocations import Place, joined
+from hegmd.helper.copying import batches, chunks
+from hegmd.helper.staging import loads
 
 UNIT = 512
 
@@ -43,31 +45,27 @@ def test_what_is_no_place_is_refused(place: list[int]) -> None:
         joined([place], 1)
 
 
-def test_no_copy_crosses_an_edge_or_is_larger_than_a_chunk() -> None:
-    cut = list(chunks([Place(0, 10, 1000, 250)], edge_bytes=300, chunk_bytes=200))
-    assert cut == [
-        Place(0, 10, 50, 250),
-        Place(0, 60, 200, 300),
-        Place(0, 260, 100, 500),
-        Place(0, 360, 200, 600),
-        Place(0, 560, 100, 800),
-        Place(0, 660, 200, 900),
-        Place(0, 860, 100, 1100),
-        Place(0, 960, 50, 1200),
-    ]
+def test_no_copy_is_larger_than_a_chunk() -> None:
+    cut = list(chunks([Place(0, 10, 500, 250)], chunk_bytes=200))
+    assert cut == [Place(0, 10, 200, 250), Place(0, 210, 200, 450), Place(0, 410, 100, 650)]
+
+
+def test_small_places_share_a_slot_and_large_ones_are_cut() -> None:
+    places = [Place(0, 0, 30, 0), Place(1, 0, 50, 512), Place(2, 0, 250, 1024), Place(3, 0, 10, 2048)]
+    shares = [[(part.place.handle, part.within, part.place.size_bytes) for part in load] for load in loads(places, 100)]
+    assert shares == [[(0, 0, 30), (1, 30, 50)], [(2, 0, 100)], [(2, 0, 100)], [(2, 0, 50), (3, 50, 10)]]
 
 
 @settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 5 * UNIT), max_size=30),
     handles=st.integers(1, 4),
-    edge=st.sampled_from([None, 700, 4096]),
     chunk=st.integers(1, 2000),
     batch=st.integers(1, 5000),
     order=st.randoms(use_true_random=False),
 )
 def test_every_byte_is_copied_once_and_to_its_place(
-    sizes: list[int], handles: int, edge: int | None, chunk: int, batch: int, order: Random
+    sizes: list[int], handles: int, chunk: int, batch: int, order: Random
 ) -> None:
     places: list[list[int]] = []
     at = 0
@@ -81,11 +79,10 @@ def test_every_byte_is_copied_once_and_to_its_place(
     wanted = {(place[0], place[1] + i): place[3] + i for place in places for i in range(place[2])}
     order.shuffle(places)
     copied: dict[tuple[int, int], int] = {}
-    for group in batches(chunks(joined(places, handles), edge, chunk), batch):
+    for group in batches(chunks(joined(places, handles), chunk), batch):
         assert group
         for piece in group:
             assert 0 < piece.size_bytes <= chunk
-            assert edge is None or piece.at // edge == (piece.at + piece.size_bytes - 1) // edge
             for i in range(piece.size_bytes):
                 assert (piece.handle, piece.offset + i) not in copied
                 copied[piece.handle, piece.offset + i] = piece.at + i

@@ -1,0 +1,235 @@
+"""Copies between a process's storages and the host pool, by way of a little pinned memory that is used over and over.
+
+Pinning the whole of a pool costs about as much as copying it: 1.1 s for 32 GiB, whatever the threads, 0.6 s to let go,
+and the driver's own restore takes twice as long beside it. So only a ring of slots is pinned, 256 MiB of it; the copy
+engine fills one slot while threads empty others into the pool, or the other way round. Two H200 gave 53 GB/s so, each
+way, of the link's 55.4. The pool may be of any pages, in small ones or huge ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from hegmd.crew import share_out
+from hegmd.errors import BAD_REQUEST, HegmError
+from hegmd.helper import cuda
+from hegmd.helper.allocations import IN, OUT, Allocations, Done, Place, joined
+from hegmd.helper.copying import chunks, end_stream
+from hegmd.helper.spaces import outside
+
+#: Smaller slots cost more calls than they save, larger ones leave the caches (24 to 53 GB/s were seen otherwise).
+SLOT_BYTES = 8 << 20
+#: Each copies at some 3.5 GB/s into memory that another engine is writing to; 8 of them are not enough for the link.
+MOST_STRANDS = 16
+_SLOTS_A_STRAND = 2
+_POPULATED_BYTES = 1 << 28
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap of Python knows no name for it
+
+
+def strands() -> int:
+    """How many threads copy at once on this machine."""
+    return max(1, min(MOST_STRANDS, len(os.sched_getaffinity(0))))
+
+
+class Ring:
+    """Pinned memory in slots, for one copy at a time; all GPUs may copy to it and from it."""
+
+    def __init__(self, context: Any) -> None:
+        """Raises CudaError or OSError, with nothing held then."""
+        self._context = context
+        size_bytes = strands() * _SLOTS_A_STRAND * SLOT_BYTES
+        self._map = mmap.mmap(-1, size_bytes)
+        self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._anchor: Any = ctypes.c_char.from_buffer(self._map)
+        self._start = ctypes.addressof(self._anchor)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(self._start), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
+        cuda.use(context)
+        try:
+            cuda.register(self._start, size_bytes)
+        except BaseException:
+            self._unmap()
+            raise
+
+    def slots(self, strand: int) -> list[int]:
+        """Where the slots of that thread begin."""
+        first = strand * _SLOTS_A_STRAND
+        return [self._start + slot * SLOT_BYTES for slot in range(first, first + _SLOTS_A_STRAND)]
+
+    def close(self) -> None:
+        cuda.use(self._context)
+        try:
+            cuda.unregister(self._start)
+        finally:
+            self._unmap()
+
+    def _unmap(self) -> None:
+        self._anchor = None  # the map cannot be closed while something points into it
+        self._map.close()
+
+
+class HostSpace:
+    """A piece of the host pool as one flat range of addresses, and the ring that its bytes go through.
+
+    The piece belongs to a descriptor that the daemon holds: what is filled stays, whatever becomes of this process.
+    """
+
+    def __init__(self, context: Any, fd: int, size_bytes: int) -> None:
+        """The descriptor stays the caller's. Raises CudaError or OSError, with nothing mapped then."""
+        self._size_bytes = size_bytes
+        with ExitStack() as undo:
+            self._map = mmap.mmap(fd, size_bytes)
+            undo.callback(self._unmap)
+            self._anchor: Any = ctypes.c_char.from_buffer(self._map)
+            self._start = ctypes.addressof(self._anchor)
+            self._make_page_tables()
+            self.ring = Ring(context)
+            undo.pop_all()
+
+    def _make_page_tables(self) -> None:
+        """Here rather than one page after the other while a job stands. An older kernel just leaves it."""
+        libc = ctypes.CDLL(None)
+
+        def populate(at: int) -> None:
+            size_bytes = min(_POPULATED_BYTES, self._size_bytes - at)
+            libc.madvise(ctypes.c_void_p(self._start + at), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
+
+        share_out(range(0, self._size_bytes, _POPULATED_BYTES), lambda: populate, threads=strands(), name="page tables")
+
+    def address(self, at: int, size_bytes: int) -> int:
+        """Where that part is. Raises Bug outside."""
+        if at < 0 or at + size_bytes > self._size_bytes:
+            raise outside(at, size_bytes, 0, self._size_bytes)
+        return self._start + at
+
+    def close(self) -> None:
+        try:
+            self.ring.close()
+        finally:
+            self._unmap()
+
+    def _unmap(self) -> None:
+        self._anchor = None  # the map cannot be closed while something points into it
+        self._map.close()
+
+
+class Part(NamedTuple):
+    """A place and where it lies in the slot that it goes through."""
+
+    place: Place
+    within: int
+
+
+def loads(places: Iterable[Place], slot_bytes: int) -> Iterator[list[Part]]:
+    """The places cut and put together so that each list fills one slot as far as can be, in their order."""
+    load: list[Part] = []
+    filled_bytes = 0
+    for piece in chunks(places, slot_bytes):
+        if filled_bytes + piece.size_bytes > slot_bytes:
+            yield load
+            load, filled_bytes = [], 0
+        load.append(Part(piece, filled_bytes))
+        filled_bytes += piece.size_bytes
+    if load:
+        yield load
+
+
+class StagedCopy:
+    """One copy of many places, in one direction, between the process on a GPU and the pool. Once."""
+
+    def __init__(self, context: Any, host: HostSpace, direction: str, handles: Sequence[bytes]) -> None:
+        """`context` is of the GPU that the process is on."""
+        if direction not in {OUT, IN}:
+            raise HegmError(BAD_REQUEST, f"{direction!r} is no direction of a copy", "it is `out` or `in`")
+        self._context = context
+        self._host = host
+        self._direction = direction
+        self._allocations = Allocations(context, handles)
+        self._guard = threading.Lock()
+        self._left: Iterator[list[Part]] = iter(())
+        self._done_bytes = 0
+        self._failed = False
+
+    def run(self, places: Iterable[Sequence[int]], tell: Callable[[int], None]) -> Done:
+        """Copy it all; `tell` hears how many bytes are done. Raises CudaError; nothing stays open or queued then."""
+        self._left = loads(joined(places, len(self._allocations)), SLOT_BYTES)
+        with ExitStack() as undo:
+            undo.callback(self._allocations.close)
+            started = time.monotonic()
+            count = strands()
+            share_out(range(count), lambda: lambda strand: self._work(strand, tell), threads=count, name="staging")
+            copy_s = time.monotonic() - started
+            started = time.monotonic()
+            undo.close()
+        return Done(self._done_bytes, self._allocations.open_s, copy_s, time.monotonic() - started)
+
+    def _work(self, strand: int, tell: Callable[[int], None]) -> None:
+        """One load after the other, in the slots of this strand by turns: one is copied while the other is moved on."""
+        cuda.use(self._context)
+        with ExitStack() as undo:
+            slots = [_Slot(address, undo) for address in self._host.ring.slots(strand)]
+            try:
+                turn = 0
+                while (load := self._next()) is not None:
+                    self._finish(slots[turn], tell)
+                    self._begin(slots[turn], load)
+                    turn = (turn + 1) % len(slots)
+                for slot in (*slots[turn:], *slots[:turn]):
+                    self._finish(slot, tell)
+            except BaseException:
+                self._failed = True
+                raise
+
+    def _next(self) -> list[Part] | None:
+        with self._guard:
+            return None if self._failed else next(self._left, None)
+
+    def _begin(self, slot: _Slot, load: list[Part]) -> None:
+        slot.load = load
+        if self._direction == IN:
+            self._move(slot, load)
+        for part in load:
+            there, here = self._allocations.address(part.place), slot.address + part.within
+            if self._direction == OUT:
+                cuda.copy_async(here, None, there, self._context, part.place.size_bytes, slot.stream)
+            else:
+                cuda.copy_async(there, self._context, here, None, part.place.size_bytes, slot.stream)
+
+    def _finish(self, slot: _Slot, tell: Callable[[int], None]) -> None:
+        """Wait for what is under way in the slot, and have it all where it goes."""
+        if not slot.load:
+            return
+        cuda.synchronize(slot.stream)
+        if self._direction == OUT:
+            self._move(slot, slot.load)
+        size_bytes = sum(part.place.size_bytes for part in slot.load)
+        slot.load = []
+        with self._guard:
+            self._done_bytes += size_bytes
+            tell(self._done_bytes)
+
+    def _move(self, slot: _Slot, load: list[Part]) -> None:
+        """Between the slot and the pool. Lets go of the interpreter meanwhile."""
+        for part in load:
+            pool = self._host.address(part.place.at, part.place.size_bytes)
+            here = slot.address + part.within
+            if self._direction == OUT:
+                ctypes.memmove(pool, here, part.place.size_bytes)
+            else:
+                ctypes.memmove(here, pool, part.place.size_bytes)
+
+
+class _Slot:
+    """A part of the ring, with its stream and what is under way in it."""
+
+    def __init__(self, address: int, undo: ExitStack) -> None:
+        self.address = address
+        self.stream = cuda.create_stream()
+        self.load: list[Part] = []
+        undo.callback(end_stream, self.stream)
