@@ -33,7 +33,7 @@ STEPS = 2000
 ROUNDS = 5
 PAIRS = 2
 # About what each takes, so that none is begun that would not end.
-ALONE = {"arm": 40.0, "idle": 60.0, "helper": 110.0, "hegm": 100.0}
+ALONE = {"arm": 40.0, "idle": 60.0, "helper": 110.0, "adamw": 70.0, "hegm": 120.0}
 SIZE_GIB = 8.0
 WARM_STEPS = 20
 COMMAND_S = 300.0
@@ -123,8 +123,8 @@ def run_helper(node: Node, record: Record, *, quick: bool) -> None:
 # ---- beside others --------------------------------------------------------------------------------------------------
 
 
-def run_others(node: Node, record: Record, wheel: Path | None, size_gib: float, repeat: int, ends: float) -> None:
-    """HeGM, hegmd by peer and the driver alone, on the same training. Without the wheel the first is left out."""
+def run_adamw(node: Node, record: Record, size_gib: float, repeat: int) -> None:
+    """hegmd by peer and the driver alone, on the training that HeGM is given."""
     with contextlib.closing(Adamw(node, size_gib, _by_hegmd(), {})) as job:
         pid = job.wait_for_steps(WARM_STEPS)
         until(lambda: _attends(node, pid), "that its agent attends")
@@ -134,16 +134,18 @@ def run_others(node: Node, record: Record, wheel: Path | None, size_gib: float, 
     for carrier, values in told.items():
         what = f"AdamW training of {held_mib:.0f} MiB, asked until its next step"
         record.say(f"{what}: hegmd by {carrier} {_spread(values)}")
-    if wheel is None:
-        record.say("HeGM was left out: no --wheel", keep=False)
-        return
+
+
+def run_hegm(node: Node, record: Record, wheel: Path, size_gib: float, ends: float) -> None:
+    """HeGM on its own path, as often as there is time for, up to HEGM_TIMES."""
     left_s = ends - time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hegm-wheel-") as site:
         with zipfile.ZipFile(wheel) as packed:
             packed.extractall(site)
         locked, whole = _restarted(node, size_gib, Path(site), left_s)
-    record.say(f"the same by {wheel.name.rsplit('-py', 1)[0]}: until its lock file {_spread(locked)}")
-    record.say(f"the same by {wheel.name.rsplit('-py', 1)[0]}: asked until its next step {_spread(whole)}")
+    name = wheel.name.partition("-py")[0]
+    record.say(f"AdamW training of {size_gib:g} GiB by {name}: asked until its lock file {_spread(locked)}")
+    record.say(f"AdamW training of {size_gib:g} GiB by {name}: asked until its next step {_spread(whole)}")
 
 
 def _by_hegmd() -> list[str]:

@@ -9,10 +9,10 @@ step takes. A suspension ends when hegmctl would say so, with nothing on any GPU
 Beside that the split by the daemon's own story and log, the limit of the link and the share of it, and the estimate.
 
 Tasks: `peer`, `host`, `host-migrate`, `worker`, `driver`, `arm` (until all is held, with and without a helper there),
-`idle` (what the agent costs a step, paired), `helper` (helper_run), `hegm` (HeGM 0.3.3 from its wheel, beside hegmd on
-the same training); without any, all of them, the most telling first. With --state, a file with a line for every figure,
-it goes on where it was cut. Prints every figure as it comes, and Markdown at the end. Runs over the stub driver too,
-where its figures say nothing.
+`idle` (what the agent costs a step, paired), `adamw` (an AdamW training, by peer and by the driver), `hegm` (HeGM
+0.3.3 from its wheel on the same training), `helper` (helper_run); without any, all of them, the most telling first.
+With --state, a file with a line for every figure, it goes on where it was cut. Prints every figure as it comes, and
+Markdown at the end. Runs over the stub driver too, where its figures say nothing.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.gpu.bench_beside import ALONE, SIZE_GIB, run_arm, run_helper, run_idle, run_others
+from tests.gpu.bench_beside import ALONE, SIZE_GIB, run_adamw, run_arm, run_hegm, run_helper, run_idle
 from tests.gpu.bench_held import Held
 from tests.gpu.bench_record import Record, huge_pages, warm
 from tests.gpu.bench_ways import Ways
 from tests.gpu.moves_node import Node
 
 MOVES = ("peer", "host", "host-migrate", "worker", "driver")
-TASKS = (*MOVES, "arm", "idle", "helper", "hegm")
+TASKS = (*MOVES, "arm", "idle", "adamw", "hegm", "helper")
 # So much more than the rest goes by the slow ones, where they are asked for without a size of their own.
 SLOW_GIB = 8
 FEW_GIB = 64
@@ -151,9 +151,13 @@ def run_beside(bench: Bench, asked: argparse.Namespace) -> None:
     works: dict[str, Callable[[], object]] = {
         "arm": partial(run_arm, bench.ways, asked.repeat),
         "idle": partial(run_idle, node, record, asked.repeat),
+        "adamw": partial(run_adamw, node, record, asked.hegm_gib, asked.repeat),
+        "hegm": partial(run_hegm, node, record, asked.wheel, asked.hegm_gib, bench.ends),
         "helper": partial(run_helper, node, record, quick=asked.quick),
-        "hegm": partial(run_others, node, record, asked.wheel, asked.hegm_gib, asked.repeat, bench.ends),
     }
+    if asked.wheel is None:
+        record.say("HeGM is left out: no --wheel", keep=False)
+        del works["hegm"]
     for name, work in works.items():
         if (asked.tasks and name not in asked.tasks) or record.is_done(name):
             continue

@@ -1,7 +1,8 @@
 """The cases of the run over moves: every carrier with every verb, every training with every carrier that can take it.
 
-`CASES` is in the order in which they are run: first what has been seen least. A name is the verb, or what happens and
-in which stage, then the training, then the carrier where it is not left to the plan. `LEFT_OUT` says what is not there.
+`CASES` is in the order in which they are run: first what has been seen least, and what has to wait for others later.
+A name is the verb, or what happens and in which stage, then the training, then the carrier where it is not left to
+the plan. `LEFT_OUT` says what is not there.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ BUSY = {
 ACTS: dict[str, Act] = {"cancel": cancel, "helper": kill_helper, "daemon": kill_daemon}
 # Trainings that are alike to a carrier, so that cancelled ones can run side by side.
 ALIKE = ("plain", "amp", "streams")
-SEEN_LEAST = ("streams", "compiled", "workers", "large")
+SEEN_LEAST = ("streams", "workers")
 LEFT_OUT = (
     "peer x suspend, resume: only from GPU to GPU; the plan's choice there is host",
     "peer, host, worker x graph, C++, JAX: no agent vouches for their storages; refused by the plan",
@@ -169,14 +170,16 @@ def _table() -> dict[str, Case]:
     cases: dict[str, Case] = {}
     for kind in SEEN_LEAST:
         cases |= _by_choice(kind)
-    cases["drain"] = Case(partial(drain, kinds=("plain", "amp", "cuda")), ("plain", "amp", "cuda"))
     for stage, kind in zip(STAGES, ALIKE * len(STAGES), strict=False):
         run = partial(interrupted, stage=stage, act=cancel, kind=kind)
         cases[f"cancel-{stage}"] = Case(run, (kind,), beside="move", quick=stage == "checkpointing")
     cases["swap"] = Case(partial(swap, first="plain", second="amp"), ("plain", "amp"))
+    cases |= _by_choice("large")
     for name, act in (("helper", kill_helper), ("daemon", kill_daemon)):
         for stage in STAGES:
             cases[f"{name}-{stage}"] = Case(partial(interrupted, stage=stage, act=act), quick=stage in STAGES[:4])
+    cases |= _by_choice("compiled")
+    cases["drain"] = Case(partial(drain, kinds=("plain", "amp", "cuda")), ("plain", "amp", "cuda"))
     cases |= dict(_others())
     for carrier in ABLE["peer"]:
         cases[f"migrate-plain-{carrier}"] = Case(

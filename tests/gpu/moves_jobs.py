@@ -24,7 +24,7 @@ from tests.gpu.moves_node import ROOT, Node, WentWrongError, until
 
 TRAINING = Path(__file__).with_name("training")
 STUB = "HEGM_CUDA_STUB"
-STEPS = 2500 if STUB in os.environ else 8000
+STEPS = 2500 if STUB in os.environ else 6000
 PACE_S = 0.03
 DIGEST_EVERY = 10
 # The end of a run is not used: what is begun has to have time to be seen through.
@@ -37,7 +37,10 @@ CUDA_MALLOC_ASYNC = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of training. `carrier` is the one that the plan is to choose for a migration; `facts` are for the stub."""
+    """A kind of training. `carrier` is the one that the plan is to choose for a migration; `facts` are for the stub.
+
+    What is built on first use goes `after_reference` has begun; `alone` is what leaves no room for its undisturbed run.
+    """
 
     name: str
     carrier: str
@@ -47,6 +50,8 @@ class Kind:
     environ: dict[str, str] = field(default_factory=dict)
     agent: bool = True
     after_reference: bool = False
+    alone: bool = False
+    steps: int = STEPS
     facts: tuple[str, ...] = ()
 
     @property
@@ -70,7 +75,7 @@ KINDS = {
         Kind("compiled", "peer", ("compiled",), after_reference=True),
         Kind("jax", "driver", program="with_jax.py", agent=False),
         Kind("jax-boundary", "driver", ("boundary",), program="with_jax.py", facts=("hazards=graphs,",)),
-        Kind("large", "peer", ("single",), pad_mib=40 << 10),
+        Kind("large", "peer", ("single",), pad_mib=40 << 10, alone=True, steps=min(STEPS, 3000)),
     )
 }
 
@@ -79,15 +84,15 @@ def on_stub() -> bool:
     return STUB in os.environ
 
 
-def command_of(kind: Kind, built: Path, steps: int, pace_s: float) -> list[str]:
+def command_of(kind: Kind, built: Path, pace_s: float) -> list[str]:
     """How it is started."""
     settings = [f"pace={pace_s}", f"digest={DIGEST_EVERY}"]
     if on_stub():
         facts = [f"fact={fact}" for fact in kind.facts]
         sized = "24" if kind.name == "large" else "8"
-        return [sys.executable, "-m", "tests.gpu.training.pretended", str(steps), sized, *facts, *settings]
+        return [sys.executable, "-m", "tests.gpu.training.pretended", str(kind.steps), sized, *facts, *settings]
     program = [str(built)] if kind.program == "steps" else [sys.executable, str(TRAINING / kind.program)]
-    return [*program, str(steps), str(kind.pad_mib), *kind.traits, *settings]
+    return [*program, str(kind.steps), str(kind.pad_mib), *kind.traits, *settings]
 
 
 class Lines:
@@ -165,14 +170,14 @@ class Job(Lines):
     def __init__(self, node: Node, kind: Kind, reference: Lines, built: Path) -> None:
         self.node, self.kind, self.reference = node, kind, reference
         environ = {**node.environ(), **kind.environ, "CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        command = command_of(kind, built, STEPS, PACE_S)
+        command = command_of(kind, built, PACE_S)
         run = [sys.executable, "-m", "hegmctl", "run", "--no-daemon-start", "--", *command] if kind.agent else command
         super().__init__(run, environ)
 
     @property
     def spent(self) -> bool:
         """Whether it is over, or so near its end that nothing is to be begun with it."""
-        return not self.alive or len(self.lines) > STEPS - LAST_STEPS
+        return not self.alive or len(self.lines) > self.kind.steps - LAST_STEPS
 
     def ready(self) -> None:
         """Wait until it trains, the driver shows it, and its agent attends."""
@@ -244,7 +249,7 @@ class Jobs:
         environ = {**self.node.environ(), **kind.environ, "CUDA_VISIBLE_DEVICES": last}
         del environ["HEGM_SOCKET"]
         environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        self._references[kind.name] = Lines(command_of(kind, self._built, STEPS, 0.0), environ)
+        self._references[kind.name] = Lines(command_of(kind, self._built, 0.0), environ)
 
     def prepare(self, name: str) -> None:
         """Have one on its way, so that it is there when it is wanted; not one that its undisturbed run would hinder."""
@@ -253,7 +258,7 @@ class Jobs:
         if job is not None and not job.spent:
             return
         reference = self._reference(kind)
-        if kind.after_reference and reference.alive and len(reference.lines) < DIGEST_EVERY:
+        if reference.alive and (kind.alone or (kind.after_reference and len(reference.lines) < DIGEST_EVERY)):
             return
         self._begin(kind)
 
@@ -276,7 +281,9 @@ class Jobs:
         """One of that kind, training; a new one where there is none, or it has not long to go."""
         kind = KINDS[name]
         reference = self._reference(kind)
-        if kind.after_reference:
+        if kind.alone:
+            reference.process.wait(120)
+        elif kind.after_reference:
             reference.wait_for(lambda: len(reference.lines) >= DIGEST_EVERY, "the undisturbed run is late", 120)
         job = self._jobs.get(name)
         if job is None or job.spent:

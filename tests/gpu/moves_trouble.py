@@ -56,13 +56,24 @@ def interrupted_in(trial: Trial, stage: str, act: Act, carrier: str | None = Non
     op_id = trial.suspend(job, carrier).id
     if stage == "suspended":
         act(trial, op_id)
-        until(lambda: trial.node.story(op_id).operation.phase == "suspended", "that it is known to be suspended")
         trial.gone(job, before)
-    op_id = trial.begin_resume(job)
-    if stage != "suspended":
+        began = time.monotonic()
+        until(lambda: _begins_to_resume(trial, job), "that it can be resumed")
+        trial.note(f"resumed {time.monotonic() - began:.2f} s after that")
+    else:
+        op_id = trial.begin_resume(job)
         _happens(trial, op_id, stage, act)
     trial.brought_home(job, trial.node.rest(op_id), source, source, before)
     _forget_if_driven(trial, job, carrier)
+
+
+def _begins_to_resume(trial: Trial, job: Job) -> bool:
+    """Not while a new daemon has yet to see how it stands."""
+    try:
+        trial.begin_resume(job)
+    except HegmError:
+        return False
+    return True
 
 
 def _happens(trial: Trial, op_id: str, stage: str, act: Act) -> None:
