@@ -15,6 +15,7 @@ import anyio.to_thread
 
 from hegmd.attendance import Attendance
 from hegmd.devices.simulated import SimulatedProvider
+from hegmd.driver_strays import DriverStrays
 from hegmd.events import EventLog
 from hegmd.helper.link import Link
 from hegmd.inventory import Inventory, NodeSnapshot
@@ -37,7 +38,7 @@ from hegmd.protocol.snapshots import Gpu
 from hegmd.resting import ASKED, Resting
 from hegmd.rooms import Rooms
 from hegmd.sequences import Sequences
-from hegmd.strays import DistrustedStrays, PieceStrays, StandingStrays, Strays
+from hegmd.strays import DistrustedStrays, PieceStrays, Source, StandingStrays, Strays
 from hegmd.vram import VideoMemory
 from hegmd.workers import Workers
 
@@ -76,11 +77,12 @@ class Moving:
             out_bytes=self.runner.held_bytes,
             changed=inventory.expire,
         )
+        self._by_driver = self._driver_strays() if simulator is None else None
         self._standing = StandingStrays(
-            workers, lambda pid: self.runner.of_process(pid) is not None, driven=simulator is None
+            workers, lambda pid: self.runner.of_process(pid) is not None, by_driver=self._by_driver
         )
         self._distrusted = DistrustedStrays()
-        self.strays = Strays([PieceStrays(pool, self._why_stray), self._distrusted, self._standing], events)
+        self.strays = self._make_strays(events)
         self.resting = Resting(workers, pool, self.runner, events, when=spill)
         lookout = Lookout(
             inventory,
@@ -113,6 +115,27 @@ class Moving:
             PeerCarrier(self.helper, gpus, self.memory),
         )
         return {method.name: method}, {carrier.name: carrier for carrier in carriers}
+
+    def _make_strays(self, events: EventLog) -> Strays:
+        """Of all kinds."""
+        sources: list[Source] = [PieceStrays(self.pool, self._why_stray), self._distrusted, self._standing]
+        if self._by_driver is None:
+            return Strays(sources, events)
+        strays = Strays([*sources, self._by_driver], events, self._by_driver)
+        self._by_driver.changed = strays.tell
+        return strays
+
+    def _driver_strays(self) -> DriverStrays:
+        """Asked by a helper of their own: one of them that does not answer is to cost no operation its helper."""
+        asking = Link()
+
+        def is_taken(pid: int) -> bool:
+            worker = self._workers.find(pid)
+            return self.runner.of_process(pid) is not None or (worker is not None and self._standing.is_stray(worker))
+
+        return DriverStrays(
+            asking, self._neighbours, self._look, is_taken=is_taken, own_pids=lambda: (self.helper.pid, asking.pid)
+        )
 
     async def _look(self) -> NodeSnapshot:
         """What is done to real processes rests on what is so now."""
@@ -171,6 +194,8 @@ class Moving:
                     await inner.start(self.resting.run)
                     await inner.start(self.sequences.run)
                     inner.start_soon(self.attendance.run)
+                    if self._by_driver is not None:
+                        await inner.start(self._by_driver.run)
                     task_status.started()
             finally:
                 over.set()

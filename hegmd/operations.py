@@ -12,12 +12,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, Bug, HegmError, code_named
+from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, Bug, HegmError, Refused, code_named
 from hegmd.inventory import Inventory
 from hegmd.lookout import Lookout
 from hegmd.migration import events
-from hegmd.migration.adoption import adopted
-from hegmd.migration.candidates import Plan, Request, Snapshot
+from hegmd.migration.adoption import adopted, adopted_of_driver
+from hegmd.migration.candidates import Candidate, Plan, Request, Snapshot
 from hegmd.migration.course import SUSPENDED
 from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits, Operation
 from hegmd.migration.plan import planned, planned_resume
@@ -26,7 +26,7 @@ from hegmd.pool import Key, Pool, Source
 from hegmd.protocol import operations as told
 from hegmd.protocol.operations import Reason
 from hegmd.resting import Resting
-from hegmd.strays import StandingStrays, found_for
+from hegmd.strays import ByDriver, StandingStrays, found_for
 from hegmd.workers import Workers
 
 May = Callable[[int | None], bool]
@@ -146,10 +146,36 @@ class Operations:
         """
         self.check(asked, [pid])
         self._refuse_if_taken(pid)
+        worker = self._workers.find(pid)
+        by_driver = self._standing.by_driver
+        if by_driver is not None and (worker is None or not self._standing.is_stray(worker)):
+            return await self._adopt_of_driver(by_driver, pid, to, asked)
         op = adopted(self.runner.next_id(), await self._standing.job_of(pid), utc=self._utc())
         plan = await self._plan_resume(op, to)
         if asked.dry_run:
             return Answer(None, told_plan(plan))
+        return await self._begin_adopted(op, plan, asked)
+
+    async def _adopt_of_driver(self, strays: ByDriver, pid: int, to: str | None, asked: Asked) -> Answer:
+        """One that the driver has locked, which is only unlocked, or checkpointed, which is restored where it was."""
+        driven = await strays.stands(pid)
+        self._check_owner(asked, driven.uid, f"process {pid}")  # it may be listed nowhere
+        if driven.state == "running":
+            raise Refused(f"process {pid} does not stand: there is nothing to adopt", "see: hegmctl ps", {"pid": pid})
+        if to is not None and driven.gpu not in {None, to}:
+            raise Refused(
+                f"process {pid} is locked and on {driven.gpu}: all that it takes is to unlock it",
+                f"hegmctl adopt {pid}, then hegmctl migrate {pid} --to {to}",
+                {"pid": pid},
+            )
+        op = adopted_of_driver(self.runner.next_id(), driven, utc=self._utc())
+        there = Candidate(
+            pid=pid, start_ticks=driven.start_ticks, uid=driven.uid, name=driven.name, gpus=(), vram_bytes=None
+        )
+        plan = await self._plan_resume(op, to, there)
+        return Answer(None, told_plan(plan)) if asked.dry_run else await self._begin_adopted(op, plan, asked)
+
+    async def _begin_adopted(self, op: Operation, plan: Plan, asked: Asked) -> Answer:
         for worker in op.workers:  # nothing is awaited from here to the beginning
             self._refuse_if_taken(worker.pid)
         op = op.replace(id=self.runner.next_id())
@@ -157,8 +183,11 @@ class Operations:
         await self._claim_for(op)
         return await self._go_on(op.id, plan, asked)
 
-    async def _plan_resume(self, op: Operation, to: str | None) -> Plan:
+    async def _plan_resume(self, op: Operation, to: str | None, *unlisted: Candidate) -> Plan:
         snapshot = await self._lookout.snapshot([])
+        listed = {candidate.pid for candidate in snapshot.candidates}
+        also = [candidate for candidate in unlisted if candidate.pid not in listed]
+        snapshot = snapshot.replace(candidates=(*snapshot.candidates, *also))
         request = Request(kind=RESUME, pids=tuple([worker.pid for worker in op.live]), to=to)
         return plan_or_raise(planned_resume(snapshot, request, op))
 

@@ -13,6 +13,11 @@ TABLE_BYTES = 4 * MIB
 TABLE_SHARE = 32
 # What a process needs on its GPU for the moment of a restore, beyond what NVML showed of it.
 RESTORE_MARGIN_BYTES = 256 * MIB
+# What a process may need on its GPU beyond the memory of its own that its video memory was put into: what the driver
+# makes anew for it, such as contexts and the stacks of kernels. Not measured, so it is plenty.
+UNSEEN_BYTES = 2048 * MIB
+# As much as a whole GPU has can never be held to the last bit; in what is left here nobody else has room to compute.
+LAST_BYTES = 64 * MIB
 # What a context of the helper takes on each GPU where it copies.
 CONTEXT_BYTES = 512 * MIB
 

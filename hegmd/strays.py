@@ -13,7 +13,7 @@ from typing import Protocol
 from hegmd.errors import NOT_FOUND, HegmError, Refused
 from hegmd.events import EventLog
 from hegmd.log import fields
-from hegmd.migration.adoption import Standing
+from hegmd.migration.adoption import Driven, Standing
 from hegmd.pool import Piece, Pool
 from hegmd.pool import Source as PieceSource
 from hegmd.pool_found import Distrusted
@@ -35,6 +35,18 @@ class Source(Protocol):
     async def drop(self, name: str) -> int | None:
         """Give up the one of that name for good; how many bytes that frees, if that is known. Raises HegmError."""
         ...
+
+
+class ByDriver(Protocol):
+    """Who asks a real GPU's driver about a process: `driver_strays`."""
+
+    async def stands(self, pid: int) -> Driven: ...
+
+
+class Looker(Protocol):
+    """A source that has to be asked to look."""
+
+    async def look(self, *, thorough: bool, within_s: float) -> None: ...
 
 
 class PieceStrays:
@@ -90,14 +102,15 @@ class DistrustedStrays:
 class StandingStrays:
     """Processes that stand, or whose bytes are out, and that no operation has. `in_hand` tells which one has.
 
-    `driven` stands for real GPUs. What a process needs on one for its restore is measured when it is taken off, and is
-    in the journal alone; a restore without that much room loses the job. So there nobody is adopted.
+    `by_driver` asks the driver, where there are real GPUs. What a process needs on one for its restore is measured
+    when it is taken off, and is in the journal alone; a restore without that much room loses the job. So there nobody
+    is adopted.
     """
 
-    def __init__(self, workers: Workers, in_hand: Callable[[int], bool], *, driven: bool = False) -> None:
+    def __init__(self, workers: Workers, in_hand: Callable[[int], bool], by_driver: ByDriver | None = None) -> None:
         self._workers = workers
         self._in_hand = in_hand
-        self._driven = driven
+        self.by_driver = by_driver
 
     def standing(self) -> Sequence[Worker]:
         """Their handles."""
@@ -114,7 +127,7 @@ class StandingStrays:
             raise HegmError(
                 NOT_FOUND, f"process {pid} has no agent that is connected", "see: hegmctl adopt", {"pid": pid}
             )
-        if self._driven:
+        if self.by_driver is not None:
             raise Refused(
                 f"process {pid} uses a real GPU, and how much room its restore needs there was in the journal alone",
                 "bring the journal back from a copy (operations.journal in the state directory), then start hegmd",
@@ -177,14 +190,20 @@ def found_for(pieces: Mapping[str, Piece], worker: str, source: PieceSource, hel
 class Strays:
     """All of them. Listens to the workers; each stray is told of once, as an event and in the log."""
 
-    def __init__(self, sources: Sequence[Source], events: EventLog) -> None:
+    def __init__(self, sources: Sequence[Source], events: EventLog, looker: Looker | None = None) -> None:
         self._sources = sources
+        self._looker = looker
         self._events = events
         self._told: set[str] = set()
 
     def all(self) -> tuple[Stray, ...]:
         """Everything that needs a person now."""
         return tuple([stray for source in self._sources for stray in source.strays()])
+
+    async def look(self, *, thorough: bool, within_s: float) -> None:
+        """Have what can only be seen by asking looked at now, as far as that takes no longer."""
+        if self._looker is not None:
+            await self._looker.look(thorough=thorough, within_s=within_s)
 
     async def drop(self, name: str) -> int | None:
         """Give up the one of that name for good; how many bytes that frees. Raises HegmError."""

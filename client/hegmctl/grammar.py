@@ -389,9 +389,10 @@ _VERBS = (
     Verb(
         "adopt",
         "bring back what no operation has",
-        "Without a PID, lists what was found on the node and belongs to no operation: processes that stand, bytes in "
-        "memory or on disk. With a PID, makes an operation of that process and the others of its job and lets them go "
-        "on. Nothing of it is ever deleted unless --drop says so.",
+        "Without a PID, lists what was found on the node and belongs to no operation: processes that stand, or that "
+        "the CUDA driver has locked or checkpointed, and bytes in memory or on disk. With a PID, makes an operation "
+        "of that process and the others of its job and lets them go on. Nothing of it is ever deleted unless --drop "
+        "says so.",
         options=(
             Option("--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go on at; else the job's own"),
             Option("--drop", kind=TEXT, metavar="NAME", doc="give up these bytes for good"),

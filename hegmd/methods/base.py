@@ -53,6 +53,8 @@ class Subject:
     in_rounds: bool = False
     #: Whether the room on the GPU that it leaves is to be kept for the way back.
     keeps_room: bool = True
+    #: Whether nobody knows on which GPU the driver had it: it comes back there, and that may be any.
+    anywhere: bool = False
     #: Its agent, if it has one that has attended since the daemon was started.
     agent: Worker | None = None
 
@@ -116,8 +118,11 @@ class Method(Protocol):
         """Take it off its GPU."""
         ...
 
-    async def restore(self, subject: Subject, gpu: str) -> None:
-        """Bring it back on that GPU; what is held for it there becomes its own. Raises NoRoom before it is too late."""
+    async def restore(self, subject: Subject, gpu: str) -> str | None:
+        """Bring it back on that GPU; what is held for it there becomes its own. Raises NoRoom before it is too late.
+
+        Gives the GPU that it is on, where that was not to be chosen.
+        """
         ...
 
     def making(self, subject: Subject) -> AbstractAsyncContextManager[None]:

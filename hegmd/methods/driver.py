@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Container, Generator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -191,34 +191,69 @@ class DriverMethod:
 
     # -- and back ------------------------------------------------------------------------------------------------------
 
-    async def restore(self, subject: Subject, gpu: str) -> None:
+    async def restore(self, subject: Subject, gpu: str) -> str | None:
         """Never without the room having been held until the moment of the call, and seen to be free at that moment."""
         await self._neighbours.let_be(subject.who)
         with self._having_in_hand(subject):
             uuid = await self._gpus.uuid_of(gpu)
             if await self._state(subject) != CHECKPOINTED:
                 await self._unlock(subject)
-                return
+                return await self._place(subject) if subject.anywhere else None
+            if subject.anywhere:
+                return await self._restore_where_it_was(subject, gpu)
             pairs = await self._pairs(subject, uuid)
             async with self._gpus.turn(gpu):
-                await self._restore_in_room(subject, gpu, uuid, pairs)
+                await self._restore_in_room(subject, {gpu: uuid}, pairs)
                 await self._unlock(subject)  # before others count on what they see of it
+            return None
 
-    async def _restore_in_room(self, subject: Subject, gpu: str, uuid: str, pairs: list[list[str]]) -> None:
-        held_bytes = self._memory.of(rest_of(subject)).get(uuid, 0)
-        if held_bytes < subject.rest_bytes:
-            raise _no_room(subject, gpu, subject.rest_bytes, held_bytes, "held")
-        others = await self._others(subject, gpu)
+    async def _restore_where_it_was(self, subject: Subject, gpu: str) -> str:
+        """Without a map, and with its room held on every GPU that it can come back on; which it was, it gives."""
+        devices = (await self._helper.call("devices", deadline_s=QUICK_S)).values["devices"]
+        await self._gpus.seen()
+        rooms = {self._gpus.name_of(uuid): uuid for uuid in (str(device["uuid"]) for device in devices)}
+        try:
+            for name in rooms:
+                await self._hold(subject, name, subject.rest_bytes, 0)
+            async with self._gpus.turns(rooms):
+                await self._restore_in_room(subject, rooms, [])
+                await self._unlock(subject)
+        finally:
+            with anyio.CancelScope(shield=True):
+                for name, uuid in rooms.items():
+                    if name != gpu:  # that of its goal is the operation's
+                        await self._memory.give(rest_of(subject), uuid)
+        return await self._place(subject)
+
+    async def _place(self, subject: Subject) -> str:
+        """The GPU that it is on, as soon as NVML shows it."""
+        while True:
+            if places := await self._places(subject):
+                break
+            await anyio.sleep(_LOOK_AGAIN_S)
+        self._gpus.changed()
+        return places[0]
+
+    async def _restore_in_room(self, subject: Subject, rooms: Mapping[str, str], pairs: list[list[str]]) -> None:
+        """`rooms` are the GPUs by name, with their UUIDs, on which there has to be room for it."""
+        for gpu, uuid in rooms.items():
+            held_bytes = self._memory.of(rest_of(subject)).get(uuid, 0)
+            if held_bytes < subject.rest_bytes:
+                raise _no_room(subject, gpu, subject.rest_bytes, held_bytes, "held")
+        others = await self._others(subject, rooms)
         async with self._neighbours.held_still(others, but_for=self._in_hand) as loose:
             spare_bytes = CALM_BYTES if loose else 0
-            free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
-            if free_bytes is None or free_bytes < spare_bytes:  # still held: nothing is risked by looking
-                raise _unsafe(subject, gpu, free_bytes, loose)
-            await self._memory.give(rest_of(subject), uuid)
-            free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
-            if free_bytes is None or free_bytes < subject.rest_bytes + spare_bytes:
-                await self._hold_again(subject, uuid)
-                raise _no_room(subject, gpu, subject.rest_bytes + spare_bytes, free_bytes, "free")
+            for gpu in rooms:
+                free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
+                if free_bytes is None or free_bytes < spare_bytes:  # still held: nothing is risked by looking
+                    raise _unsafe(subject, gpu, free_bytes, loose)
+            for uuid in rooms.values():
+                await self._memory.give(rest_of(subject), uuid)
+            for gpu in rooms:
+                free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
+                if free_bytes is None or free_bytes < subject.rest_bytes + spare_bytes:
+                    await self._hold_again(subject, rooms.values())
+                    raise _no_room(subject, gpu, subject.rest_bytes + spare_bytes, free_bytes, "free")
             await self._restore_to_its_end(subject, pairs)
 
     async def _restore_to_its_end(self, subject: Subject, pairs: list[list[str]]) -> None:
@@ -248,11 +283,12 @@ class DriverMethod:
             logger.info("the restore of process %d was cut off, and it is %s", subject.pid, state)
             return
 
-    async def _hold_again(self, subject: Subject, uuid: str) -> None:
-        try:
-            await self._memory.hold(rest_of(subject), uuid, subject.rest_bytes)
-        except HegmError as error:
-            logger.warning("the room for process %d was lost: %s", subject.pid, error.message)
+    async def _hold_again(self, subject: Subject, uuids: Iterable[str]) -> None:
+        for uuid in uuids:
+            try:
+                await self._memory.hold(rest_of(subject), uuid, subject.rest_bytes)
+            except HegmError as error:
+                logger.warning("the room for process %d was lost: %s", subject.pid, error.message)
 
     async def _pairs(self, subject: Subject, to: str) -> list[list[str]]:
         """The map for the driver: every GPU that it sees, the old and the new one changing places; none to stay."""
@@ -265,14 +301,14 @@ class DriverMethod:
         uuids = [str(device["uuid"]) for device in answer.values["devices"]]
         return [[uuid, changed.get(uuid, uuid)] for uuid in uuids]
 
-    async def _others(self, subject: Subject, gpu: str) -> list[tuple[int, int]]:
-        """Who else computes on that GPU, as far as it can be seen; the helper takes room there in its turn alone."""
+    async def _others(self, subject: Subject, gpus: Container[str]) -> list[tuple[int, int]]:
+        """Who else computes on those GPUs, as far as it can be seen; the helper takes room there in its turn alone."""
         node = await self._gpus.seen()
         return [
             (process.pid, process.start_ticks)
             for process in node.processes
             if process.pid not in {subject.pid, self._helper.pid} and process.start_ticks is not None
-            if any(use.gpu == gpu and use.kind == "compute" for use in process.gpus)
+            if any(use.gpu in gpus and use.kind == "compute" for use in process.gpus)
         ]
 
     @asynccontextmanager

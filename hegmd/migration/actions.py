@@ -259,7 +259,10 @@ def ended(op: Operation, worker: Worker, pending: Pending, event: events.Ended) 
 
 
 def restored(op: Operation, worker: Worker, pending: Pending, event: events.Restored) -> Operation:
-    return op.replace(lacks=None).with_worker(worker.replace(at=pending.gpu))
+    """One that comes back where the driver had it is then where it is to be."""
+    if event.landed is not None:
+        worker = worker.replace(goal=event.landed, anywhere=False)
+    return op.replace(lacks=None).with_worker(worker.replace(at=event.landed or pending.gpu))
 
 
 def refilled(op: Operation, worker: Worker, pending: Pending, event: events.Refilled) -> Operation:
@@ -299,6 +302,8 @@ def inspected(op: Operation, worker: Worker, pending: Pending, event: events.Ins
         pool_bytes=event.pool_bytes if worker.recount else worker.pool_bytes,
     )
     op = _without_orders(op, worker.name)
+    if worker.anywhere and event.gpu is not None:  # somebody was quicker, or a restore that was cut off came to its end
+        now_known = now_known.replace(anywhere=False, goal=event.gpu if op.heading == FORWARD else worker.goal)
     if not event.parked and whole and op.heading != FORWARD:
         now_known = now_known.replace(origin=event.gpu, goal=event.gpu)
     if not was_standing or event.parked:

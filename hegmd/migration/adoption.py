@@ -1,7 +1,8 @@
 """Operations made of processes that were found standing: suspended ones, as if an operation of before had left them so.
 
-Owns what is believed of such a process, which is what its agent says of it. Pure. From there the machine knows the way:
-each is looked at first, and a resume brings it back.
+Owns what is believed of such a process, which is what its agent says of it, or the driver, or both; and how much room
+one may need of which nobody has measured it. Pure. From there the machine knows the way: each is looked at first, and a
+resume brings it back.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hegmd.migration.course import SUSPENDED as RESTING
-from hegmd.migration.operation import SUSPEND, Operation, Worker
+from hegmd.migration.operation import BY_DRIVER, SIMULATED, SUSPEND, Operation, Worker
+from hegmd.pieces import LAST_BYTES, UNSEEN_BYTES
 from hegmd.protocol.record import Record, field
+
+DRIVER = "driver"
 
 
 class Standing(Record):
@@ -28,6 +32,29 @@ class Standing(Record):
     held_bytes: int = field("bytes of these that are out of the process")
 
 
+class Driven(Record):
+    """A process on a real GPU, or off it, by the driver."""
+
+    pid: int = field("process id")
+    start_ticks: int = field("start time in clock ticks since boot")
+    uid: int = field("its owner")
+    name: str = field("short name of the program")
+    state: str = field("running, locked or checkpointed")
+    gpu: str | None = field("the GPU that it is on; nil when it is checkpointed", default=None)
+    rest_bytes: int = field("what it may need on a GPU to be restored; 0 for one that is on its GPU", default=0)
+
+
+def room_bound(own_bytes: int, whole_bytes: Iterable[int | None]) -> int:
+    """How much room one that is checkpointed may need at most, of whom no journal says what it had.
+
+    Its video memory is in its own memory, so it had no more than that and what the driver makes anew; nor can it have
+    had more than the largest of the GPUs, which have so much each.
+    """
+    bound_bytes = own_bytes + UNSEEN_BYTES
+    known = [size_bytes for size_bytes in whole_bytes if size_bytes is not None]
+    return min(bound_bytes, max(known) - LAST_BYTES) if known else bound_bytes
+
+
 def adopted(op_id: str, standing: Iterable[Standing], *, utc: float) -> Operation:
     """A suspended operation on these processes, which are those of one job."""
     found = tuple(standing)
@@ -42,12 +69,37 @@ def adopted(op_id: str, standing: Iterable[Standing], *, utc: float) -> Operatio
     )
 
 
+def adopted_of_driver(op_id: str, driven: Driven, *, utc: float) -> Operation:
+    """The same on a process that the driver has, and of which no agent says that it stands."""
+    worker = Worker(
+        name=str(driven.pid),
+        pid=driven.pid,
+        start_ticks=driven.start_ticks,
+        token="",
+        method=DRIVER,
+        carrier=BY_DRIVER,
+        was_on=driven.gpu,
+        origin=None,
+        goal=None,
+        at=driven.gpu,
+        size_bytes=0,
+        rest_bytes=driven.rest_bytes,
+        anywhere=driven.gpu is None,
+        rooms={},
+        touched=True,
+        unsure=True,
+        recount=True,
+    )
+    return Operation(id=op_id, kind=SUSPEND, phase=RESTING, workers=(worker,), owner_uid=driven.uid, created_utc=utc)
+
+
 def _worker(one: Standing) -> Worker:
     return Worker(
         name=str(one.pid),
         pid=one.pid,
         start_ticks=one.start_ticks,
         token=one.token,
+        method=SIMULATED,
         rank=one.rank,
         was_on=one.gpu,
         origin=None,

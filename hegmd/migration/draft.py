@@ -20,6 +20,8 @@ class Draft:
     reasons: list[Reason] = field(default_factory=list[Reason])
     #: What each takes besides its own room, by pid.
     choices: dict[int, Choice] = field(default_factory=dict[int, Choice])
+    #: The GPUs on each of which there has to be room for a process, since it may come back on any of them, by pid.
+    anywhere: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
 
     def against(self, code: Code, message: str, hint: str, *, pid: int | None = None, gpu: str | None = None) -> None:
         reason = Reason(code=code.name, message=message, hint=hint, pid=pid, gpu=gpu)

@@ -161,6 +161,8 @@ class Ended(Ending, tag="ended"):
 class Restored(Ending, tag="restored"):
     """The process can use its GPU again."""
 
+    landed: str | None = field("where it is instead, for one that could only come back where it was", default=None)
+
 
 class Refilled(Ending, tag="refilled"):
     """The bytes are in the process again, and still in the pool."""

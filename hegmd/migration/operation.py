@@ -87,6 +87,9 @@ class Worker(Record):
     goal: str | None = field("the GPU that it is to be on; nil for none")
     at: str | None = field("the GPU that it is on; nil while it is checkpointed")
     left: str | None = field("the GPU that it was taken off last", default=None)
+    anywhere: bool = field(
+        "whether nobody knows on which GPU the driver had it: it comes back there, whichever is its goal", default=False
+    )
     size_bytes: int = field("bytes of the storages that its agent vouches for")
     rest_bytes: int = field("what it needs on a GPU besides them: what the driver carries, with a margin", default=0)
     overlap_bytes: int = field(

@@ -221,9 +221,10 @@ class Performer:
         if member.out:
             await self._carrier(member).fetch(subject, tell)  # one that fails has changed nothing
         began = anyio.current_time()
-        await self._method(member).restore(subject, effect.gpu)
-        self._note_pace(member, BY_DRIVER, IN, member.rest_bytes, began)
-        return events.Restored(**_ends(effect))
+        landed = await self._method(member).restore(subject, effect.gpu)
+        if not member.anywhere:  # of whom it is only known that it is not more
+            self._note_pace(member, BY_DRIVER, IN, member.rest_bytes, began)
+        return events.Restored(**_ends(effect), landed=landed)
 
     async def _refill(self, op: Operation, member: Member, effect: effects.Refill, tell: Progress) -> Event:
         if self._worker(member).held_bytes:
@@ -321,6 +322,7 @@ class Performer:
             rest_bytes=member.rest_bytes,
             in_rounds=member.overlap_bytes > 0,
             keeps_room=member.goal is not None or member.keeps is not None or len(op.workers) > 1,
+            anywhere=member.anywhere,
             agent=self._agent(member),
         )
 

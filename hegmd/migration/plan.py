@@ -190,9 +190,27 @@ def _judge_target(draft: Draft, to: str, vendor: str, chip: str | None, *, stays
         draft.against(REFUSED, f"{to} has another chip: {target.chip or 'unknown'}, not {chip}", hint, gpu=to)
 
 
+def _place_anywhere(draft: Draft, worker: Worker) -> str | None:
+    """It comes back where the driver had it, and nobody knows where that was: so there is to be room on every GPU."""
+    gpus = tuple([gpu.id for gpu in draft.snapshot.gpus if gpu.vendor == NVIDIA])
+    to = draft.request.placement.get(str(worker.pid), draft.request.to)
+    if to is not None and gpus != (to,):
+        message = f"on which GPU the driver had process {worker.pid} is not known, and it can only come back there"
+        hint = f"leave --to out, and once it runs: hegmctl migrate {worker.pid} --to {to}"
+        draft.against(REFUSED, message, hint, pid=worker.pid)
+    for gpu in gpus:
+        _judge_target(draft, gpu, NVIDIA, worker.chip, stays=False)
+    draft.anywhere[worker.pid] = gpus
+    return gpus[0] if gpus else None
+
+
 def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate) -> None:
     request = draft.request
     to = request.placement.get(str(worker.pid), request.to or worker.keeps or worker.was_on)
+    if worker.anywhere:
+        to = _place_anywhere(draft, worker)
+    elif worker.at is not None and worker.method == DRIVER and not worker.parked and not worker.out:
+        to = worker.at  # it was never off
     if to is None:
         hint = "name one with --to; see hegmctl gpus"
         draft.against(REFUSED, f"it is not known on which GPU process {worker.pid} was", hint, pid=worker.pid)
@@ -209,7 +227,7 @@ def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate) -> None
         PlannedProcess(
             pid=worker.pid,
             name=named(candidate),
-            gpu=None,
+            gpu=worker.at if to == worker.at else None,
             to=to,
             size_bytes=worker.carried_bytes,
             carrier=worker.carrier,
@@ -251,7 +269,8 @@ def _room_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
         if worker.to is not None:
             own_bytes = draft.choices.get(worker.pid, Choice("")).target_bytes
             more_bytes = worker.room_bytes + own_bytes - held.get(worker.pid, 0)
-            needed[worker.to] = needed.get(worker.to, 0) + more_bytes
+            for gpu in draft.anywhere.get(worker.pid, (worker.to,)):
+                needed[gpu] = needed.get(gpu, 0) + more_bytes
     return needed
 
 
@@ -311,7 +330,7 @@ def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> Plan:
         pool_free_bytes=draft.snapshot.pool.free_bytes,
         estimate_s=_estimate_s(draft, kind),
         lockstep=world > 1,
-        hazards=(*_hazards(members, world), *_slow_ways(draft)),
+        hazards=(*_hazards(members, world), *_slow_ways(draft), *_unknown_places(draft)),
         steps=tuple(_steps(moving, kind).split("; ")),
     )
 
@@ -327,6 +346,8 @@ def _estimate_s(draft: Draft, kind: str) -> float:
 
 
 def _steps(moving: list[PlannedProcess], kind: str) -> str:
+    if not moving:
+        return "unlock; see it run"
     if all(worker.method != DRIVER for worker in moving):
         return _STEPS[kind]
     carriers = listed(tuple(dict.fromkeys(w.carrier for w in moving if w.carrier != BY_DRIVER)))
@@ -341,6 +362,14 @@ def _slow_ways(draft: Draft) -> Iterator[str]:
         candidate = candidate_of(draft.snapshot, worker.pid)
         if why and candidate is not None and candidate.agent is not None:
             yield f"the bytes of process {worker.pid} go by {worker.carrier}: {why}"
+
+
+def _unknown_places(draft: Draft) -> Iterator[str]:
+    for pid, gpus in draft.anywhere.items():
+        yield (
+            f"on which GPU the driver had process {pid} is not known: it comes back there, and room for it is held on "
+            f"{listed(gpus)} until then"
+        )
 
 
 def _hazards(members: tuple[Candidate, ...], world: int) -> Iterator[str]:

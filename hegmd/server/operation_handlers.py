@@ -14,6 +14,10 @@ from hegmd.server.dispatch import Handler
 from hegmd.server.session import Call
 from hegmd.strays import Strays
 
+# How long whoever asks waits for what takes a look; then it is told what is known by now.
+OPERATIONS_S = 1.0
+STRAYS_S = 20.0
+
 
 class OperationHandlers:
     """One method per message."""
@@ -63,6 +67,7 @@ class OperationHandlers:
         return _drained(await self._sequences.swap(request.first, request.second, asked))
 
     async def operations(self, call: Call, _: m.Operations) -> m.OperationsReply:
+        await self._strays.look(thorough=False, within_s=OPERATIONS_S)
         runner = self._operations.runner
         operations = tuple(runner.describe(op.id) for op in runner.operations())
         return m.OperationsReply(operations=operations, strays=self._strays.all())
@@ -79,6 +84,7 @@ class OperationHandlers:
         return m.OperationReply(operation=await self._operations.cancel(request.id, self._asked(call)))
 
     async def strays(self, call: Call, _: m.Strays) -> m.StraysReply:
+        await self._strays.look(thorough=True, within_s=STRAYS_S)
         return m.StraysReply(strays=self._strays.all())
 
     async def adopt(self, call: Call, request: m.Adopt) -> m.OperationReply:

@@ -26,7 +26,7 @@ SEEN = ("hegmd.log", "hegmd.audit", "hegmd.metrics", "hegmd.events")
 # The node as it is: hardware, workers, and how programs are run on it.
 NODE = ("hegmd.devices", "hegmd.external", "hegmd.workers", "hegmd.workloads", "hegmd.ways")
 # Where operations, and what no operation has, are asked for.
-ASKED = ("hegmd.operations", "hegmd.sequences", "hegmd.strays")
+ASKED = ("hegmd.operations", "hegmd.sequences", "hegmd.strays", "hegmd.driver_strays")
 # What pieces of the pool are made of, and where.
 PIECES = (
     "hegmd.blocks",
@@ -112,6 +112,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.migration.performer": (*MOVING, "hegmd.migration"),
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
     "hegmd.strays": (*MOVING, "hegmd.events", "hegmd.migration.adoption", "hegmd.pool_found"),
+    "hegmd.driver_strays": (
+        *(*GROUND, "hegmd.detached", "hegmd.helper", "hegmd.methods", "hegmd.migration.adoption", "hegmd.processes"),
+    ),
     "hegmd.resting": (*MOVING, "hegmd.agent_orders", "hegmd.events", "hegmd.migration"),
     "hegmd.lookout": (
         *(*GROUND, "hegmd.detached", "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.processes"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hegmd.errors import DENIED, NOT_FOUND, REFUSED, HegmError, Refused
+from hegmd.migration.adoption import Driven
 from hegmd.pool import Key, Piece, Source
 from hegmd.pool_names import PieceName
 from hegmd.strays import StandingStrays, found_for
@@ -176,13 +177,20 @@ async def test_what_cannot_be_believed_is_told_of_and_not_deleted(tmp_path: Path
     assert file.exists()
 
 
+class NeverAsked:
+    """The driver of real GPUs."""
+
+    async def stands(self, pid: int) -> Driven:
+        raise AssertionError(f"{pid} is asked about")
+
+
 async def test_a_job_on_a_real_gpu_was_adopted_with_no_word_of_the_room_that_its_restore_needs(
     tmp_path: Path, process: Child
 ) -> None:
     agent = await suspended(tmp_path, process.pid)
     async with running(tmp_path) as node:
         await back(agent, node)
-        standing = StandingStrays(node.workers, lambda _pid: False, driven=True)
+        standing = StandingStrays(node.workers, lambda _pid: False, by_driver=NeverAsked())
         assert [stray.pid for stray in standing.strays()] == [process.pid], "it is not even told of"
         with pytest.raises(Refused, match="was in the journal alone"):
             await standing.job_of(process.pid)

@@ -1,0 +1,120 @@
+"""Whom the driver has and nobody else knows of, asked over the stub: whose it is, and that it is still that one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.driver_strays import DriverStrays
+from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
+from hegmd.helper.link import Link, child_environment
+from hegmd.lookout import Lookout
+from hegmd.methods.driver import is_stopped
+from hegmd.methods.neighbours import Neighbours
+from hegmd.operations import Operations
+from hegmd.strays import StandingStrays
+from tests.contract.helped import Owner, ask, linked
+from tests.stubs.cuda.node import CudaNode
+from tests.unit.moving_node import Node, running, start_ticks
+
+LONG_S = 30.0
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> CudaNode:
+    return CudaNode.make(tmp_path / "node")
+
+
+@pytest.fixture
+def owner(node: CudaNode) -> Iterator[Owner]:
+    made = Owner(node, 0, 1)
+    yield made
+    made.close()
+
+
+@asynccontextmanager
+async def looking(cuda: CudaNode, node: Node, folder: Path, *taken: int) -> AsyncIterator[DriverStrays]:
+    """Strays of the driver on that stub, beside the parts of a simulated daemon."""
+    link = Link(environment={**child_environment({}), **cuda.environment()})
+    neighbours = Neighbours(link, folder, start_ticks=start_ticks, is_stopped=is_stopped)
+    strays = DriverStrays(link, neighbours, node.inventory.refresh, is_taken=lambda pid: pid in taken)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(strays.run)
+        yield strays
+        tasks.cancel_scope.cancel()
+
+
+async def off(cuda: CudaNode, owner: Owner) -> None:
+    """Somebody checkpoints it, and is gone."""
+    async with linked(cuda) as link:
+        await ask(link, "lock", pid=owner.pid, timeout_s=1)
+        await ask(link, "checkpoint", pid=owner.pid)
+
+
+async def test_a_checkpointed_process_is_its_owners_alone_to_adopt(
+    node: CudaNode, owner: Owner, tmp_path: Path
+) -> None:
+    """It is listed nowhere, so its owner has to be asked of the kernel: once anybody could have brought it back."""
+    await off(node, owner)
+    async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as strays:
+        moving, standing = daemon.moving, StandingStrays(daemon.workers, lambda _: False, strays)
+        lookout = Lookout(
+            daemon.inventory, daemon.workers, moving.resting.pool_room, count=moving.attendance.count, running=tuple
+        )
+        operations = Operations(
+            daemon.inventory,
+            daemon.workers,
+            lookout,
+            moving.runner,
+            pool=moving.pool,
+            resting=moving.resting,
+            standing=standing,
+        )
+        with pytest.raises(HegmError) as refused:
+            await operations.adopt(owner.pid, None, daemon.asked(may=False))
+        assert refused.value.code is DENIED
+        assert refused.value.facts["uid"] == os.geteuid()
+        assert moving.runner.operations() == ()
+
+
+async def test_a_process_that_ended_is_no_stray_any_more_and_its_number_is_nobodys(
+    node: CudaNode, owner: Owner, tmp_path: Path
+) -> None:
+    await off(node, owner)
+    async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as strays:
+        await strays.look(thorough=True, within_s=LONG_S)
+        assert [stray.pid for stray in strays.strays()] == [owner.pid]
+        with pytest.raises(Refused, match="is a process and not bytes"):
+            await strays.drop(str(owner.pid))
+        owner.close()
+        assert list(strays.strays()) == []
+        with pytest.raises(HegmError) as refused:
+            await strays.stands(owner.pid)
+        assert refused.value.code is NOT_FOUND
+
+
+async def test_whom_an_operation_has_is_no_stray(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
+    await off(node, owner)
+    async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path, owner.pid) as strays:
+        await strays.look(thorough=True, within_s=LONG_S)
+        assert list(strays.strays()) == []
+    assert owner.pid not in {call.subject for call in node.calls("cuCheckpointProcessGetState")}
+
+
+async def test_who_is_held_still_for_a_moment_is_no_stray(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
+    async with running(tmp_path / "state") as daemon, linked(node) as link:
+        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
+        strays = DriverStrays(link, neighbours, daemon.inventory.refresh, is_taken=lambda _: False)
+        ticks = start_ticks(owner.pid)
+        assert ticks is not None
+        async with anyio.create_task_group() as tasks, neighbours.held_still([(owner.pid, ticks)]):
+            tasks.start_soon(strays.stands, owner.pid)
+            await anyio.wait_all_tasks_blocked()
+            assert (await ask(link, "state", pid=owner.pid))["state"] == "locked"
+            tasks.cancel_scope.cancel()
+        assert (await ask(link, "state", pid=owner.pid))["state"] == "running"

@@ -1,0 +1,135 @@
+"""Processes that the driver has and no journal mentions: found, told of, adopted, over the stub driver.
+
+The stub's trap counts here as in test_driver.py: who is whole at the end was restored with room, or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmctl.connection import Connection
+from hegmd.errors import HegmError
+from hegmd.protocol import operations as told
+from hegmd.protocol.messages import Adopt, OperationReply, Operations, OperationsReply, Strays, StraysReply
+from tests.e2e.driven import GIB, DrivenNode, Watched, only_its_own
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+STATE, RESTORE = "cuCheckpointProcessGetState", "cuCheckpointProcessRestore"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[DrivenNode]:
+    with DrivenNode(tmp_path) as made:
+        yield made
+
+
+def by_somebody(node: DrivenNode, *steps: str, pid: int) -> None:
+    """What a person's own tool does to a process, which then ends."""
+    for step in steps:
+        words = [step, str(pid), *(["1000"] if step == "lock" else [])]
+        subprocess.run(
+            [sys.executable, "-m", "tests.stubs.cuda.rig", "--call", *words],
+            env={**os.environ, **node.cuda.environment()},
+            check=True,
+        )
+
+
+def strays_of(connection: Connection) -> dict[str, told.Stray]:
+    return {stray.name: stray for stray in connection.call(Strays(), StraysReply).strays}
+
+
+def adopt(connection: Connection, pid: int, to: str | None = None) -> told.Operation:
+    reply = connection.call(Adopt(pid=pid, to=to), OperationReply)
+    assert reply.operation is not None
+    return reply.operation
+
+
+def test_a_process_that_somebody_left_locked_stood_for_good_and_nobody_was_told(node: DrivenNode) -> None:
+    with node.program(1) as program, node.connect() as connection:
+        watched = Watched(program)
+        by_somebody(node, "lock", pid=watched.pid)
+        stray = strays_of(connection)[str(watched.pid)]
+        assert ("locked" in stray.why, stray.where, stray.next) == (True, "on gpu1", f"hegmctl adopt {watched.pid}")
+        with pytest.raises(HegmError, match="is locked and on gpu1"):
+            adopt(connection, watched.pid, "gpu0")
+        adopted = adopt(connection, watched.pid)
+        assert (adopted.phase, adopted.failure, adopted.processes[0].gpu) == ("done", None, "gpu1")
+        assert not node.cuda.calls(RESTORE), "it was only locked"
+        watched.is_whole()
+        assert strays_of(connection) == {}
+        with pytest.raises(HegmError, match="does not stand"):
+            adopt(connection, watched.pid)
+
+
+def test_a_process_that_somebody_left_checkpointed_comes_back_where_it_was_with_room_held_for_it(
+    node: DrivenNode,
+) -> None:
+    with node.program(0) as here, node.program(1) as there:
+        neighbour, watched = Watched(here), Watched(there)
+        by_somebody(node, "lock", "checkpoint", pid=watched.pid)
+        node.daemon.stop()
+        node.daemon.start()
+        with node.connect() as connection:
+            event = next(event for event in connection.events(follow=True) if event.kind == "pool.stray")
+            assert event.pid == watched.pid
+        with node.connect() as connection:
+            with pytest.raises(HegmError, match="is not known, and it can only come back there"):
+                adopt(connection, watched.pid, "gpu0")
+            adopted = adopt(connection, watched.pid)
+            assert (adopted.phase, adopted.failure, adopted.processes[0].gpu) == ("done", None, "gpu1")
+            neighbour.is_whole()
+            watched.is_whole()
+            assert strays_of(connection) == {}
+
+
+def test_one_of_whom_nobody_knows_where_it_was_waits_for_room_on_every_gpu(tmp_path: Path) -> None:
+    with DrivenNode(tmp_path, gpu_bytes=4 * GIB) as node, node.program(0) as program, node.connect() as connection:
+        watched = Watched(program)
+        by_somebody(node, "lock", "checkpoint", pid=watched.pid)
+        with node.program(1, 16) as other:
+            assert other.tell("grab").startswith("grabbed")
+            with pytest.raises(HegmError, match=r"gpu1 has .* free and .* are needed"):
+                adopt(connection, watched.pid)
+        assert not node.cuda.calls(RESTORE)
+        assert adopt(connection, watched.pid).phase == "done"
+        watched.is_whole()
+        only_its_own(node, watched)
+
+
+def test_nobody_who_is_stopped_is_asked_and_one_who_does_not_answer_hides_no_other(node: DrivenNode) -> None:
+    with node.program(0) as stopped, node.program(0) as hung, node.program(1) as found, node.connect() as connection:
+        programs = [Watched(program) for program in (stopped, hung, found)]
+        one, two, three = (program.pid for program in programs)
+        for pid in (one, two, three):
+            by_somebody(node, "lock", pid=pid)
+        os.kill(one, signal.SIGSTOP)
+        node.cuda.order(f"hang step:state@{two}")
+        before = len([call for call in node.cuda.calls(STATE) if call.subject == one])
+        strays = strays_of(connection)
+        assert strays[str(one)].next.startswith(f"kill -CONT {one}")
+        assert (str(two) in strays, strays[str(three)].next) == (False, f"hegmctl adopt {three}")
+        with pytest.raises(HegmError, match="stopped by a signal"):
+            adopt(connection, one)
+        with pytest.raises(HegmError, match="did not say within"):
+            adopt(connection, two)
+        assert len([call for call in node.cuda.calls(STATE) if call.subject == one]) == before
+        os.kill(one, signal.SIGCONT)
+        node.cuda.mend()
+        assert [adopt(connection, pid).phase for pid in (one, two, three)] == ["done"] * 3
+        for program in programs:
+            program.is_whole()
+
+
+def test_on_a_node_where_nobody_uses_cuda_no_helper_was_needed_to_say_so(node: DrivenNode) -> None:
+    with node.connect() as connection:
+        assert strays_of(connection) == {}
+        assert connection.call(Operations(), OperationsReply).strays == ()
+    assert not node.cuda.calls("cuInit")
