@@ -77,8 +77,10 @@ def test_the_benchmark_measures_each_way_and_goes_on_where_it_was_cut(tmp_path: 
     rest = [["2", "resume", "host", "gpu0", "1"], ["2", "suspend", "host", "gpu0", "1"]]
     assert rows_of(ran.stdout) == [*measured, *rest], "what was measured is not measured again"
     assert "a step: " in ran.stdout
+    assert "| 2 | suspend | host | gpu0 | effect " in ran.stdout, "what took longest is told from the log"
 
 
 def rows_of(output: str) -> list[list[str]]:
-    rows = [line.split("|")[1:6] for line in output.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in row] for row in rows[2:]]
+    """The first cells of the first table, whose head begins so."""
+    table = output[output.index("| GiB |") :].partition("\n\n")[0]
+    return [[cell.strip() for cell in line.split("|")[1:6]] for line in table.splitlines()[2:]]

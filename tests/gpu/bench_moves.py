@@ -199,7 +199,7 @@ def main() -> int:
         held.enter_context(huge_pages(record, largest_gib))
         warming = threading.Thread(target=warm, args=(asked.warm_gib,), daemon=True)
         warming.start()
-        node = held.enter_context(Node(folder))
+        node = held.enter_context(Node(folder, log_level="debug"))
         record.say(f"driver {node.gpus.driver}, {len(node.gpus)} GPUs", keep=False)
         bench = Bench(node, record, ends)
         bench.run_moves(plan, warming.join)

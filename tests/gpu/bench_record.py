@@ -16,7 +16,7 @@ import anyio
 
 from hegmd.pool import Key, Pool
 from tests.gpu.moves_jobs import on_stub
-from tests.gpu.moves_timing import Measured, table
+from tests.gpu.moves_timing import Measured, parts_table, table
 
 GIB = 1 << 30
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
@@ -78,7 +78,9 @@ class Record:
 
     def markdown(self) -> str:
         """What can stand in docs/benchmarks.md as it is."""
-        return "\n".join([table(self.measured), "", *(f"* {text}" for text in self.told)])
+        return "\n".join(
+            [table(self.measured), "", parts_table(self.measured), "", *(f"* {text}" for text in self.told)]
+        )
 
 
 @contextlib.contextmanager

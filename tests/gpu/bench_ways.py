@@ -11,7 +11,7 @@ from hegmd.protocol.messages import Migrate, OperationReply, Request, Resume, Su
 from tests.gpu.bench_held import Held
 from tests.gpu.bench_record import GIB, Record
 from tests.gpu.moves_node import Node, WentWrongError
-from tests.gpu.moves_timing import Measured, rates_of, split_of
+from tests.gpu.moves_timing import Measured, parts_of, rates_of, split_of
 
 # What the driver carries by itself goes at 2.8 GB/s out and 8 back; what the worker does, somewhere in between.
 BYTES_PER_S = {"driver": 2.0e9, "worker": 10.0e9, "host": 20.0e9, "host-migrate": 20.0e9}
@@ -110,4 +110,4 @@ class Ways:
         log = self.node.log_since(since_utc, until_utc)
         split = split_of(story, log, job.pid, since_utc)
         estimate_s = reply.plan.estimate_s if reply.plan is not None else None
-        return Measured(job.size_gib, *way, took_s, estimate_s, split, rates_of(log))
+        return Measured(job.size_gib, *way, took_s, estimate_s, split, rates_of(log), parts_of(log, job.pid))

@@ -108,8 +108,9 @@ def until(fact: Callable[[], object], what: str, within_s: float = 20.0) -> None
 class Node:
     """The daemon and the GPUs. A context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, log_level: str = "info") -> None:
         self.folder = folder
+        self._log_level = log_level
         self.gpus = Gpus()
         self.kept_by = MANAGER
         self._config = folder / "hegmd.toml"
@@ -140,7 +141,12 @@ class Node:
 
     def start(self) -> None:
         """Start the daemon; it takes up what an earlier one left."""
-        paths = {"--socket": self.socket_path, "--state-dir": self._state, "--config": self._config}
+        paths = {
+            "--socket": self.socket_path,
+            "--state-dir": self._state,
+            "--config": self._config,
+            "--log-level": self._log_level,
+        }
         command = [sys.executable, "-m", "hegmd", *(str(word) for pair in paths.items() for word in pair)]
         try:
             self.daemon = self.keeper.start(command, self.environ(), self._log.fileno())

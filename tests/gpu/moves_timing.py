@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 
@@ -31,12 +31,25 @@ SPLIT = {
 COLUMNS = ("arm", "park", "out", "copy out", "lock", "checkpoint", "restore", "in", "copy in", "release", "verify")
 NAMED = {phase for phases in SPLIT.values() for phase in phases}
 _COPIED = re.compile(r"copied (out|in): Copied\(copied_bytes=(\d+), open_s=([\d.e-]+), copy_s=([\d.e-]+)")
+_TOOK = re.compile(r"(?:operation \S+|(helper)|process (\d+)): (\S+) took ([\d.]+) ms")
+# Of what took longest, so much is kept.
+LARGEST = 8
+# What is aimed for, in seconds, on two H200 with NVLink.
+BUDGETS_S = {
+    (32, "migrate", "peer"): 0.8,
+    (32, "suspend", "host"): 1.0,
+    (32, "resume", "host"): 0.9,
+    (100, "migrate", "peer"): 1.1,
+}
 _LOCKED = re.compile(r"^(\S+)\s.*lock of process (\d+)\b")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One operation. `where` is the GPU, or both; `split` in seconds, `rates` in bytes a second of the copies."""
+    """One operation. `where` is the GPU, or both; `split` in seconds, `rates` in bytes a second of the copies.
+
+    `parts` are the effects, the orders to the agent and the calls of the helper that took longest.
+    """
 
     size_gib: int
     action: str
@@ -46,6 +59,7 @@ class Measured:
     estimate_s: float | None
     split: Mapping[str, float]
     rates: Mapping[str, float]
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[int, str, str, str]:
@@ -92,6 +106,16 @@ def rates_of(log: Iterable[str]) -> dict[str, float]:
     return {direction: copied_bytes / copy_s for direction, (copied_bytes, copy_s) in sums.items() if copy_s}
 
 
+def parts_of(log: Iterable[str], pid: int) -> dict[str, float]:
+    """What took longest by the log, in seconds, of all times that it was done together."""
+    spent: dict[str, float] = {}
+    for helper, process, name, took_ms in (found.groups() for found in filter(None, map(_TOOK.search, log))):
+        if process is None or int(process) == pid:
+            what = f"{'helper' if helper else 'agent' if process else 'effect'} {name}"
+            spent[what] = spent.get(what, 0.0) + float(took_ms) / 1e3
+    return dict(sorted(spent.items(), key=lambda one: -one[1])[:LARGEST])
+
+
 def _copies(log: Iterable[str]) -> list[tuple[str, int, float]]:
     """Direction, bytes and seconds of each copy that was logged."""
     return [(found[1], int(found[2]), float(found[4])) for found in filter(None, map(_COPIED.search, log))]
@@ -99,16 +123,14 @@ def _copies(log: Iterable[str]) -> list[tuple[str, int, float]]:
 
 def table(measured: Sequence[Measured]) -> str:
     """Medians, as Markdown."""
-    head = ["GiB", "what", "carrier", "where", "times", "s", "least to most", "estimate", "link limit"]
+    head = ["GiB", "what", "carrier", "where", "times", "s", "budget", "least to most", "estimate", "link limit"]
     head += ["GB/s out, of the link", "GB/s in", *COLUMNS, "other"]
     lines = ["| " + " | ".join(head) + " |", "|---|---|---|---|" + "---:|" * (len(head) - 4)]
-    groups: dict[tuple[int, str, str, str], list[Measured]] = {}
-    for one in sorted(measured, key=lambda one: one.key):
-        groups.setdefault(one.key, []).append(one)
-    for (size_gib, action, carrier, where), several in groups.items():
+    for (size_gib, action, carrier, where), several in _groups(measured).items():
         took = [one.took_s for one in several]
         middle_s = statistics.median(took)
         cells = [str(size_gib), action, carrier, where, str(len(several)), f"{middle_s:.3f}"]
+        cells += [_budget(BUDGETS_S.get((size_gib, action, carrier)), middle_s)]
         cells += [
             f"{min(took):.3f} to {max(took):.3f}",
             _estimate(several, middle_s),
@@ -120,6 +142,30 @@ def table(measured: Sequence[Measured]) -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def parts_table(measured: Sequence[Measured]) -> str:
+    """What took longest in each, as Markdown: medians, in milliseconds."""
+    head = ["GiB", "what", "carrier", "where", "effects, the agent's orders and the helper's calls, ms"]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for (size_gib, action, carrier, where), several in _groups(measured).items():
+        names = {name for one in several for name in one.parts}
+        medians = {name: statistics.median([one.parts.get(name, 0.0) for one in several]) for name in names}
+        largest = sorted(names, key=lambda name: -medians[name])[:LARGEST]
+        told = ", ".join(f"{name} {medians[name] * 1e3:.0f}" for name in largest)
+        lines.append(f"| {size_gib} | {action} | {carrier} | {where} | {told} |")
+    return "\n".join(lines)
+
+
+def _groups(measured: Sequence[Measured]) -> dict[tuple[int, str, str, str], list[Measured]]:
+    groups: dict[tuple[int, str, str, str], list[Measured]] = {}
+    for one in sorted(measured, key=lambda one: one.key):
+        groups.setdefault(one.key, []).append(one)
+    return groups
+
+
+def _budget(budget_s: float | None, took_s: float) -> str:
+    return "" if budget_s is None else f"{budget_s:g}, {'**over**' if took_s > budget_s else 'ok'}"
 
 
 def _rate(several: Sequence[Measured], direction: str, carrier: str) -> str:
