@@ -6,7 +6,7 @@ PYTEST := $(PYTHON) -m pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pythons demo test check test-chaos bench bench-chaos bench-gpu test-gpu install uninstall deb man completions docs lint format clean
+.PHONY: help setup pythons criu demo test check test-chaos bench bench-chaos bench-gpu test-gpu install uninstall deb man completions docs lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,6 +16,9 @@ setup: ## make .venv with everything that the other targets need (they call this
 
 pythons: ## fetch the oldest and the newest Python that the agent is tested in, into build/pythons
 	@tools/pythons.sh
+
+criu: ## unpack a CRIU that works into build/criu, for the tests that dump and restore real processes
+	@test -x build/criu/bin/criu || contrib/criu/install.sh --prefix build/criu
 
 demo: ## start a simulated node with a few processes and look at it
 	@tools/setup.sh run
@@ -29,6 +32,7 @@ check: ## the quick part of the tests: house rules, unit, contract, simulation
 test: ## all tests but those that need a GPU; end to end ones and a real systemd included
 	@tools/setup.sh full
 	@tools/pythons.sh || echo "make: going on with the Pythons of this machine"
+	@$(MAKE) --no-print-directory criu || echo "make: going on with the CRIU of this machine, if there is one"
 	$(PYTEST) -m "not gpu and not bench" -ra
 
 test-chaos: ## kill or strike everything at every state of every command, 1,000 times, while jobs train (CHAOS="--victim daemon")

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import select
 import signal
 import socket
@@ -124,43 +123,6 @@ async def run(
     duration_s = time.monotonic() - started
     _log.debug("%s ended with status %d after %.3f s", child.argv, status, duration_s)
     return Completed(child.argv, status, child.stdout.text(), child.stderr.text(), duration_s)
-
-
-async def criu_version(*, deadline_s: float, path: str = SYSTEM_PATH) -> str:
-    """The version that `criu --version` names, such as 4.1 or 3.17.1."""
-    hint = "install CRIU again; `criu --version` should name its version"
-    completed = (await run(["criu", "--version"], deadline_s=deadline_s, path=path)).require(hint)
-    found = re.search(r"^Version:\s*v?(\d+(?:\.\d+)*)", completed.stdout, re.MULTILINE)
-    if found is None:
-        message = "`criu --version` does not name a version"
-        raise ExternalError(
-            message, hint, argv=completed.argv, status=completed.status, output_tail=completed.output_tail
-        )
-    return found[1]
-
-
-async def criu_check(*, deadline_s: float, path: str = SYSTEM_PATH, in_unit: bool) -> Completed:
-    """CRIU's own check of the kernel; `in_unit` runs it as a unit of its own, outside the daemon's sandbox."""
-    argv = ["criu", "check"]
-    if in_unit:
-        return await systemd_run(argv, deadline_s=deadline_s, path=path)
-    return await run(argv, deadline_s=deadline_s, path=path)
-
-
-async def systemd_run(argv: Sequence[str], *, deadline_s: float, path: str = SYSTEM_PATH) -> Completed:
-    """Run a program as a transient unit and pass on its output and status.
-
-    The unit is not our child: ending `systemd-run` would leave it running, so the service manager is told the deadline
-    too.
-    """
-    program = await run_detached(lambda _: find_program(argv[0], path), name=f"find {argv[0]}")
-    if program is None:
-        raise _missing(argv, path)
-    options = ["--quiet", "--wait", "--pipe", "--collect", "--service-type=exec"]
-    properties = [f"--property=RuntimeMaxSec={deadline_s:g}", "--property=TimeoutStopSec=2"]
-    environment = [f"--setenv=PATH={path}", "--setenv=LC_ALL=C"]
-    whole = ["systemd-run", *options, *properties, *environment, "--", program, *argv[1:]]
-    return await run(whole, deadline_s=deadline_s, path=path)
 
 
 async def start_keeper(folder: Path) -> None:
@@ -268,7 +230,7 @@ class _Child:
     def _start(self) -> subprocess.Popen[bytes]:
         program = self.argv[0] if self.argv[0].startswith("/") else find_program(self.argv[0], self._path)
         if program is None:
-            raise _missing(self.argv, self._path)
+            raise missing(self.argv, self._path)
         _log.debug("running %s", self.argv)
         stdin, filled = subprocess.DEVNULL, False
         if isinstance(self._stdin, int):
@@ -403,7 +365,8 @@ def _signal_group(group: int, number: signal.Signals) -> None:
         _log.warning("process group %d may not be signalled; waiting for it to end", group)
 
 
-def _missing(argv: Sequence[str], path: str) -> ProgramMissing:
+def missing(argv: Sequence[str], path: str) -> ProgramMissing:
+    """The error for a program that is not there."""
     return ProgramMissing(
         f"{argv[0]} is not installed in {path}", f"install {argv[0]}", argv=argv, status=None, output_tail=""
     )

@@ -66,6 +66,7 @@ CHECKS: tuple[Row, ...] = (
     Look("gpu.health", gpus.health, gpus.absent),
     Look("gpu.peers", gpus.peers, gpus.absent),
     Ask("criu.program", criu.program),
+    Look("criu.rights", criu.rights),
     Ask("criu.check", criu.check),
     Look("memory.host", memory.host),
     Look("memory.hugepages", memory.hugepages),

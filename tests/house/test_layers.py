@@ -70,6 +70,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.keeper.client": (*GROUND, "hegmd.keeper"),
     # The node
     "hegmd.external": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.descriptors"),
+    "hegmd.apart": ("hegmd.errors", "hegmd.detached", "hegmd.external"),
+    "hegmd.units": ("hegmd.errors", "hegmd.detached", "hegmd.external"),
     "hegmd.devices": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.toml_lines"),
     "hegmd.agent_orders": GROUND,
     "hegmd.workers": (*GROUND, "hegmd.log", "hegmd.agent_orders"),
@@ -77,7 +79,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.ways": GROUND,
     "hegmd.processes": (*GROUND, *SEEN, *NODE),
     "hegmd.inventory": (*GROUND, *SEEN, *NODE, "hegmd.processes"),
-    "hegmd.doctor": (*GROUND, "hegmd.log", "hegmd.detached", *NODE, "hegmd.processes"),
+    # CRIU: what a job needs of it, and its runs; the attendant is a program of its own
+    "hegmd.criu": (
+        *(*GROUND, "hegmd.log", "hegmd.apart", "hegmd.detached", "hegmd.external", "hegmd.units"),
+        "hegmd.processes.procfs",
+    ),
+    "hegmd.criu.attendant": (),
+    "hegmd.doctor": (*GROUND, "hegmd.log", "hegmd.criu", "hegmd.detached", *NODE, "hegmd.processes"),
     # What moves them: decided without I/O, from values; done by the runner and what it has for hands
     "hegmd.pieces": (),
     # The GPU helper: a process of its own, and the daemon's side of it
@@ -150,7 +158,7 @@ FENCES: dict[str, tuple[str, ...]] = {
     "amdsmi": ("hegmd.devices.amd_binding",),
     "cuda": ("hegmd.helper.cuda",),
     "pynvml": ("hegmd.devices.nvml",),
-    "subprocess": ("hegmd.external",),
+    "subprocess": ("hegmd.apart", "hegmd.external"),
     "asyncio": (),
     "multiprocessing": (),
     "concurrent.futures": (),
@@ -166,6 +174,8 @@ PURE = (
     "hegmd.server.auth",
     "hegmd.ways",
     "hegmd.workloads",
+    "hegmd.criu.complaints",
+    "hegmd.criu.orders",
     "hegmd.migration.actions",
     "hegmd.migration.adoption",
     "hegmd.migration.candidates",

@@ -33,6 +33,7 @@ EXCEPTIONS: dict[tuple[Rule, str], str] = {
     (rules.output, "hegmd.__main__"): "says what is wrong before there is a log",
     (rules.output, "hegmctl.pages.__main__"): "a program of the build, with a terminal of its own",
     (rules.leaving, "hegmctl.pages.__main__"): "a program of the build, with an exit of its own",
+    (rules.leaving, "hegmd.criu.attendant"): "a program of its own, whose status is the job's",
     (rules.leaving, "hegmctl.cli"): "the client's one exit",
     (rules.leaving, "hegmctl.running"): "ends the child that stands between it and a daemon",
     (rules.leaving, "hegmctl.interruption"): "dies of the signal that asked it to",

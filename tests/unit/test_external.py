@@ -19,7 +19,7 @@ import pytest
 
 from hegmd import external
 from hegmd.errors import ExternalError
-from hegmd.external import Companion, ProgramMissing, criu_check, criu_version, find_program, run, search_path
+from hegmd.external import Companion, ProgramMissing, find_program, run, search_path
 
 SHIMS = Path(__file__).parent.parent / "stubs" / "bin"
 
@@ -341,49 +341,6 @@ async def test_a_companion_that_cannot_start_leaves_no_descriptor() -> None:
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def shims(tmp_path: Path) -> Path:
-    for name in ("criu", "systemd-run"):
-        (tmp_path / name).symlink_to(SHIMS / name)
-    (tmp_path / "criu.version").write_text("Version: 4.1.1\nGitID: v4.1.1\n")
-    (tmp_path / "criu.check").write_text("Looks good.\n")
-    (tmp_path / "criu.status").write_text("0")
-    return tmp_path
-
-
-async def test_criu_names_its_version(shims: Path) -> None:
-    assert await criu_version(deadline_s=10, path=search_path(str(shims))) == "4.1.1"
-
-
-async def test_a_criu_that_names_no_version(shims: Path) -> None:
-    (shims / "criu.version").write_text("hello\n")
-    with pytest.raises(ExternalError, match="does not name a version"):
-        await criu_version(deadline_s=10, path=search_path(str(shims)))
-
-
-async def test_criu_is_checked_directly(shims: Path) -> None:
-    completed = await criu_check(deadline_s=10, path=search_path(str(shims)), in_unit=False)
-    assert (completed.status, completed.output_tail) == (0, "Looks good.")
-    assert not (shims / "systemd-run.log").exists()
-
-
-async def test_criu_is_checked_in_a_unit_that_ends_by_itself(shims: Path) -> None:
-    (shims / "criu.status").write_text("1")
-    completed = await criu_check(deadline_s=7, path=search_path(str(shims)), in_unit=True)
-    assert completed.status == 1
-    called = (shims / "systemd-run.log").read_text().split()
-    assert {"--quiet", "--wait", "--pipe", "--collect"} <= set(called[: called.index("--")])
-    assert "--property=RuntimeMaxSec=7" in called
-    assert called[called.index("--") + 1 :] == [str(shims / "criu"), "check"]
-
-
-async def test_a_unit_is_not_started_for_a_program_that_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "systemd-run").symlink_to(SHIMS / "systemd-run")
-    with pytest.raises(ProgramMissing, match="criu is not installed"):
-        await criu_check(deadline_s=10, path=str(tmp_path), in_unit=True)
-    assert not (tmp_path / "systemd-run.log").exists()
 
 
 def test_the_shims_only_need_a_shell() -> None:

@@ -49,14 +49,21 @@ def programs(tmp_path: Path) -> Programs:
 async def test_a_good_version(node: FileNode, programs: Programs) -> None:
     programs.install("criu")
     found = await criu.program(programs.facts(node))
-    assert (found.status, found.summary) == ("ok", "CRIU 4.1.1 is installed")
+    assert (found.status, found.summary) == ("ok", f"CRIU 4.1.1 is installed: {programs.directory}/criu")
+
+
+def test_root_may_and_others_may_not(node: FileNode) -> None:
+    assert criu.rights(node.facts(uid=0)).status == "ok"
+    found = criu.rights(node.facts(uid=1000))
+    assert (found.status, found.fix) == ("warn", "use the system's hegmd: sudo systemctl start hegmd")
+    assert "uid 1000" in found.summary
 
 
 @pytest.mark.parametrize(
     ("release", "step"),
     [
         ('NAME="Ubuntu"\nID=ubuntu\n', "ppa:criu/ppa"),
-        ("ID=debian\n", "sudo apt install criu"),
+        ("ID=debian\n", "contrib/criu/install.sh"),
         ('ID="fedora"\n', "sudo dnf install criu"),
         ("ID=gentoo\n", "from your distribution"),
         ("", "from your distribution"),

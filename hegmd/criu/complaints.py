@@ -1,0 +1,176 @@
+"""What CRIU's errors mean: from the end of its log to one sentence and the next step.
+
+CRIU says many things when it fails, the reason somewhere among them and its consequences after it. The table knows the
+commonest reasons, each from a log of CRIU 4.2.1 that a test brings about again where that can be; what it does not know
+is told in CRIU's own words. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hegmd.errors import EXTERNAL, HegmError
+
+__all__ = ["failure", "first_error"]
+
+_TAIL_LINES = 12
+# Its helper processes' ends say nothing, and without CAP_SYS_RESOURCE it goes on with fewer descriptors.
+_BESIDE_THE_POINT = re.compile(r"exited, status=\d+$|Can't setup RLIMIT_NOFILE for self")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A pattern of CRIU's, the sentence (with the pattern's groups) and the hint."""
+
+    pattern: str
+    message: str
+    hint: str
+
+
+_DUMP_AGAIN = "have the script close it, then checkpoint again; the job goes on as before"
+_TABLE: tuple[_Row, ...] = (
+    _Row(
+        r"File (?P<path>\S+) has bad size (?P<now>\d+) \(expect (?P<then>\d+)\)",
+        "{path} has {now} bytes and had {then} when the image was made",
+        "put that file back as it was, or restore with --truncate-outputs if it only grew",
+    ),
+    _Row(
+        r"File (?P<path>\S+) has (?:a )?bad build-?ID",
+        "{path} is not the file that it was when the image was made: its build id differs",
+        "restore where the same version of it is installed: the same container image, the same packages",
+    ),
+    _Row(
+        r"Can't open file (?P<path>\S+)(?: on restore)?: No such file or directory",
+        "{path} is not there",
+        "put that file where it was when the image was made",
+    ),
+    _Row(
+        r"Connected TCP socket",
+        "the job has a TCP connection to outside of itself",
+        f"ask for connections to be closed, or {_DUMP_AGAIN}",
+    ),
+    _Row(
+        r"(?:half of stream unix connection|External socket is used|unix: FATAL: Peer \d+ unresolved)",
+        "the job has a unix socket that is connected to outside of itself",
+        _DUMP_AGAIN,
+    ),
+    _Row(
+        r"(?:Can't fork for (?P<pid>\d+): File exists|Pid (?P<other>\d+) do not match expected)",
+        "the process number {pid} is taken, as a process, a group or a session",
+        "end what has it (ps -eo pid,pgid,sid), or restore in a fresh pid namespace: unshare --pid --fork --mount-proc",
+    ),
+    _Row(
+        r"Can't handle non-regular mapping on (?P<pid>\d+)'s map",
+        "process {pid} has device memory mapped, which CRIU cannot dump",
+        "forked children keep their parent's GPU mappings unless hegmd's agent drops them: use `hegmctl run`",
+    ),
+    _Row(
+        r"(?:send_fds failed \(-22\)|Can't retrieve FDs from socket)",
+        "the job has something open that the kernel does not hand to anybody else, as io_uring is",
+        "switch it off in the library that uses it, then checkpoint again; the job goes on as before",
+    ),
+    _Row(
+        r"(?:session leader of (?P<pid>\d+)|dangling tty|--shell-job|isn't tty|tty: .*(?:inherit|standard stream))",
+        "the job belongs to a terminal or a session whose leader is outside of it",
+        "start it without a terminal (setsid, nohup, a unit), or checkpoint what started it",
+    ),
+    _Row(
+        r"cg: .*(?:failed|can't|error|not found|fail)",
+        "CRIU cannot deal with the job's control groups",
+        "hegmd tells CRIU to leave them alone: see that no --manage-cgroups stands in the configuration of CRIU",
+    ),
+    _Row(
+        r"(?:mnt: .*(?i:can't|unable|failed|doesn't|isn't)|Can't lookup mount=)",
+        "CRIU cannot deal with a mount that the job sees",
+        "run the job in the node's own mount namespace, or checkpoint it by its container runtime",
+    ),
+    _Row(
+        r"SysVIPC shmem map",
+        "the job has System V shared memory mapped, which belongs to the whole node",
+        "use memory shared by a file or a memfd instead; the job goes on as before",
+    ),
+    _Row(
+        r"net: .*(?:failed|can't)",
+        "CRIU cannot deal with the job's network",
+        "close connections before, or run the job in the node's own network namespace",
+    ),
+    _Row(
+        r"(?:inventory version mismatch|Unknown image|Magic doesn't match|Unexpected magic|version .*not supported)",
+        "the image is of a version, or a form, that this CRIU does not know",
+        "use the CRIU that the image names, or a newer one; `hegmctl images verify` tells whether it is whole",
+    ),
+    _Row(
+        r"Can't dump ghost file .* of (?P<size>\d+) size",
+        "the job holds a deleted file of {size} bytes, too large to be kept in the image",
+        _DUMP_AGAIN,
+    ),
+    _Row(
+        r"Can't dump file (?P<fd>\d+) of that type \[(?P<mode>\w+)\] \((?P<what>.*)\)",
+        "the job has something open that CRIU cannot dump: descriptor {fd}, {what}",
+        _DUMP_AGAIN,
+    ),
+    _Row(
+        r"No space left on device",
+        "there is no room left where the image is written",
+        "make room there, or name another directory; the job goes on as before",
+    ),
+    _Row(
+        r"(?:Cannot allocate memory|Out of memory)",
+        "there is not enough memory",
+        "free memory on the node, or raise the limit of the control group",
+    ),
+    _Row(
+        r"(?:Can't bind|bind\(\)|Address already in use)",
+        "an address that the job listened at is in use",
+        "end what listens there (ss -ltnp), then restore again",
+    ),
+    _Row(
+        r"vdso: ",
+        "this CRIU does not know this kernel's vDSO",
+        "get a newer one: contrib/criu/install.sh",
+    ),
+    _Row(
+        r"(?:Operation not permitted|Permission denied)",
+        "the kernel refuses CRIU something",
+        "see `hegmctl doctor` and CRIU's log; security modules and a container's own limits are the usual cause",
+    ),
+)
+
+
+def failure(step: str, log: str, output: str, status: int | None) -> HegmError:
+    """The error for a dump or a restore that failed."""
+    errors = [line for line in (*log.splitlines(), *output.splitlines()) if _is_error(line)]
+    ended = "was ended before it was done" if status is None else f"failed with status {status}"
+    facts = {"status": status, "log_tail": log.splitlines()[-_TAIL_LINES:]}
+    for row in _TABLE:
+        for line in errors:
+            if (found := re.search(row.pattern, line)) is not None:
+                sentence = row.message.format_map(_Known(found.groupdict()))
+                message = f"CRIU's {step} {ended}: {sentence}"
+                return HegmError(EXTERNAL, message, row.hint, {**facts, "complaint": _bare(line)})
+    reason = _bare(errors[0]) if errors else "it says nothing about why"
+    hint = "see CRIU's log, which is kept with the image" if errors else "see whether CRIU works here: hegmctl doctor"
+    return HegmError(EXTERNAL, f"CRIU's {step} {ended}: {reason}", hint, facts)
+
+
+class _Known(dict[str, str | None]):
+    """The groups that matched; of several for one thing, whichever did."""
+
+    def __getitem__(self, name: str) -> str:
+        value = super().get(name) or (super().get("other") if name == "pid" else None)
+        return value or "?"
+
+
+def _is_error(line: str) -> bool:
+    return "Error (" in line and _BESIDE_THE_POINT.search(line) is None
+
+
+def _bare(line: str) -> str:
+    """Without the time, the process and the place in CRIU's source."""
+    return re.sub(r"^.*?Error \([^)]*\):\s*", "", line).strip()
+
+
+def first_error(log: str) -> str | None:
+    """The first thing that CRIU calls an error; None when there is none."""
+    return next((_bare(line) for line in log.splitlines() if _is_error(line)), None)

@@ -1,0 +1,68 @@
+"""CRIU's command lines. Pure.
+
+The command line is used and not CRIU's RPC (`criu swrk`), though both can all that is wanted. What an operator finds in
+the log can be run again by hand; nothing has to speak protobuf; and a transient unit can be given arguments, but no
+connected socket, so that the RPC would need a process in between. What the RPC has beyond it are notifications in the
+middle, and nothing here waits for those: the job is parked and its GPU state off before a dump begins, and what comes
+after a restore comes after CRIU has ended.
+
+Directories are named by the descriptors that the daemon has of them (/proc/PID/fd/N): they lead to the very directory
+that was checked, whatever stands at its path now, and out of any mount namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+from hegmd.criu.needs import Needs, Outlet
+
+__all__ = ["DUMP_LOG", "RESTORE_LOG", "dump_order", "opened", "place_of", "restore_order", "unit_name_for"]
+
+DUMP_LOG = "dump.log"
+RESTORE_LOG = "restore.log"
+FIRST_OUTLET_FD = 10
+
+# Control groups are the service manager's; a configuration file of the node must not change what was planned; messages
+# for information name what an error is about.
+_ALWAYS = ("--manage-cgroups=ignore", "--no-default-config", "-v3")
+
+
+def place_of(fd: int, pid: int | None = None) -> str:
+    """The directory that this process has open under that number, as a path for other programs of root's."""
+    return f"/proc/{os.getpid() if pid is None else pid}/fd/{fd}"
+
+
+def dump_order(program: str, root: int, images: str, needs: Needs, *, leave_stopped: bool) -> list[str]:
+    """Dump the tree. It is never ended by CRIU, which would do so before anybody has looked at the image."""
+    after = "--leave-stopped" if leave_stopped else "--leave-running"
+    return [program, "dump", "--tree", str(root), "--images-dir", images, after, *_ALWAYS, *needs.dump_options]
+
+
+def restore_order(program: str, images: str, logs: str, needs: Needs) -> list[str]:
+    """Restore the tree; the outlets are expected under their numbers, see `opened`."""
+    order = [program, "restore", "--images-dir", images, "--work-dir", logs, *_ALWAYS, *needs.restore_options]
+    for number, outlet in enumerate(needs.outlets, FIRST_OUTLET_FD):
+        order += ["--inherit-fd", f"fd[{number}]:{outlet.key}"]
+    return order
+
+
+def opened(needs: Needs, outlets: dict[str, str]) -> list[str]:
+    """What the attendant opens for the outlets: the file named for its key, or /dev/null."""
+    words: list[str] = []
+    for number, outlet in enumerate(needs.outlets, FIRST_OUTLET_FD):
+        words += ["--open", f"{number}:{_mode(outlet)}:{outlets.get(outlet.key, '/dev/null')}"]
+    return words
+
+
+def _mode(outlet: Outlet) -> str:
+    if outlet.is_read and outlet.is_written:
+        return "u"
+    return "r" if outlet.is_read else "a"
+
+
+def unit_name_for(words: Sequence[str]) -> str:
+    """A name for the unit of a restored job, made of those words: hegm-job-4711-train.service."""
+    text = "-".join(re.sub(r"[^A-Za-z0-9_.]+", "_", word).strip("_.")[:40] for word in words if word)
+    return f"hegm-job-{text}.service"

@@ -1,0 +1,165 @@
+"""The processes of a job that CRIU has to do with: seen, let go on, or ended, each known by number and start time.
+
+A number alone is nobody: between a look and a signal the process may have ended and another have its number. So signals
+go through a pidfd that was opened before the start time was compared.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hegmd.processes.procfs import Unreadable, Vanished, read_start
+
+__all__ = ["Holder", "Population", "end_all", "holders_of", "let_go", "population_of", "wait_until_free"]
+
+_TRACER_GRACE_S = 30.0
+_END_GRACE_S = 30.0
+_REAPED_WITHIN_S = 10.0
+_LOOK_AGAIN_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Population:
+    """Processes by number with their start times, and who of them stood still by a signal when they were looked at."""
+
+    start_ticks: Mapping[int, int]
+    stopped: frozenset[int] = frozenset()
+
+
+def population_of(pids: Iterable[int]) -> Population:
+    """Those of them that live. Blocks no longer than reading /proc does."""
+    ticks: dict[int, int] = {}
+    stopped: set[int] = set()
+    for pid in pids:
+        with suppress(Vanished, Unreadable):
+            ticks[pid] = read_start("/proc", pid)[0]
+            if _state(pid) == "T":
+                stopped.add(pid)
+    return Population(ticks, frozenset(stopped))
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who has a number, as its process, its group or its session; a zombie waits for its parent to reap it."""
+
+    number: int
+    pid: int
+    what: str
+    is_zombie: bool
+
+
+def holders_of(numbers: Iterable[int], proc_root: str = "/proc") -> tuple[Holder, ...]:
+    """Whoever has one of these numbers now: until nobody does, no process can be made under it again."""
+    wanted = frozenset(numbers)
+    found: list[Holder] = []
+    for name in os.listdir(proc_root):
+        if not name.isdigit():
+            continue
+        try:
+            fields = Path(proc_root, name, "stat").read_bytes().rpartition(b")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        held = {int(name): "process", int(fields[3]): "session", int(fields[2]): "group"} | {int(name): "process"}
+        found += [
+            Holder(number, int(name), what, fields[0] == b"Z") for number, what in held.items() if number in wanted
+        ]
+    return tuple(found)
+
+
+def wait_until_free(numbers: Collection[int], limit_s: float = _REAPED_WITHIN_S) -> tuple[Holder, ...]:
+    """Give whoever has to reap the zombies under those numbers the time to do so; who has one of them then. Blocks.
+
+    Nobody is told when somebody else's child is reaped, so it is looked at again and again.
+    """
+    end = time.monotonic() + limit_s
+    while True:
+        found = holders_of(numbers)
+        if not found or not all(each.is_zombie for each in found) or time.monotonic() >= end:
+            return found
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def let_go(people: Population) -> None:
+    """Have everybody go on who did not stand still by a signal when they were looked at. Blocks.
+
+    Who is still traced is waited for: the kernel lets go of a tracer's processes when that one ends. The signal is sent
+    to all of them, since one that CRIU has just let go of may not have come to its stop yet.
+    """
+    for pid, ticks in people.start_ticks.items():
+        with _held(pid, ticks) as pidfd:
+            if pidfd is not None and pid not in people.stopped:
+                _await_tracer(pid)
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+
+
+def end_all(people: Population) -> None:
+    """End them for good and wait until they are gone. Blocks; raises nothing for who has ended already."""
+    with_fds: list[int] = []
+    try:
+        for pid, ticks in people.start_ticks.items():
+            with _held(pid, ticks) as pidfd:
+                if pidfd is not None:
+                    with suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                    with_fds.append(os.dup(pidfd))
+        for pidfd in with_fds:
+            _ended(pidfd, _END_GRACE_S)
+    finally:
+        for pidfd in with_fds:
+            os.close(pidfd)
+
+
+@contextmanager
+def _held(pid: int, start_ticks: int) -> Generator[int | None, None, None]:
+    """A pidfd of that very process; None when it is gone."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        yield None
+        return
+    try:
+        try:
+            is_same = read_start("/proc", pid)[0] == start_ticks
+        except (Vanished, Unreadable):
+            is_same = False
+        yield pidfd if is_same else None
+    finally:
+        os.close(pidfd)
+
+
+def _await_tracer(pid: int) -> None:
+    tracer = int(_status_field(pid, "TracerPid") or "0")
+    if not tracer:
+        return
+    try:
+        pidfd = os.pidfd_open(tracer)
+    except ProcessLookupError:
+        return
+    try:
+        _ended(pidfd, _TRACER_GRACE_S)
+    finally:
+        os.close(pidfd)
+
+
+def _ended(pidfd: int, limit_s: float) -> None:
+    select.select([pidfd], [], [], limit_s)
+
+
+def _state(pid: int) -> str:
+    return (_status_field(pid, "State") or "X")[0]
+
+
+def _status_field(pid: int, name: str) -> str | None:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{name}:")), None)

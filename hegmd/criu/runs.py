@@ -1,0 +1,183 @@
+"""Dumping and restoring a tree of processes: CRIU is run, outside of the daemon's sandbox, and its outcome told.
+
+Under a service manager CRIU is a transient unit, and a restored job is a unit of its own that `systemctl status` shows:
+it has the full rights of the node, which the sandbox does not. Without one, CRIU has a session of its own, and stays as
+the restored job's parent (attendant.py), so that somebody reaps it.
+
+A dump is never cut off: it is waited for, also when nobody wants it any more, because CRIU works inside the job's
+processes and its end by force could come at an instruction at which they cannot do without it. After a failed dump the
+processes are looked at, and whoever was left stopped goes on. A restore may be ended at any time: the image is whole,
+and what was half made of it is ended too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+
+from hegmd.apart import start_apart
+from hegmd.criu.complaints import failure
+from hegmd.criu.needs import Needs
+from hegmd.criu.orders import DUMP_LOG, RESTORE_LOG, dump_order, opened, place_of, restore_order
+from hegmd.criu.population import Population, end_all, let_go, population_of, wait_until_free
+from hegmd.criu.program import Criu
+from hegmd.detached import run_detached
+from hegmd.errors import HegmError, Refused
+from hegmd.external import run
+from hegmd.units import start_unit, stop_unit, systemd_run
+
+__all__ = ["DUMP_DEADLINE_S", "RESTORE_DEADLINE_S", "Dumped", "Revived", "dump", "restore"]
+
+# Far more than CRIU needs for what stays in a process once its GPU's bytes are out; a disk can be slow.
+DUMP_DEADLINE_S = 900.0
+RESTORE_DEADLINE_S = 900.0
+
+_ATTENDANT = Path(__file__).with_name("attendant.py")
+_LOG_MAX_BYTES = 4 << 20
+# The kernel looks for somebody to kill when memory is short: CRIU in the middle of a job would take that with it.
+_SPARED = ("--property=OOMScoreAdjust=-1000",)
+
+
+@dataclass(frozen=True, slots=True)
+class Dumped:
+    """A dump that CRIU calls finished."""
+
+    duration_s: float
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Revived:
+    """A restored tree: its processes with their new start times, and the unit that it is in, if it is in one."""
+
+    pid: int
+    start_ticks: Mapping[int, int]
+    unit: str | None
+    duration_s: float
+
+
+async def dump(
+    criu: Criu,
+    root_pid: int,
+    images_dir_fd: int,
+    needs: Needs,
+    *,
+    leave_stopped: bool,
+    in_unit: bool,
+    deadline_s: float = DUMP_DEADLINE_S,
+) -> Dumped:
+    """Write the tree's images and CRIU's log into that directory.
+
+    Afterwards the tree goes on, or stands still with `leave_stopped`, until `population.let_go` or `end_all`. Raises
+    HegmError, and then it goes on in any case. Cancellation is seen only when CRIU has ended.
+    """
+    started = time.monotonic()
+    before = await run_detached(lambda _: population_of(needs.pids), name="look at the job")
+    order = dump_order(criu.path, root_pid, place_of(images_dir_fd), needs, leave_stopped=leave_stopped)
+    order += ["--log-file", DUMP_LOG]
+    with anyio.CancelScope(shield=True):
+        try:
+            if in_unit:
+                done = await systemd_run(order, deadline_s=deadline_s, options=_SPARED)
+            else:
+                done = await run(order, deadline_s=deadline_s)
+            if done.status != 0:
+                raise failure("dump", _log(images_dir_fd, DUMP_LOG), done.output_tail, done.status)
+        except HegmError:
+            await run_detached(lambda _: let_go(before), name="let the job go on")
+            raise
+    return Dumped(time.monotonic() - started, criu.version)
+
+
+async def restore(
+    criu: Criu,
+    images_dir_fd: int,
+    needs: Needs,
+    *,
+    log_dir_fd: int,
+    unit_name: str | None,
+    description: str = "",
+    outlets: Mapping[str, int] | None = None,
+    deadline_s: float = RESTORE_DEADLINE_S,
+) -> Revived:
+    """Bring the tree back, running, in a unit of that name, or without a service manager where it is None.
+
+    `outlets` gives descriptors of this process's for the keys of outlets that are not to lead to /dev/null. The log
+    goes into `log_dir_fd`. Raises HegmError, and then nothing of the tree is left; the same on cancellation.
+    """
+    started = time.monotonic()
+    await _take_numbers(needs)
+    since_ticks = _now_ticks()
+    order = restore_order(criu.path, place_of(images_dir_fd), place_of(log_dir_fd), needs)
+    order += ["--log-file", RESTORE_LOG]
+    python = [sys.executable, "-SE", str(_ATTENDANT)]
+    files = opened(needs, {key: place_of(fd) for key, fd in (outlets or {}).items()})
+    try:
+        if unit_name is not None:
+            pid_file = f"/run/{unit_name}.pid"
+            argv = [*python, "start", *files, "--", *order, "--restore-detached", "--pidfile", pid_file]
+            done = await start_unit(argv, unit_name, pid_file=pid_file, description=description, deadline_s=deadline_s)
+            status: int | None = done.status
+        else:
+            begun = await start_apart(
+                lambda told: [
+                    *(*python, "start", *files, "--", *order),
+                    *("--exec-cmd", "--", *python, "stay", str(told)),
+                ],
+                deadline_s=deadline_s,
+            )
+            status = 0 if begun.word else begun.status
+        if status != 0:
+            raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", status)
+        revived = await run_detached(lambda _: population_of(needs.pids), name="look at the job")
+        if needs.pids[0] not in revived.start_ticks:
+            raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", status)
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            if unit_name is not None:
+                await stop_unit(unit_name)
+            await run_detached(lambda _: end_half_made(needs.pids, since_ticks), name="end what was half made")
+        raise
+    return Revived(needs.pids[0], revived.start_ticks, unit_name, time.monotonic() - started)
+
+
+async def _take_numbers(needs: Needs) -> None:
+    """Wait until the job's numbers are free of those who only wait to be reaped. Raises Refused if they are not."""
+    held = await run_detached(lambda _: wait_until_free(needs.pids), name="wait for free numbers")
+    if held:
+        first = held[0]
+        whom = f"a zombie, {first.pid}, that its parent does not reap" if first.is_zombie else f"process {first.pid}"
+        raise Refused(
+            f"the job had the number {first.number}, which is taken as the {first.what} of {whom}",
+            "end what has it (ps -eo pid,pgid,sid,stat,args), or restore in a fresh pid namespace: "
+            "unshare --pid --fork --mount-proc",
+        )
+
+
+def end_half_made(pids: Iterable[int], since_ticks: int) -> None:
+    """End what a restore that failed has left under those numbers; who was there before it is somebody else."""
+    found = population_of(pids)
+    young = {pid: ticks for pid, ticks in found.start_ticks.items() if ticks >= since_ticks}
+    end_all(Population(young, found.stopped))
+
+
+def _now_ticks() -> int:
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+
+
+def _log(dir_fd: int, name: str) -> str:
+    """The end of CRIU's log; nothing where it has not come to write one."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=dir_fd)
+    except OSError:
+        return ""
+    with open(fd, "rb") as file:
+        size_bytes = os.fstat(fd).st_size
+        file.seek(max(0, size_bytes - _LOG_MAX_BYTES))
+        return file.read(_LOG_MAX_BYTES).decode("utf-8", "replace")

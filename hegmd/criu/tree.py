@@ -1,0 +1,236 @@
+"""A tree of processes as /proc shows it: who is in it, what each has open and mapped, who is at the other ends.
+
+Owns the reading; what it means for CRIU is for `needs`. Reading maps waits for a lock of the process, and looking at an
+open file can wait for a dead network disk: whoever calls this does so in a thread that can be left behind. A process
+that ends meanwhile is not in the tree.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hegmd.criu.sockets import TcpEnd, UnixEnd, tcp_ends, unix_ends
+
+__all__ = ["Descriptor", "Mapping", "Member", "Tree", "read_tree"]
+
+NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
+_DELETED = " (deleted)"
+# Fields of /proc/PID/stat after the name.
+_STATE, _PARENT, _GROUP, _SESSION, _TERMINAL, _START_TICKS = 0, 1, 2, 3, 4, 19
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of the tree."""
+
+    pid: int
+    parent: int
+    start_ticks: int
+    state: str
+    group: int
+    session: int
+    has_terminal: bool = False  # a controlling one
+    tracer: int = 0
+    threads: int = 1
+    uid: int = 0
+    namespaces: tuple[tuple[str, str], ...] = ()
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """One open descriptor."""
+
+    pid: int
+    fd: int
+    target: str
+    mode: int = stat.S_IFREG
+    flags: int = 0
+    size_bytes: int = 0
+    inode: int = 0
+    device: int = 0
+    kind_device: int = 0  # which device it is, of a device
+    links: int = 1
+    is_locked: bool = False
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the name that it was opened by leads there no more."""
+        return self.target.endswith(_DELETED)
+
+    @property
+    def path(self) -> str:
+        """The name that it was opened by."""
+        return self.target.removesuffix(_DELETED)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it is open for writing."""
+        return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A file that a process has mapped, however often."""
+
+    pid: int
+    path: str
+    is_deleted: bool = False
+    is_executable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A process and all that descend from it."""
+
+    root: int
+    members: tuple[Member, ...]
+    descriptors: tuple[Descriptor, ...] = ()
+    mappings: tuple[Mapping, ...] = ()
+    unix: dict[int, UnixEnd] = field(default_factory=dict[int, UnixEnd])  # by inode, of the whole namespace
+    tcp: dict[int, TcpEnd] = field(default_factory=dict[int, TcpEnd])
+    # The namespaces that CRIU will run in.
+    namespaces: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """All processes, by number."""
+        return frozenset(member.pid for member in self.members)
+
+    def member(self, pid: int) -> Member:
+        """That process of the tree."""
+        return next(member for member in self.members if member.pid == pid)
+
+
+def read_tree(root: int, *, outside_pid: int | str = "self", proc_root: str = "/proc") -> Tree:
+    """The tree as it is now; `outside_pid` is a process in the namespaces that CRIU will run in.
+
+    Raises ProcessLookupError when there is no such process, and PermissionError when it may not be looked at.
+    """
+    proc = Path(proc_root)
+    pids = _descendants(proc, root)
+    members = tuple(member for pid in pids if (member := _member(proc, pid)) is not None)
+    if not members or members[0].pid != root:
+        raise ProcessLookupError(f"there is no process {root}")
+    descriptors = tuple(found for member in members for found in _descriptors(proc, member.pid))
+    mappings = tuple(found for member in members for found in _mappings(proc, member.pid))
+    return Tree(
+        root=root,
+        members=members,
+        descriptors=descriptors,
+        mappings=mappings,
+        unix=unix_ends() if any(found.target.startswith("socket:") for found in descriptors) else {},
+        tcp=tcp_ends(proc / str(root)),
+        namespaces=_namespaces(proc / str(outside_pid)),
+    )
+
+
+def _descendants(proc: Path, root: int) -> list[int]:
+    """The root first, then its children, and so on."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir(proc):
+        if name.isdigit() and len(fields := _stat_fields(proc / name)) > _PARENT:
+            children.setdefault(int(fields[_PARENT]), []).append(int(name))
+    order = [root]
+    for pid in order:
+        order.extend(sorted(children.get(pid, [])))
+    return order
+
+
+def _stat_fields(process: Path) -> list[bytes]:
+    """The fields after the name, which may hold anything; none when the process is gone."""
+    try:
+        return (process / "stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _member(proc: Path, pid: int) -> Member | None:
+    process = proc / str(pid)
+    fields = _stat_fields(process)
+    if len(fields) <= _START_TICKS:
+        return None
+    status = _status(process)
+    command = _bytes(process / "cmdline").rstrip(b"\0").split(b"\0")
+    return Member(
+        pid=pid,
+        parent=int(fields[_PARENT]),
+        start_ticks=int(fields[_START_TICKS]),
+        state=fields[_STATE].decode(),
+        group=int(fields[_GROUP]),
+        session=int(fields[_SESSION]),
+        has_terminal=int(fields[_TERMINAL]) != 0,
+        tracer=int(status.get("TracerPid", "0")),
+        threads=int(status.get("Threads", "1")),
+        uid=int(status.get("Uid", "0").split()[0]),
+        namespaces=_namespaces(process),
+        command=tuple(os.fsdecode(word) for word in command),
+    )
+
+
+def _status(process: Path) -> dict[str, str]:
+    lines = _bytes(process / "status").decode("utf-8", "replace").splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _namespaces(process: Path) -> tuple[tuple[str, str], ...]:
+    """Those that can be read; a process that has ended has none."""
+    found: list[tuple[str, str]] = []
+    for kind in NAMESPACES:
+        try:
+            found.append((kind, os.readlink(process / "ns" / kind)))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return tuple(found)
+
+
+def _descriptors(proc: Path, pid: int) -> Iterator[Descriptor]:
+    process = proc / str(pid)
+    try:
+        names = os.listdir(process / "fd")
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    for name in sorted(names, key=int):
+        try:
+            target = os.readlink(process / "fd" / name)
+            seen = os.stat(process / "fd" / name)
+            told = (process / "fdinfo" / name).read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        facts = dict(line.split(":", 1) for line in told.decode("utf-8", "replace").splitlines() if ":" in line)
+        yield Descriptor(
+            pid=pid,
+            fd=int(name),
+            target=target,
+            mode=seen.st_mode,
+            flags=int(facts.get("flags", "0"), 8),
+            size_bytes=seen.st_size,
+            inode=seen.st_ino,
+            device=seen.st_dev,
+            kind_device=seen.st_rdev,
+            links=seen.st_nlink,
+            is_locked="lock" in facts,
+        )
+
+
+def _mappings(proc: Path, pid: int) -> Iterator[Mapping]:
+    """Each mapped file once; memory without a file is left out."""
+    executable: dict[str, bool] = {}
+    for line in _bytes(proc / str(pid) / "maps").splitlines():
+        parts = line.split(None, 5)
+        if len(parts) == 6 and parts[5].startswith((b"/", b"anon_inode:")):
+            name = os.fsdecode(parts[5])
+            executable[name] = executable.get(name, False) or b"x" in parts[1]
+    for name, is_executable in executable.items():
+        yield Mapping(pid, name.removesuffix(_DELETED), name.endswith(_DELETED), is_executable)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
