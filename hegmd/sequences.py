@@ -1,9 +1,11 @@
 """What takes several operations in a row: a GPU that is emptied, and two jobs that change places.
 
 Owns their order and what becomes of the rest when a step fails. A swap is carried out by the daemon also when whoever
-asked for it leaves: half of it would be a job that waits in the pool for nobody. A drain that nobody watches any more
-ends with the job that is under way; one that nobody waits for from the start begins all of its moves at once. Which
-steps there are is `itinerary`'s to say, and each step is an operation like any other.
+asked for it leaves: half of it would be a job that waits in the pool for nobody. Where both jobs go by way of the pool
+they go at once, over the links of both GPUs, and come back at once; a daemon that is killed in between leaves them as
+suspended operations, which are in the journal as any other and say how they are resumed. A drain that nobody watches
+any more ends with the job that is under way; one that nobody waits for from the start begins all of its moves at once.
+Which steps there are is `itinerary`'s to say, and each step is an operation like any other.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from hegmd.log import fields
 from hegmd.lookout import Lookout
 from hegmd.migration.candidates import Plan, Snapshot
 from hegmd.migration.course import DONE, SUSPENDED
-from hegmd.migration.itinerary import departure, occupants, planned_drain, planned_swap
-from hegmd.migration.operation import MIGRATE, SUSPEND
+from hegmd.migration.itinerary import at_once, departure, occupants, planned_drain, planned_swap
+from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND
 from hegmd.operations import Answer, Asked, Operations, plan_or_raise, refusal, told_plan
 from hegmd.protocol import operations as told
 from hegmd.protocol.operations import Reason
@@ -158,20 +160,41 @@ class Sequences:
             exchange.tell()
 
     async def _exchange(self, exchange: _Exchange, steps: Sequence[Plan], snapshot: Snapshot, asked: Asked) -> None:
-        """One step after the other; where one fails, what waits in the pool goes back to where it was."""
-        waiting: Plan | None = None
-        for number, step in enumerate(steps):
-            try:
-                ended = await self._step(exchange, step, snapshot if number == 0 else None, asked)
-            except HegmError:
-                if waiting is not None and step.kind == MIGRATE:
-                    await self._bring_back(exchange, waiting, asked)
-                raise
-            if ended.failure is not None or ended.phase not in (DONE, SUSPENDED):
-                if waiting is not None and step.kind == MIGRATE:
-                    await self._bring_back(exchange, waiting, asked)
+        """Part after part; where one fails, whoever waits in the pool goes back to where it was, if that is free."""
+        waiting: dict[int, Plan] = {}
+        seen: Snapshot | None = snapshot
+        for part in at_once(steps):
+            ended = await self._all_of(exchange, part, seen, asked)
+            seen = None
+            for step in part:
+                if _is_well(ended[_pid(step)]) and step.kind == SUSPEND:
+                    waiting[_pid(step)] = step
+                elif _is_well(ended[_pid(step)]) and step.kind == RESUME:
+                    del waiting[_pid(step)]
+            if not all(map(_is_well, ended.values())):
+                for suspended in waiting.values():
+                    await self._bring_back(exchange, suspended, asked)
+                for failure in ended.values():
+                    if isinstance(failure, HegmError):
+                        raise failure
                 return
-            waiting = step if step.kind == SUSPEND else waiting
+
+    async def _all_of(
+        self, exchange: _Exchange, part: Sequence[Plan], snapshot: Snapshot | None, asked: Asked
+    ) -> dict[int, told.Operation | HegmError]:
+        """Carry steps out at once; how each ended, by its process."""
+        ended: dict[int, told.Operation | HegmError] = {}
+
+        async def carry_out(step: Plan) -> None:
+            try:
+                ended[_pid(step)] = await self._step(exchange, step, snapshot, asked)
+            except HegmError as error:
+                ended[_pid(step)] = error
+
+        async with anyio.create_task_group() as tasks:
+            for step in part:
+                tasks.start_soon(carry_out, step)
+        return ended
 
     async def _step(self, exchange: _Exchange, step: Plan, snapshot: Snapshot | None, asked: Asked) -> told.Operation:
         """Carry a step out, as things are by then, and wait for its end. Raises HegmError."""
@@ -186,8 +209,12 @@ class Sequences:
         return await self._end(exchange, answer)
 
     async def _bring_back(self, exchange: _Exchange, suspended: Plan, asked: Asked) -> None:
+        """One that cannot be brought back stays suspended, which `hegmctl ops` shows with the command."""
         worker = suspended.workers[0]
-        await self._end(exchange, await self._operations.resume(worker.pid, worker.gpu, asked))
+        try:
+            await self._end(exchange, await self._operations.resume(worker.pid, worker.gpu, asked))
+        except HegmError as error:
+            logger.warning("process %d stays suspended: %s", worker.pid, error.message, extra=fields(hint=error.hint))
 
     async def _end(self, exchange: _Exchange, answer: Answer) -> told.Operation:
         if answer.operation is None:
@@ -213,6 +240,14 @@ def _plans_or_raise(found: tuple[Plan, ...] | tuple[Reason, ...]) -> tuple[Plan,
     if plans:
         return plans
     raise refusal([reason for reason in found if isinstance(reason, Reason)])
+
+
+def _pid(step: Plan) -> int:
+    return step.workers[0].pid
+
+
+def _is_well(ended: told.Operation | HegmError) -> bool:
+    return isinstance(ended, told.Operation) and ended.failure is None and ended.phase in (DONE, SUSPENDED)
 
 
 def _reason(error: HegmError, pid: int | None) -> Reason:

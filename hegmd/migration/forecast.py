@@ -7,8 +7,9 @@ before any of them has taken anything. Pure; knows no rule of moving.
 from __future__ import annotations
 
 from hegmd.migration.candidates import Candidate, GpuRoom, Plan, PoolRoom, Snapshot
-from hegmd.migration.operation import FORWARD, RESUME, Operation, Worker
+from hegmd.migration.operation import BY_DRIVER, FORWARD, RESUME, Operation, Worker
 from hegmd.pieces import whole_size
+from hegmd.protocol.operations import PlannedProcess
 
 
 def expected(snapshot: Snapshot) -> Snapshot:
@@ -28,18 +29,26 @@ def after(snapshot: Snapshot, plan: Plan) -> Snapshot:
     rooms: dict[str, int] = {}
     carried = [worker for worker in plan.workers if worker.to != worker.gpu]
     for worker in carried:
-        for gpu, size_bytes in ((worker.to, -worker.size_bytes), (worker.gpu, worker.size_bytes)):
+        taken_bytes = _taken_bytes(worker)
+        for gpu, more_bytes in ((worker.to, -taken_bytes), (worker.gpu, taken_bytes)):
             if gpu is not None:
-                rooms[gpu] = rooms.get(gpu, 0) + size_bytes
+                rooms[gpu] = rooms.get(gpu, 0) + more_bytes
     pool_bytes = 0
     for worker in carried:
-        if worker.size_bytes and plan.kind == RESUME:
+        if not worker.size_bytes or worker.carrier == BY_DRIVER:
+            continue
+        if plan.kind == RESUME:
             pool_bytes += whole_size(worker.size_bytes)
-        elif worker.size_bytes and worker.to is None:
+        elif worker.to is None:
             pool_bytes -= whole_size(worker.size_bytes)
     to = {worker.pid: worker.to for worker in carried}
     candidates = tuple([_moved(candidate, to) for candidate in snapshot.candidates])
     return _changed(snapshot, rooms, pool_bytes).replace(candidates=candidates)
+
+
+def _taken_bytes(worker: PlannedProcess) -> int:
+    """What it takes on a GPU while it runs there, with the margin that a restore needs."""
+    return worker.rest_bytes + (worker.size_bytes if worker.carrier != BY_DRIVER else 0)
 
 
 def _room_to_take(worker: Worker) -> int:

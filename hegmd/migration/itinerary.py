@@ -1,15 +1,18 @@
 """Plans of several operations in a row: a GPU that is emptied, and two jobs that change places.
 
-Owns which steps there are and in what order, each planned on the node as the steps before it leave it; so what a dry
-run says of the last step counts with the first. Whether a single step can be is plan.py's to say. Pure.
+Owns which steps there are, in what order and which of them at once, each planned on the node as the steps before it
+leave it; so what a dry run says of the last step counts with the first. Whether a single step can be is plan.py's to
+say. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from hegmd.errors import REFUSED
 from hegmd.migration.candidates import Plan, Request, Snapshot
+from hegmd.migration.carriage import PEER
 from hegmd.migration.draft import candidate_of
 from hegmd.migration.forecast import after
 from hegmd.migration.members import members_of
@@ -81,7 +84,9 @@ def _others(snapshot: Snapshot, gpu: str) -> list[str]:
 def planned_swap(snapshot: Snapshot, first: int, second: int) -> Outcome:
     """The steps by which two jobs, or two processes of one, change places, or every reason why they cannot.
 
-    Where there is room for one beside the other, it is two moves; where there is not, the first waits in the pool.
+    Where there is room for one beside the other, it is two moves. Where there is not, both go to the pool at once and
+    come back crosswise at once, each over its own GPU's link; or the first alone waits there, where the pool has not
+    the room for both, or the second goes straight from GPU to GPU, which is over before its bytes would be in the pool.
     """
     one, other = candidate_of(snapshot, first), candidate_of(snapshot, second)
     if one is None or other is None or len(one.gpus) != 1 or len(other.gpus) != 1:
@@ -108,6 +113,14 @@ def _exchange(snapshot: Snapshot, first: tuple[int, str], second: tuple[int, str
         if all(isinstance(step, Plan) for step in found):
             return found
         refused = refused or tuple(step for step in found if isinstance(step, Reason))
+    by_one = _past_one_in_the_pool(snapshot, first, second)
+    if any(isinstance(step, Plan) and step.kind == MIGRATE and _goes_by_peer(step) for step in by_one):
+        return by_one
+    by_both = _past_both_in_the_pool(snapshot, first, second)
+    return by_both if all(isinstance(step, Plan) for step in by_both) else by_one
+
+
+def _past_one_in_the_pool(snapshot: Snapshot, first: tuple[int, str], second: tuple[int, str]) -> Outcome:
     (pid, here), (other, there) = first, second
     leaves = planned(snapshot, Request(kind=SUSPEND, pids=(pid,)))
     if not isinstance(leaves, Plan):
@@ -118,6 +131,37 @@ def _exchange(snapshot: Snapshot, first: tuple[int, str], second: tuple[int, str
         return moves
     comes = planned_return(after(empty, moves), leaves, here)
     return (leaves, moves, comes) if isinstance(comes, Plan) else comes
+
+
+def _past_both_in_the_pool(snapshot: Snapshot, first: tuple[int, str], second: tuple[int, str]) -> Outcome:
+    leave: list[Plan] = []
+    for pid, _ in (first, second):
+        found = planned(snapshot, Request(kind=SUSPEND, pids=(pid,)))
+        if not isinstance(found, Plan):
+            return found
+        leave.append(found)
+        snapshot = after(snapshot, found)
+    come: list[Plan] = []
+    for left, (_, to) in zip(leave, (first, second), strict=True):
+        found = planned_return(snapshot, left, to)
+        if not isinstance(found, Plan):
+            return found
+        come.append(found)
+        snapshot = after(snapshot, found)
+    return (*leave, *come)
+
+
+def _goes_by_peer(plan: Plan) -> bool:
+    return any(worker.carrier == PEER for worker in plan.workers)
+
+
+def at_once(steps: Sequence[Plan]) -> Iterator[tuple[Plan, ...]]:
+    """The steps of a swap, in order; those that are for the pool or from it, one behind the other, go at once."""
+    for kind, alike in groupby(steps, key=lambda step: step.kind):
+        if kind == MIGRATE:
+            yield from ((step,) for step in alike)
+        else:
+            yield tuple(alike)
 
 
 def _in_a_row(snapshot: Snapshot, moves: Sequence[tuple[int, str]]) -> Outcome:

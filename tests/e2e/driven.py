@@ -72,11 +72,12 @@ class DrivenProgram:
 class DrivenNode:
     """The node, and a daemon on it that can be killed and started again."""
 
-    def __init__(self, folder: Path, *, gpus: int = 2, gpu_bytes: int = 8 * GIB) -> None:
+    def __init__(self, folder: Path, *, gpus: int = 2, gpu_bytes: int = 8 * GIB, linked: bool = True) -> None:
         self.folder = folder
         self.cuda = CudaNode.make(folder / "node", gpus=gpus, gpu_bytes=gpu_bytes)
         scenario = self.cuda.nvml(folder / "nvml")
-        scenario.link_all()
+        if linked:
+            scenario.link_all()
         scenario.write()
         environ = {**self.cuda.environment(), **scenario.environment()}
         self.daemon = RunningDaemon(folder, environ=environ, simulate=False)

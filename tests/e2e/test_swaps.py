@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from hegmd.protocol.messages import Drained, Swap
-from tests.e2e.driven import DrivenNode, Watched
+from hegmd.protocol.messages import Drained, Operations, OperationsReply, Story, StoryReply, Swap
+from tests.e2e.driven import GIB, DrivenNode, Watched
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
@@ -27,3 +29,56 @@ def test_jobs_that_a_new_daemon_has_moved_are_not_looked_for_where_an_older_one_
         assert (list(node.vram(first.pid)), list(node.vram(second.pid))) == (["gpu1"], ["gpu0"])
         first.is_whole()
         second.is_whole()
+
+
+def test_two_jobs_that_fill_their_gpus_are_both_out_before_either_is_back(tmp_path: Path) -> None:
+    with _full(tmp_path) as node, node.agented(0) as one, node.agented(1) as other:
+        first, second = Watched(one), Watched(other)
+        with node.connect() as connection:
+            swapped = connection.swap(first.pid, second.pid)
+        assert [(operation.phase, operation.failure) for operation in swapped.operations] == [("done", None)] * 2
+        assert (list(node.vram(first.pid)), list(node.vram(second.pid))) == (["gpu1"], ["gpu0"])
+        steps = [call.function for call in node.cuda.calls() if call.function in {CHECKPOINT, RESTORE}]
+        assert steps == [CHECKPOINT, CHECKPOINT, RESTORE, RESTORE]
+        first.is_whole()
+        second.is_whole()
+
+
+@pytest.mark.parametrize("stage", ["step:checkpoint", "step:restore"])
+def test_a_daemon_that_is_killed_within_a_swap_leaves_each_job_running_or_with_its_command(
+    tmp_path: Path, stage: str
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with _full(tmp_path) as node, node.agented(0) as one, node.agented(1) as other:
+        jobs = Watched(one), Watched(other)
+        node.cuda.order(f"hold {stage} {gate}")
+        with node.connect() as connection:
+            connection.swap(jobs[0].pid, jobs[1].pid, wait=False)
+        with gate.open("w"):  # one of the two stands in it
+            node.daemon.stop(signal.SIGKILL)
+            node.cuda.mend()
+        node.daemon.start()
+        node.wait_for_agents(*[job.pid for job in jobs])
+        with node.connect() as connection:
+            begun = connection.call(Operations(), OperationsReply).operations
+            ended = [connection.call(Story(id=op.id, follow=True), StoryReply).operation for op in begun]
+            for op in ended:
+                if op.phase == "suspended":
+                    assert op.waits is not None
+                    assert op.waits.next == f"hegmctl resume {op.processes[0].pid}"
+                    resumed = connection.resume(op.processes[0].pid).operation
+                    assert resumed is not None
+                    assert (resumed.phase, resumed.failure) == ("done", None)
+                else:
+                    assert op.processes[0].state == "running"
+        for job in jobs:
+            job.is_whole()
+
+
+CHECKPOINT, RESTORE = "cuCheckpointProcessCheckpoint", "cuCheckpointProcessRestore"
+
+
+def _full(folder: Path) -> DrivenNode:
+    """Without NVLink, and with room for one of the jobs and the helper's context on each GPU."""
+    return DrivenNode(folder, gpu_bytes=3 * GIB // 2, linked=False)

@@ -160,14 +160,15 @@ async def test_a_planned_swap_names_its_steps_and_does_nothing(tmp_path: Path, p
         steps = [(plan.kind, plan.workers[0].pid, plan.workers[0].to) for plan in plans]
         assert steps == [
             ("suspend", process.pid, None),
-            ("migrate", other.pid, "gpu0"),
+            ("suspend", other.pid, None),
             ("resume", process.pid, "gpu1"),
+            ("resume", other.pid, "gpu0"),
         ]
         assert node.operations.runner.operations() == ()
 
 
 async def test_a_swap_whose_caller_left_suspended_a_job_for_good(tmp_path: Path, process: Child, other: Child) -> None:
-    """By way of the pool the first waits in it; the second move and the way out were never asked for."""
+    """By way of the pool the first waits in it; the other steps and the way out were never asked for."""
     async with running(tmp_path, "2x4MiB") as node:
         one, two = await on_both(node, process, other, 3 * MIB)
         two.slow.add("park")
@@ -176,7 +177,10 @@ async def test_a_swap_whose_caller_left_suspended_a_job_for_good(tmp_path: Path,
                 tasks.start_soon(node.sequences.swap, process.pid, other.pid, node.asked())
                 await two.waiting.wait()
                 caller.cancel()
-        assert one.data is None
+        with anyio.fail_after(10):
+            while one.data is not None:
+                await anyio.wait_all_tasks_blocked()
+                await anyio.lowlevel.checkpoint()
         two.go_on.set()
         with anyio.fail_after(10):
             while node.rooms(process.pid) != {"gpu1": 3 * MIB} or one.parked:
@@ -195,11 +199,44 @@ async def test_a_swap_that_fails_in_the_middle_brings_the_first_back(
         outcome = await node.sequences.swap(process.pid, other.pid, node.asked())
         assert [(operation.kind, operation.phase) for operation in outcome.operations] == [
             ("resume", "done"),
-            ("migrate", "undone"),
+            ("suspend", "undone"),
         ]
         assert (one.data, one.parked) == (b"1" * (3 * MIB), False)
         assert node.rooms(process.pid) == {"gpu0": 3 * MIB}
         assert node.rooms(other.pid) == {"gpu1": 3 * MIB}
+
+
+async def test_both_jobs_are_taken_out_at_once_and_not_one_after_the_other(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """Each over its own GPU's link: neither copy waits for the other one."""
+    async with running(tmp_path, "2x4MiB") as node:
+        one, two = await on_both(node, process, other, 3 * MIB)
+        for agent in (one, two):
+            agent.slow.add("evacuate")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node.sequences.swap, process.pid, other.pid, node.asked())
+            for agent in (one, two):
+                await agent.waiting.wait()
+            for agent in (one, two):
+                agent.go_on.set()
+        assert (node.rooms(process.pid), node.rooms(other.pid)) == ({"gpu1": 3 * MIB}, {"gpu0": 3 * MIB})
+
+
+async def test_of_a_swap_that_fails_on_the_way_back_one_runs_and_the_other_says_how_it_is_resumed(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    async with running(tmp_path, "2x4MiB") as node:
+        one, _ = await on_both(node, process, other, 3 * MIB)
+        one.refuses["refill"] = "the test wants it so"
+        outcome = await node.sequences.swap(process.pid, other.pid, node.asked())
+        suspended, moved = sorted(outcome.operations, key=lambda op: op.processes[0].pid != process.pid)
+        assert (suspended.phase, moved.phase) == ("suspended", "done")
+        assert suspended.waits is not None
+        assert suspended.waits.next == f"hegmctl resume {process.pid}"
+        one.refuses.clear()
+        await node.operations.resume(process.pid, "gpu1", node.asked())
+        assert one.data == b"1" * (3 * MIB)
 
 
 async def test_a_swap_that_nobody_waits_for_goes_on_by_itself(tmp_path: Path, process: Child, other: Child) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Snapshot
 from hegmd.migration.forecast import after, expected
-from hegmd.migration.itinerary import departure, occupants, planned_drain, planned_swap
+from hegmd.migration.itinerary import at_once, departure, occupants, planned_drain, planned_swap
 from hegmd.migration.operation import Operation
 from hegmd.pieces import whole_size
-from hegmd.protocol.operations import Reason
+from hegmd.protocol.messages import CudaFacts
+from hegmd.protocol.operations import PlannedProcess, Reason
 from tests.unit.migration.operations import Drive, operation, worker
 
 GIB = 1 << 30
@@ -54,13 +55,63 @@ def test_where_only_the_second_fits_beside_the_first_it_goes_first() -> None:
     assert _steps(planned_swap(snapshot, 1, 2)) == [("migrate", 2, "gpu0"), ("migrate", 1, "gpu1")]
 
 
-def test_without_room_for_both_the_first_waits_in_the_pool() -> None:
+BY_BOTH = [("suspend", 1, None), ("suspend", 2, None), ("resume", 1, "gpu1"), ("resume", 2, "gpu0")]
+BY_ONE = [("suspend", 1, None), ("migrate", 2, "gpu0"), ("resume", 1, "gpu1")]
+
+
+def test_without_room_for_both_on_one_gpu_both_go_to_the_pool_at_once_and_come_back_at_once() -> None:
     gpus = (_gpu("gpu0", 0), _gpu("gpu1", 0))
-    snapshot = _snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=gpus)
-    found = planned_swap(snapshot, 1, 2)
-    assert _steps(found) == [("suspend", 1, None), ("migrate", 2, "gpu0"), ("resume", 1, "gpu1")]
-    small = PoolRoom(budget_bytes=16 * GIB, free_bytes=3 * GIB)  # enough for the one, not for both at a time
+    found = planned_swap(_snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=gpus), 1, 2)
+    assert _steps(found) == BY_BOTH
+    parts = at_once([step for step in found if isinstance(step, Plan)])
+    assert [[(step.kind, step.workers[0].pid) for step in part] for part in parts] == [
+        [("suspend", 1), ("suspend", 2)],
+        [("resume", 1), ("resume", 2)],
+    ]
+
+
+def test_what_goes_straight_to_the_other_gpu_does_not_wait_in_the_pool() -> None:
+    """One stands for its own move alone then, by NVLink for a tenth of the time that its bytes took to the pool."""
+    gpus = [_gpu(name, 0, vendor="nvidia", driver_version="580.1") for name in ("gpu0", "gpu1")]
+    linked = tuple(gpu.replace(nvlinks=("gpu0", "gpu1"), free_bytes=4 * GIB) for gpu in gpus)
+    cuda = CudaFacts(gpus=(), allocator="native", expandable=False, largest_bytes=GIB)
+    jobs = []
+    for pid in (1, 2):
+        agent = AgentSurvey(token=str(pid), size_bytes=6 * GIB, boundary=3, cuda=cuda)
+        jobs.append(_process(pid, f"gpu{pid - 1}", agent=agent, kinds=("compute",), vram_bytes=7 * GIB))
+    pool = PoolRoom(budget_bytes=64 * GIB, free_bytes=64 * GIB)
+    snapshot = _snapshot(*jobs, gpus=linked, pool=pool)
+    assert _steps(planned_swap(snapshot, 1, 2)) == BY_ONE
+    apart = tuple(gpu.replace(nvlinks=()) for gpu in linked)
+    assert _steps(planned_swap(snapshot.replace(gpus=apart), 1, 2)) == BY_BOTH
+
+
+def test_where_the_pool_has_room_for_one_it_alone_waits_there() -> None:
+    gpus = (_gpu("gpu0", 0), _gpu("gpu1", 0))
+    snapshot = _snapshot(_process(1, "gpu0", size_gib=2), _process(2, "gpu1"), gpus=gpus)
+    small = PoolRoom(budget_bytes=16 * GIB, free_bytes=3 * GIB)
     assert "are needed for the 2.0 GiB" in _messages(planned_swap(snapshot.replace(pool=small), 1, 2))[0]
+
+
+def test_the_drivers_own_share_of_a_gpu_is_free_when_a_process_has_left_it() -> None:
+    """It was left out, so a swap on GPUs that are full was refused."""
+    leaves = PlannedProcess(pid=1, name="", gpu="gpu0", to=None, size_bytes=4, rest_bytes=3, carrier="host")
+    plan = Plan(
+        kind="suspend",
+        way="agent",
+        workers=(leaves, leaves.replace(pid=2, gpu="gpu1", carrier="driver", size_bytes=5, rest_bytes=6)),
+        size_bytes=4,
+        room_needed_bytes={},
+        room_free_bytes={},
+        pool_needed_bytes=0,
+        pool_free_bytes=0,
+        estimate_s=0.0,
+        lockstep=False,
+        steps=(),
+    )
+    left = after(_snapshot(gpus=(_gpu("gpu0", 0), _gpu("gpu1", 0))), plan)
+    assert [gpu.free_bytes for gpu in left.gpus] == [7, 6]
+    assert left.pool.free_bytes == 16 * GIB - whole_size(4), "what the driver carries is not in the pool"
 
 
 def test_a_swap_that_ends_without_room_is_refused_before_it_begins() -> None:
@@ -131,13 +182,12 @@ def test_what_was_promised_and_not_taken_yet_is_not_there_for_others() -> None:
 
 def test_after_a_suspension_the_room_is_free_and_the_pool_is_not() -> None:
     snapshot = _snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=(_gpu("gpu0", 0), _gpu("gpu1", 0)))
-    leaves, moves, comes = planned_swap(snapshot, 1, 2)
-    assert isinstance(leaves, Plan)
-    assert isinstance(moves, Plan)
-    assert isinstance(comes, Plan)
-    empty = after(snapshot, leaves)
+    seen = [snapshot]
+    for step in planned_swap(snapshot, 1, 2):
+        assert isinstance(step, Plan)
+        seen.append(after(seen[-1], step))
+    empty, whole = seen[1], seen[-1]
     assert [gpu.free_bytes for gpu in empty.gpus] == [2 * GIB, 0]
     assert (empty.candidates[0].gpus, empty.pool.free_bytes) == ((), 16 * GIB - whole_size(2 * GIB))
-    whole = after(after(empty, moves), comes)
     assert [candidate.gpus for candidate in whole.candidates] == [("gpu1",), ("gpu0",)]
     assert (whole.gpus, whole.pool) == (snapshot.gpus, snapshot.pool)
