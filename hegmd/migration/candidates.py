@@ -97,6 +97,7 @@ class Rates(Record):
     driver_out_s: float = field("a checkpoint with next to nothing to carry", default=0.33)
     driver_in_s: float = field("a restore with next to nothing to carry", default=0.25)
     exchange_s: float = field("opening, freeing and making the storages, once out and once in", default=0.08)
+    arm_s: float = field("making the helper ready to copy, its contexts on the GPUs above all", default=0.3)
 
 
 class Snapshot(Record):

@@ -150,7 +150,7 @@ def _against_peer(
 
 
 def estimate_s(kind: str, carrier: str, size_bytes: int, rest_bytes: int, rates: Rates) -> float:
-    """How long one process stands, its wait for a boundary left out."""
+    """How long one process stands, its wait for a boundary left out; one that is resumed stands while it is armed."""
     by_driver_bytes = max(0, rest_bytes - _NEXT_TO_NOTHING_BYTES)
     out_s = rates.driver_out_s + by_driver_bytes / rates.driver_out_bytes_per_s
     in_s = rates.driver_in_s + by_driver_bytes / rates.driver_in_bytes_per_s
@@ -162,4 +162,6 @@ def estimate_s(kind: str, carrier: str, size_bytes: int, rest_bytes: int, rates:
         }[carrier]
         out_s += size_bytes / speeds[0] + rates.exchange_s / 2
         in_s += size_bytes / speeds[1] + rates.exchange_s / 2
+        if kind == RESUME and carrier in {PEER, HOST}:
+            in_s += rates.arm_s
     return (0.0 if kind == RESUME else out_s) + (0.0 if kind in (SUSPEND, CHECKPOINT) else in_s)

@@ -8,13 +8,15 @@ from __future__ import annotations
 from hegmd.migration.candidates import Rates
 from hegmd.migration.operation import BY_DRIVER
 
-__all__ = ["Paces"]
+__all__ = ["HELPED", "IN", "OUT", "Paces"]
 
 # Below this, a copy is mostly its overhead.
 TELLING_BYTES = 256 << 20
 # Context and library state, which the driver's fixed times have in them.
 NEXT_TO_NOTHING_BYTES = 1 << 30
 OUT, IN = "out", "in"
+# The carriers that have the helper copy, which has to be ready for that.
+HELPED = frozenset(("peer", "host"))
 
 
 class Paces:
@@ -36,6 +38,11 @@ class Paces:
         copying_s = took_s - self._rates.exchange_s / 2
         if name is not None and size_bytes >= TELLING_BYTES and copying_s > 0:
             self._mean(name, size_bytes / copying_s)
+
+    def note_arming(self, carrier: str, took_s: float) -> None:
+        """A carrier took so long to be ready for a job that stood already."""
+        if carrier in HELPED:
+            self._mean("arm_s", took_s)
 
     def _note_driver(self, direction: str, size_bytes: int, took_s: float) -> None:
         fixed_s = getattr(self._rates, f"driver_{direction}_s")

@@ -140,7 +140,9 @@ class Performer:
         await self._method(member).hold_room(subject, effect.gpu, effect.size_bytes)
         if member.out:
             await self._carrier(member).fetch(subject, tell)
+            began = anyio.current_time()
             await self._carrier(member).arm(subject)
+            self.paces.note_arming(member.carrier, anyio.current_time() - began)
         return events.RoomTaken(**_ends(effect))
 
     async def _give_room(self, op: Operation, member: Member, effect: effects.GiveRoom, _: Progress) -> Event:

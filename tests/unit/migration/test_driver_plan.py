@@ -213,6 +213,25 @@ def test_processes_that_have_started_one_another_move_together() -> None:
     assert [worker.pid for worker in plan.workers] == [4711, 4712, 4713]
 
 
+def test_a_job_that_is_resumed_stands_while_the_helper_is_made_ready_too() -> None:
+    """Its estimate was half of what was measured: contexts and the like take their time while the job stands."""
+    snapshot = _snapshot(_process(_agent()))
+    suspension = _plan(planned(snapshot, SUSPENSION))
+    op = Drive(suspension.operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)).until("suspended").op
+    op = op.with_worker(op.workers[0].replace(size_bytes=32 * GIB, rest_bytes=GIB))
+    request = Request(kind=RESUME, pids=(4711,))
+    paces = Paces()
+    estimates: list[float] = []
+    for _ in range(2):
+        estimates.append(_plan(planned_resume(snapshot.replace(rates=paces.rates()), request, op)).estimate_s)
+        for _ in range(8):
+            paces.note_arming("host", 1.0)
+            paces.note_arming("worker", 100.0)
+    copying_s = 32 * GIB / 5.54e10
+    assert estimates[0] == pytest.approx(copying_s + 0.25 + 0.04 + 0.3, rel=0.05)
+    assert estimates[1] == pytest.approx(copying_s + 0.25 + 0.04 + 1.0, rel=0.05)
+
+
 def test_what_a_move_took_goes_into_the_next_estimate() -> None:
     paces = Paces()
     snapshot = _snapshot(_process(_agent()))

@@ -1,0 +1,255 @@
+"""The carriers, each held to one contract: over the stub driver where the helper copies, over real memory elsewhere.
+
+A contract that nobody can break proves nothing, so each of its promises is broken once as well.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import pytest
+
+from hegmd.events import EventLog
+from hegmd.helper.link import Link
+from hegmd.inventory import Inventory
+from hegmd.methods.base import Carrier, Making, Progress, Subject
+from hegmd.methods.driver import DriverCarrier
+from hegmd.methods.gpus import Gpus
+from hegmd.methods.host import HostCarrier
+from hegmd.methods.peer import PeerCarrier
+from hegmd.methods.worker import WorkerCarrier
+from hegmd.pool import Keep, Pool
+from hegmd.pool_places import Place as PoolPlace
+from hegmd.processes import ProcessTable
+from hegmd.protocol.messages import Order, Place
+from hegmd.spill_file import SpillFolder
+from hegmd.testing.carriers import check_carrier
+from hegmd.testing.contracts import ContractBroken
+from hegmd.vram import VideoMemory
+from hegmd.ways import NodeMeans
+from hegmd.workers import Workers
+from tests.contract.helped import GIB, MIB, SIZE_BYTES, SIZES_MIB, Owner, linked
+from tests.stubs.cuda.node import CudaNode
+from tests.stubs.nvml.node import NvidiaNode
+from tests.unit.model_agent import ModelAgent
+from tests.unit.moving_node import start_ticks
+
+POOL_BYTES = 64 * MIB
+
+
+class ShowingAgent(ModelAgent):
+    """Shows the video memory of a process that it drives from outside, frees it and makes it again."""
+
+    def __init__(self, workers: Workers, owner: Owner) -> None:
+        super().__init__(workers, owner.pid)
+        self.owner = owner
+        self.size_bytes = SIZE_BYTES
+        self.made = 0
+
+    async def _obey(self, key: object, order: Order, fds: list[int]) -> None:
+        assert not fds
+        assert order.do in {"export", "free", "make", "filled"}
+        self._report(key, order, "done", **self._answer(order.do))
+
+    def _answer(self, do: str) -> dict[str, Any]:
+        if do == "free":
+            assert self.owner.ask("free") == "freed"
+            return {"size_bytes": SIZE_BYTES, "storages": len(SIZES_MIB)}
+        if do == "filled":
+            return {"held_bytes": 0}
+        if do == "make":
+            self.made += 1
+            assert self.owner.ask("make") == "made"
+            assert self.owner.ask("digest") != self.owner.digest, "the bytes never left"
+        shown = [Place(handle=number, offset=0, size_bytes=mib * MIB) for number, mib in enumerate(SIZES_MIB)]
+        return {"handles": tuple(self.owner.handles()), "places": tuple(shown), "first": 0, "at_bytes": 0, "left": 0}
+
+
+class CountingAgent(ModelAgent):
+    """Copies by itself, and counts how often it brought its bytes back."""
+
+    made = 0
+
+    def _do(self, order: Order, fds: list[int]) -> None:
+        self.made += order.do == "refill"
+        super()._do(order, fds)
+
+
+@dataclass
+class Rig:
+    """What carriers are made of, on a stub node with one process on its first GPU."""
+
+    link: Link
+    gpus: Gpus
+    memory: VideoMemory
+    pool: Pool
+    workers: Workers
+    tasks: anyio.abc.TaskGroup
+    owner: Owner
+
+    async def subject_of(self, agent: ModelAgent) -> Subject:
+        await agent.attend(self.tasks)
+        ticks = start_ticks(agent.pid)
+        assert ticks is not None
+        about: dict[str, Any] = {"gpu": "gpu0", "goal": "gpu1", "left": None, "size_bytes": agent.size_bytes}
+        return Subject("1", str(agent.pid), agent.pid, ticks, agent=self.workers.find(agent.pid), **about)
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[tuple[CudaNode, Owner]]:
+    node = CudaNode.make(tmp_path / "node")
+    made = Owner(node, 0, *SIZES_MIB)
+    yield node, made
+    made.close()
+
+
+@asynccontextmanager
+async def rigged(tmp_path: Path, node: CudaNode, owner: Owner, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
+    scenario = node.nvml(tmp_path / "nvml")
+    for name, value in {**node.environment(), **scenario.environment()}.items():
+        monkeypatch.setenv(name, value)
+    nvml = NvidiaNode(tmp_path / "node", scenario, tmp_path / "node/libnvidia-ml.so.1")
+    inventory = Inventory(
+        [nvml.provider()],
+        query_deadline_s=10,
+        events=EventLog(),
+        table=ProcessTable(),
+        means=lambda: NodeMeans(uid=os.geteuid(), criu_path=None),
+    )
+    workers, pool = Workers(start_ticks), _pool(tmp_path)
+    async with linked(node) as link, inventory, anyio.create_task_group() as tasks:
+        await tasks.start(workers.run)
+        memory = VideoMemory(link)
+        yield Rig(link, Gpus(inventory.refresh, inventory.expire), memory, pool, workers, tasks, owner)
+        assert memory.by_owner() == {}
+        memory.close()
+        tasks.cancel_scope.cancel()
+    pool.close()
+    nvml.close()
+
+
+def _pool(folder: Path) -> Pool:
+    """In pages of any size, which `pwrite` wants."""
+    spill = SpillFolder(folder / "spill", spare_bytes=0)
+    return Pool(POOL_BYTES, keep=Keep([PoolPlace(folder / "memory", huge=False)], None, spill))
+
+
+def peer(rig: Rig) -> Carrier:
+    return PeerCarrier(rig.link, rig.gpus, rig.memory)
+
+
+def host(rig: Rig) -> Carrier:
+    return HostCarrier(rig.link, rig.gpus, rig.pool)
+
+
+@pytest.mark.parametrize("make", [peer, host], ids=lambda make: make.__name__)
+async def test_who_has_the_helper_copy_keeps_the_contract(
+    tmp_path: Path,
+    owner: tuple[CudaNode, Owner],
+    make: Callable[[Rig], Carrier],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The helper is killed while the bytes are out: they are held by descriptor, and the next one carries them."""
+    async with rigged(tmp_path, *owner, monkeypatch) as rig:
+        agent = ShowingAgent(rig.workers, rig.owner)
+        subject = await rig.subject_of(agent)
+
+        async def lose_the_helper(_: Carrier) -> None:
+            rig.link.kill("the test says so")
+
+        await check_carrier(
+            make(rig),
+            subject,
+            size_bytes=SIZE_BYTES,
+            too_many_bytes=64 * GIB,
+            made=lambda: agent.made,
+            while_out=lose_the_helper,
+        )
+        assert rig.owner.ask("digest") == rig.owner.digest
+
+
+async def test_what_the_process_copies_by_itself_keeps_the_contract(tmp_path: Path) -> None:
+    workers, pool = Workers(start_ticks), _pool(tmp_path)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(workers.run)
+        agent = CountingAgent(workers, os.getpid(), data=os.urandom(3 * MIB))
+        agent.parked, before = True, agent.data
+        subject = await _plain(agent, tasks, workers)
+        await check_carrier(
+            WorkerCarrier(pool),
+            subject,
+            size_bytes=agent.size_bytes,
+            too_many_bytes=2 * POOL_BYTES,
+            made=lambda: agent.made,
+        )
+        assert agent.data == before
+        tasks.cancel_scope.cancel()
+    pool.close()
+
+
+async def test_what_is_left_to_the_driver_keeps_the_contract() -> None:
+    subject = Subject("1", "1", 1, 1, gpu="gpu0", goal="gpu1", left=None)
+    await check_carrier(DriverCarrier(), subject, size_bytes=0, too_many_bytes=0, made=lambda: 0)
+
+
+class Forgetful(WorkerCarrier):
+    """Gives the memory back as soon as nobody is ready to copy."""
+
+    async def disarm(self, subject: Subject) -> None:
+        await self.give(subject)
+
+
+class Hasty(WorkerCarrier):
+    """Has storages made where nobody sees to their room."""
+
+    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
+        return await super().put_back(subject, on_progress, nullcontext[None])
+
+
+class Boastful(WorkerCarrier):
+    """Says that more was taken out than there is."""
+
+    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+        return await super().take_out(subject, on_progress) + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Forgetful, "stays held when nobody is ready to copy"),
+        (Hasty, "0 of them where their room is seen to"),
+        (Boastful, "by its word"),
+    ],
+)
+async def test_a_promise_that_is_broken_is_found(tmp_path: Path, kind: type[WorkerCarrier], says: str) -> None:
+    workers, pool = Workers(start_ticks), _pool(tmp_path)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(workers.run)
+        agent = CountingAgent(workers, os.getpid(), data=b"x" * MIB)
+        agent.parked = True
+        subject = await _plain(agent, tasks, workers)
+        with pytest.raises(ContractBroken, match=says):
+            await check_carrier(
+                kind(pool),
+                subject,
+                size_bytes=agent.size_bytes,
+                too_many_bytes=2 * POOL_BYTES,
+                made=lambda: agent.made,
+            )
+        tasks.cancel_scope.cancel()
+    pool.close()
+
+
+async def _plain(agent: ModelAgent, tasks: anyio.abc.TaskGroup, workers: Workers) -> Subject:
+    await agent.attend(tasks)
+    ticks = start_ticks(agent.pid)
+    assert ticks is not None
+    worker = workers.find(agent.pid)
+    return Subject("1", "1", agent.pid, ticks, gpu="gpu0", goal="gpu1", left=None, agent=worker)
