@@ -359,11 +359,8 @@ def _split(op: Operation, name: str, event: events.Failed) -> Operation:
 
 
 def _waiting_for_room(op: Operation, worker: Worker, pending: Pending, event: events.Failed) -> Operation:
-    """There is no room for it, or for its storages: it stands with all its bytes, and is brought back once there is.
-
-    Nothing of the room that was believed in is counted upon: without room held, nobody is ever restored. Storages are
-    asked for again only when there is room for all of them, unless they are made in rounds, where some may be there.
-    """
+    """It stands with all its bytes until there is room. None that was believed in is counted upon: nobody is restored
+    without any held, nor are storages asked for, but for those that are made in rounds, some of which may be there."""
     is_whole = pending.effect != effects.Refill.tag or not worker.overlap_bytes
     rooms = {**worker.rooms, str(pending.gpu or worker.at): 0} if is_whole else worker.rooms
     lacks = Failure(code=event.code, message=event.message, hint=event.hint)
