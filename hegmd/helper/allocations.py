@@ -50,7 +50,8 @@ class Allocations:
         self._elsewhere = elsewhere or {}
         self._handles = handles
         self._guard = threading.Lock()
-        self._opened: dict[bytes, tuple[int, int]] = {}  # where each begins here, and its bytes
+        self._opened: list[int] = []
+        self._known: dict[bytes, tuple[int, int]] = {}  # where each begins here, and its bytes
         self.open_s = 0.0
 
     def __len__(self) -> int:
@@ -64,18 +65,18 @@ class Allocations:
         return start + place.offset
 
     def _open(self, handle: bytes) -> tuple[int, int]:
-        known = self._opened.get(handle)
+        known = self._known.get(handle)
         if known is not None:
             return known
         with self._guard:
-            if handle not in self._opened:
+            if handle not in self._known:
                 started = time.monotonic()
                 address = self._open_here(handle)
-                self._opened[handle] = (address, 0)  # to be closed, whatever becomes of the question
+                self._opened.append(address)  # to be closed, whatever becomes of the question
                 start, size_bytes = cuda.range_of(address)
-                self._opened[handle] = (address, start + size_bytes - address)
+                self._known[handle] = (address, start + size_bytes - address)
                 self.open_s += time.monotonic() - started
-            return self._opened[handle]
+            return self._known[handle]
 
     def _open_here(self, handle: bytes) -> int:
         cuda.use(self._context)
@@ -93,9 +94,9 @@ class Allocations:
     def close(self) -> None:
         """Let go of all of them. Raises CudaError when one could not be, after the others."""
         cuda.use(self._context)
-        opened, self._opened = self._opened, {}
+        opened, self._opened = self._opened, []
         with ExitStack() as all_of_them:
-            for address, _ in opened.values():
+            for address in opened:
                 all_of_them.callback(cuda.close_ipc, address)
 
 

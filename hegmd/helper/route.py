@@ -15,9 +15,9 @@ from hegmd.helper.link import Answer, HelperLost, Link
 
 __all__ = ["Copied", "HelperLost", "Route"]
 
-# A context takes 0.1 s; pinning takes 0.03 s for each gigabyte of pages that are present, and 0.3 s of ordinary ones.
+# A context takes 0.1 s; page tables of a pool in small pages some 0.1 s for each gigabyte.
 _OPEN_S = 20.0
-_PIN_BYTES_PER_S = 1e9
+_MAP_BYTES_PER_S = 1e9
 # Copies that go slower than this are taken for stuck: it is a fiftieth of what the slower of the two links gives.
 _COPY_BYTES_PER_S = 1e9
 _COPY_S = 20.0
@@ -77,9 +77,9 @@ class Route:
         await self._call("attach-video", args, _OPEN_S, [piece.fd for piece in pieces])
 
     async def attach_host(self, fd: int, size_bytes: int) -> None:
-        """Have that piece of the host pool as the space, pinned. Raises as `open` does."""
+        """Have that piece of the host pool as the space. Raises as `open` does."""
         self._size_bytes = size_bytes
-        await self._call("attach-host", {"size_bytes": size_bytes}, _OPEN_S + size_bytes / _PIN_BYTES_PER_S, [fd])
+        await self._call("attach-host", {"size_bytes": size_bytes}, _OPEN_S + size_bytes / _MAP_BYTES_PER_S, [fd])
 
     async def detach_first(self, pieces: int) -> int:
         """Let go of the first pieces of video memory; bytes. They are free once the daemon has given them back too."""
@@ -107,7 +107,7 @@ class Route:
     async def close(self) -> None:
         """Nothing of it is left in the helper, contexts included. Fine when the helper is gone."""
         try:
-            await self._call("close", {}, _CLOSE_S + self._size_bytes / _PIN_BYTES_PER_S)
+            await self._call("close", {}, _CLOSE_S + self._size_bytes / _MAP_BYTES_PER_S)
         except HelperLost:
             return
 

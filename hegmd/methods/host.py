@@ -1,6 +1,6 @@
 """The host carrier: the helper copies the storages to a piece of the pool and back, through CUDA IPC, over PCIe.
 
-The piece is pinned in the helper and not in the process, where it would cost the driver's checkpoint a second.
+What is pinned for that is in the helper and not in the process, where it would cost the driver's checkpoint a second.
 """
 
 from __future__ import annotations
