@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 HANDLE_BYTES = 64
+_OUT_OF_MEMORY = 2  # of CUresult
+_LIMIT_STACK_SIZE = 0  # of CUlimit
 
 
 class _Handle(ctypes.Structure):
@@ -37,6 +39,8 @@ class Driver:
         self._in = _bound(library.cuMemcpyHtoD_v2, pointer, ctypes.c_void_p, size)
         self._current = _bound(library.cuCtxGetCurrent, ctypes.POINTER(ctypes.c_void_p))
         self._use = _bound(library.cuCtxSetCurrent, ctypes.c_void_p)
+        self._limit = _bound(library.cuCtxGetLimit, ctypes.POINTER(size), ctypes.c_int)
+        self._set_limit = _bound(library.cuCtxSetLimit, ctypes.c_int, size)
 
     def allocation_of(self, address: int) -> int:
         """Where the allocation begins that this address of video memory lies in."""
@@ -60,6 +64,16 @@ class Driver:
         """Make a context of this process current in this thread."""
         _check("cuCtxSetCurrent", self._use(context))
 
+    def stack_bytes(self) -> int:
+        """What the context that is current here keeps for each thread that a GPU can run."""
+        size_bytes = ctypes.c_size_t()
+        _check("cuCtxGetLimit", self._limit(ctypes.byref(size_bytes), _LIMIT_STACK_SIZE))
+        return size_bytes.value
+
+    def keep_stack_bytes(self, size_bytes: int) -> None:
+        """Have it keep so much; a kernel that needs more makes it grow."""
+        _check("cuCtxSetLimit", self._set_limit(_LIMIT_STACK_SIZE, size_bytes))
+
     def copy_out(self, host: int, video: int, size_bytes: int) -> None:
         """Copy from video memory, and wait for it."""
         _check("cuMemcpyDtoH", self._out(host, video, size_bytes))
@@ -81,4 +95,5 @@ def _bound(function: Any, *kinds: Any) -> Any:
 
 def _check(call: str, code: int) -> None:
     if code:
-        raise HegmError(REFUSED, f"{call} answered {code}", _HINT, {"call": call, "code": code})
+        what = f"{code}, out of memory" if code == _OUT_OF_MEMORY else str(code)
+        raise HegmError(REFUSED, f"{call} answered {what}", _HINT, {"call": call, "code": code})

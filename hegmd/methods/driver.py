@@ -172,7 +172,10 @@ class DriverMethod:
                 "see hegmctl ps; without that figure no room can be held for it",
                 {"pid": subject.pid, "gpus": [use.gpu for use in uses]},
             )
-        return sizes[0] + RESTORE_MARGIN_BYTES
+        # An agent whose storages are out has given the stacks of its context back too, and takes them again: what was
+        # planned has them in it.
+        planned_bytes = subject.rest_bytes if subject.storage_room_bytes else 0
+        return max(sizes[0] + RESTORE_MARGIN_BYTES, planned_bytes)
 
     async def _see_it_gone(self, subject: Subject) -> None:
         """The driver says so; that the GPU has its memory back is NVML's to show."""

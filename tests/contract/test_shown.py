@@ -107,6 +107,31 @@ def says_for_how_much_its_gpu_has_no_room_and_keeps_none_of_it(state: Path) -> N
     assert len(job.shown.make(None).places) == 3
 
 
+def gives_the_stacks_of_its_context_back_and_takes_them_before_anything_else(state: Path) -> None:
+    job = Job()
+    full_bytes = job.free_bytes
+    job.shown.free()
+    assert job.free_bytes == full_bytes + sum(-(-size_bytes // 512) * 512 for size_bytes in SIZES) + 256 * MIB
+    _order(state, "error cuCtxSetLimit 2")
+    with pytest.raises(HegmError) as refused:
+        job.shown.make(None)
+    assert refused.value.facts == {"lacks_bytes": sum(SIZES)}, "a kernel without memory for its stack fails the job"
+    _order(state, "")
+    job.shown.make(None)
+    assert job.free_bytes == full_bytes
+
+
+def leaves_the_stacks_of_a_script_that_asked_for_more(_state: Path) -> None:
+    job = Job()
+    assert not job.torch.driver.cuCtxSetLimit(0, ctypes.c_size_t(4096))
+    full_bytes = job.free_bytes
+    job.shown.free()
+    assert job.free_bytes - full_bytes < 10 * MIB
+    kept_bytes = ctypes.c_size_t()
+    assert not job.torch.driver.cuCtxGetLimit(ctypes.byref(kept_bytes), 0)
+    assert kept_bytes.value == 4096
+
+
 def says_nothing_of_room_where_something_else_failed(state: Path) -> None:
     job = Job()
     job.shown.free()
@@ -162,6 +187,8 @@ CASES: dict[str, Callable[[Path], None]] = {
         frees_all_and_makes_them_again_on_their_streams,
         makes_them_in_rounds_and_says_where_each_round_begins,
         says_for_how_much_its_gpu_has_no_room_and_keeps_none_of_it,
+        gives_the_stacks_of_its_context_back_and_takes_them_before_anything_else,
+        leaves_the_stacks_of_a_script_that_asked_for_more,
         says_nothing_of_room_where_something_else_failed,
         asks_of_each_segment_once_until_the_thread_has_stood,
         knows_the_stream_and_the_owner_of_every_address,

@@ -314,9 +314,39 @@ static CUresult open_context(struct context *context) {
     if (node_used_bytes(context->gpu) + facts.context_bytes > facts.gpus[context->gpu].bytes)
         opened = CUDA_ERROR_OUT_OF_MEMORY;
     else
-        mailbox->context_bytes[context->gpu] += facts.context_bytes;
+        mailbox->context_bytes[context->gpu] += facts.context_bytes, context->stack_bytes = 1024;
     node_unlock();
     return opened;
+}
+
+/* Half of a context's memory is for stacks of this size, and what it is told to keep takes as much more or less. */
+enum { USUAL_STACK_BYTES = 1024, LIMIT_STACK_SIZE = 0 };
+
+static uint64_t stacks_bytes(uint64_t stack_bytes) {
+    return scenario_facts().context_bytes / 2 / USUAL_STACK_BYTES * stack_bytes;
+}
+
+CUresult cuCtxGetLimit(size_t *value, int limit) {
+    ENTER();
+    if (!current_context) LEAVE(CUDA_ERROR_INVALID_CONTEXT);
+    if (limit != LIMIT_STACK_SIZE) LEAVE(CUDA_ERROR_INVALID_VALUE);
+    *value = current_context->stack_bytes;
+    LEAVE(CUDA_SUCCESS);
+}
+
+CUresult cuCtxSetLimit(int limit, size_t value) {
+    ENTER_ABOUT(current_context ? current_context->gpu : -1);
+    if (!current_context) LEAVE(CUDA_ERROR_INVALID_CONTEXT);
+    if (limit != LIMIT_STACK_SIZE) LEAVE(CUDA_ERROR_INVALID_VALUE);
+    struct facts facts = scenario_facts();
+    int gpu = current_context->gpu;
+    CUresult set = CUDA_SUCCESS;
+    node_lock();
+    uint64_t before = stacks_bytes(current_context->stack_bytes), after = stacks_bytes(value);
+    if (node_used_bytes(gpu) - before + after > facts.gpus[gpu].bytes) set = CUDA_ERROR_OUT_OF_MEMORY;
+    else mailbox->context_bytes[gpu] += after - before, current_context->stack_bytes = value;
+    node_unlock();
+    LEAVE(set);
 }
 
 static void close_context(struct context *context) {

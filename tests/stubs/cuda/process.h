@@ -19,6 +19,7 @@ enum { MAX_BLOCKS = 1 << 16, MAX_REGIONS = 1 << 16, MAX_HOST = 4096 };
 struct context {
     int ordinal, gpu, users;
     int first; /* the GPU that it was on at the start: what its memory counts as being on for good */
+    size_t stack_bytes; /* kept for each thread; its share of the context's memory goes with it */
     unsigned int peers; /* ordinals whose memory it may reach */
 };
 
