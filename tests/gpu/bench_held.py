@@ -90,9 +90,9 @@ class Adamw(Lines):
         super().__init__([*run, *script], environ)
 
     def wait_for_steps(self, count: int) -> int:
-        """Wait until it has done so many more; the process that does them."""
-        self.wait_for(lambda: len(self.lines) >= count, f"{count} steps did not come", STARTS_WITHIN_S)
-        return int(self.lines[-1].split()[1])
+        """Wait until it has done so many in all; the process that did the last."""
+        self.wait_for(lambda: len(self._steps()) >= count, f"{count} steps did not come", STARTS_WITHIN_S)
+        return int(self.lines[self._steps()[-1]].split()[1])
 
     def next_step_s(self, asked_at: float, *, of_another_than: int | None = None) -> float:
         """From that moment until the first step after: of another process, or after the longest gap."""
@@ -107,8 +107,12 @@ class Adamw(Lines):
         longest = max(after, key=lambda index: self.times[index] - self.times[index - 1])
         return self.times[longest] - asked_at
 
+    def _steps(self) -> list[int]:
+        """The places of those lines that tell of a step: whoever starts it may print others."""
+        return [index for index, line in enumerate(self.lines) if line.startswith("step ")]
+
     def _other(self, pid: int) -> int | None:
         """The last line's index if another process said it, of its first one."""
-        said = [index for index, line in enumerate(self.lines) if line.startswith("step")]
+        said = self._steps()
         before = max((index for index in said if int(self.lines[index].split()[1]) == pid), default=-1)
         return next((index for index in said if index > before), None)

@@ -268,7 +268,7 @@ LAST = "nothing-left"
 def nothing_left(node: Node, jobs: Jobs, idle: Account) -> str:
     """With every job ended, each GPU has what it had before the first, to the MiB. Raises WentWrongError."""
     jobs.end_all()
-    jobs.wait_for_references()
+    jobs.end_references()
 
     def more() -> list[float]:
         account = node.gpus.account()

@@ -231,8 +231,7 @@ class Jobs:
 
     def __exit__(self, *_: object) -> None:
         self.end_all()
-        for lines in self._references.values():
-            lines.close()
+        self.end_references()
 
     def begin_references(self, names: set[str]) -> None:
         """The undisturbed runs, all at once on the last GPU, and the compiler for what has to be built."""
@@ -306,6 +305,12 @@ class Jobs:
         for job in self._jobs.values():
             job.ready()
         self.wait_for_references()
+
+    def end_references(self) -> None:
+        """End the undisturbed runs; a training that is compared after that has a new one begun."""
+        for lines in self._references.values():
+            lines.close()
+        self._references.clear()
 
     def wait_for_references(self) -> None:
         """Until none of the undisturbed runs is on a GPU any more."""
