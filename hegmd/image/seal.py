@@ -37,7 +37,8 @@ class Key:
 
     def has_signed(self, manifest: bytes, seal: bytes) -> bool:
         """Whether that seal is of this key and of those bytes."""
-        return hmac.compare_digest(_lines(seal).get("hmac-sha256", ""), self._signature(manifest))
+        found = _lines(seal).get("hmac-sha256", "").encode()
+        return hmac.compare_digest(found, self._signature(manifest).encode())
 
     def _signature(self, manifest: bytes) -> str:
         return hmac.new(self._secret, _PURPOSE + manifest, hashlib.sha256).hexdigest()

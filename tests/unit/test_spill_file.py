@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hegmd.blocks import BLOCK_BYTES, CHUNK_BYTES
 from hegmd.errors import HegmError, Refused
-from hegmd.spill_file import BLOCK_BYTES, CHUNK_BYTES, SpillFolder, Unwanted
+from hegmd.spill_file import SpillFolder, Unwanted
 
 NAME = "hegm-pool-7-4711-3.ab12"
 SIZE_BYTES = 2 * CHUNK_BYTES + 5 * BLOCK_BYTES

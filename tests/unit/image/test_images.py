@@ -6,16 +6,21 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import anyio
+import psutil
 import pytest
 
-from hegmd.errors import HegmError
+from hegmd.errors import BUSY, DENIED, HegmError
 from hegmd.external import Rights
+from hegmd.helper.session import HelperLost
 from hegmd.image.images import Images, Lent
+from hegmd.image.shelf import look_into
 from hegmd.protocol.images import ImageProcess, Manifest
+from tests.unit.image.directory import flip
 
 CHUNK_BYTES = 8 << 20
 SIZE_BYTES = 2 * CHUNK_BYTES + 4096 + 17
@@ -152,3 +157,113 @@ async def refusal(images: Images, path: Path, rights: Rights = SELF) -> HegmErro
     with pytest.raises(HegmError) as refused:
         await opened_and_read(images, path, rights)
     return refused.value
+
+
+@needs_root
+async def test_an_image_that_anybody_could_have_written_is_brought_to_life_for_root_alone(
+    tmp_path: Path, others: Path, memory: tuple[int, bytes]
+) -> None:
+    path = others / "image"
+    async with room(tmp_path / "other node") as images:
+        files = await made(images, path, memory[0], NOBODY)
+    async with room(tmp_path / "state") as images:
+        refused = await refusal(images, path, NOBODY)
+        assert refused.code is DENIED
+        assert "not signed with this node's key" in refused.message
+        shutil.copytree(path, tmp_path / "own")
+        for copied in (tmp_path / "own").rglob("*"):
+            os.chown(copied, SELF.uid, SELF.gid)
+        assert (await opened_and_read(images, tmp_path / "own"))[1] == files
+    async with room(tmp_path / "second node", tmp_path / "other node" / "image.key") as images:
+        assert (await opened_and_read(images, path, NOBODY))[1] == files
+
+
+@needs_root
+async def test_what_criu_reads_for_a_user_is_what_was_signed_byte_for_byte(
+    tmp_path: Path, others: Path, memory: tuple[int, bytes]
+) -> None:
+    path = others / "image"
+    async with room(tmp_path / "state") as images:
+        await made(images, path, memory[0], NOBODY)
+        flip(path / "criu" / "core-4711.img", 500)
+        image = await images.open(str(path), NOBODY)
+        with pytest.raises(HegmError, match=r"criu/core-4711\.img of .* does not fit its checksum"):
+            await image.private_criu_dir()
+        await image.end()
+
+
+@needs_root
+async def test_a_caller_gets_nowhere_that_they_could_not_get_by_themselves(
+    tmp_path: Path, others: Path, memory: tuple[int, bytes]
+) -> None:
+    async with room(tmp_path / "state") as images:
+        (others / "root's").mkdir()
+        (others / "link").symlink_to(others / "root's")
+        for name in ("root's/image", "link/image", "/root/image"):
+            with pytest.raises(HegmError) as refused:
+                await images.lend(str(others / name), NOBODY)
+            assert refused.value.code is DENIED
+        await made(images, others / "root's" / "image", memory[0])
+        assert (await refusal(images, others / "root's" / "image", NOBODY)).code is DENIED
+        os.chown(others / "root's", 0, 4711)
+        (others / "root's").chmod(0o770)
+        await made(images, others / "root's" / "theirs", memory[0], Rights(NOBODY.uid, NOBODY.gid, (4711,)))
+        assert (await refusal(images, others / "root's" / "theirs")).message.endswith(
+            "belongs to uid 65534, and you are uid 0"
+        )
+
+
+async def test_an_image_is_restored_by_one_at_a_time_and_free_again_after(
+    tmp_path: Path, memory: tuple[int, bytes]
+) -> None:
+    async with room(tmp_path / "state") as images:
+        await made(images, tmp_path / "image", memory[0])
+        one = await images.open(str(tmp_path / "image"), SELF)
+        assert (await refusal(images, tmp_path / "image")).code is BUSY
+        await one.end()
+        await opened_and_read(images, tmp_path / "image")
+
+
+async def test_a_hand_that_is_killed_leaves_what_is_known_as_left_over(
+    tmp_path: Path, memory: tuple[int, bytes]
+) -> None:
+    async with room(tmp_path / "state") as images:
+        lent = await images.lend(str(tmp_path / "image"), SELF)
+        (pid,) = hands_here()
+        started = anyio.Event()
+
+        async def write() -> None:
+            with pytest.raises(HelperLost):
+                await lent.write_bytes("4711.0", memory[0], SIZE_BYTES, lambda _done_bytes: started.set())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(write)
+            await started.wait()
+            os.kill(pid, signal.SIGKILL)
+        await lent.discard()
+        assert [seen.state for seen in look_into(str(tmp_path))] == ["left-over"]
+        (left,) = await images.sweep(str(tmp_path / "image"), SELF)
+        assert "hegm-new" in left
+    assert entries(tmp_path) == ["state", "state/image.key", "state/images"]
+
+
+async def test_memory_that_somebody_cut_harms_the_hand_alone(tmp_path: Path, memory: tuple[int, bytes]) -> None:
+    async with room(tmp_path / "state") as images:
+        lent = await images.lend(str(tmp_path / "image"), SELF)
+        os.ftruncate(memory[0], 4096)
+        with pytest.raises(HegmError, match="somebody with its descriptor cut it"):
+            await lent.write_bytes("4711.0", memory[0], SIZE_BYTES)
+        await lent.discard()
+        assert entries(tmp_path) == ["state", "state/image.key", "state/images"]
+
+
+def test_what_an_earlier_daemon_had_in_private_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "state" / "images" / "ab").mkdir(parents=True)
+    images_in(tmp_path / "state")
+    assert list((tmp_path / "state" / "images").iterdir()) == []
+    assert (tmp_path / "state" / "images").stat().st_mode & 0o777 == 0o700
+
+
+def hands_here() -> list[int]:
+    """The hands that this process has started."""
+    return [child.pid for child in psutil.Process().children() if "hegmd.image.child" in child.cmdline()]
