@@ -28,6 +28,7 @@ from hegmd.settings import (
     DaemonSettings,
     DoctorSettings,
     EventsSettings,
+    ImagesSettings,
     InventorySettings,
     LimitSettings,
     LogSettings,
@@ -70,6 +71,7 @@ class Config:
     events: EventsSettings
     doctor: DoctorSettings
     pool: PoolSettings
+    images: ImagesSettings
     path: Path | None
     sources: Mapping[str, str]
 

@@ -408,6 +408,18 @@ class PoolSettings:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesSettings:
+    """Images of jobs on disk."""
+
+    key_file: Path | None = setting(
+        PathName(optional=True),
+        "",
+        "The key that signs images, to be shared by nodes that restore one another's; \"\" for one of this node's own.",
+        reloads=False,
+    )
+
+
 SECTIONS: dict[str, type[Any]] = {
     "daemon": DaemonSettings,
     "inventory": InventorySettings,
@@ -418,6 +430,7 @@ SECTIONS: dict[str, type[Any]] = {
     "events": EventsSettings,
     "doctor": DoctorSettings,
     "pool": PoolSettings,
+    "images": ImagesSettings,
 }
 
 

@@ -339,6 +339,34 @@ def complete(session: Session) -> int:
     return 0
 
 
+def images_ls(session: Session) -> int:
+    """`hegmctl images ls`."""
+    from hegmctl.images import ls
+
+    return ls(session)
+
+
+def images_show(session: Session) -> int:
+    """`hegmctl images show`."""
+    from hegmctl.images import show
+
+    return show(session)
+
+
+def images_verify(session: Session) -> int:
+    """`hegmctl images verify`."""
+    from hegmctl.images import verify
+
+    return verify(session)
+
+
+def images_rm(session: Session) -> int:
+    """`hegmctl images rm`."""
+    from hegmctl.images import rm
+
+    return rm(session)
+
+
 COMMANDS: dict[str, Command] = {
     "gpus": gpus,
     "ps": ps,
@@ -360,5 +388,9 @@ COMMANDS: dict[str, Command] = {
     "op": op,
     "cancel": cancel,
     "adopt": adopt,
+    "images ls": images_ls,
+    "images show": images_show,
+    "images verify": images_verify,
+    "images rm": images_rm,
     "__complete": complete,
 }

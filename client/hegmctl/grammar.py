@@ -132,7 +132,10 @@ GLOBAL_OPTIONS: tuple[Option, ...] = (
     Option("--version", doc="print the version of hegmctl; `hegmctl version` asks the daemon for its own as well"),
 )
 
-GROUPS: dict[str, str] = {"simulate": "make simulated GPUs hold memory or fail"}
+GROUPS: dict[str, str] = {
+    "images": "look at images of jobs on disk",
+    "simulate": "make simulated GPUs hold memory or fail",
+}
 
 FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid", "none")
 EVENT_KINDS = ("config", "events", "gpu", "inventory", "operation", "pool", "process", "vendor")
@@ -406,6 +409,33 @@ _VERBS = (
             ("hegmctl adopt", "what there is"),
             ("hegmctl adopt 4711 --to gpu0", "let process 4711 go on, on gpu0"),
         ),
+    ),
+    Verb(
+        "images ls",
+        "show images of jobs, and what is left of some",
+        "Takes no daemon: it is done with the caller's own rights. Exit status 15 says that one is broken, or left "
+        "over from a writer that was killed.",
+        arguments=(Argument("DIR", many=True, complete=FILES, doc="an image, or a directory with some; else `.`"),),
+    ),
+    Verb(
+        "images show",
+        "show what an image is of",
+        "Reads the manifest and sees that every file is there. With --json, all of it.",
+        arguments=(Argument("DIR", complete=FILES, doc="the image"),),
+    ),
+    Verb(
+        "images verify",
+        "read all of an image and compare it with its checksums",
+        "Reads from the disk, past the page cache where the file system lets it.",
+        arguments=(Argument("DIR", complete=FILES, doc="the image"),),
+    ),
+    Verb(
+        "images rm",
+        "remove images, or what is left of some",
+        "Only images are removed, and only what is an image's in them; not one that is being written or restored.",
+        options=(Option("-y", "--yes", doc="do not ask before that"),),
+        arguments=(Argument("DIR", many=True, complete=FILES, doc="the images"),),
+        examples=(("hegmctl images rm --yes .job.hegm-new-1a2b3c4d", "what a killed writer left of `job`"),),
     ),
     Verb(
         "help",

@@ -138,7 +138,7 @@ def _seen(path: str, state: str, why: str | None, manifest: Manifest | None) -> 
         size_bytes=size_of(manifest),
         stored_bytes=stored_of(manifest),
         made_utc=manifest.made_utc,
-        host=manifest.host,
+        host=manifest.host or None,
         command=command,
     )
 

@@ -67,7 +67,7 @@ class Manifest(Record):
     format: str = field("always hegm-image", default=FORMAT)
     version: int = field("version of the directory's form", default=VERSION)
     id: str = field("names this image and no other", default="")
-    made_utc: float = field("when it was whole", default=0.0)
+    made_utc: float | None = field("when it was whole", default=None)
     uid: int = field("whose it is", default=0)
     gid: int = field("the primary group of whose it is", default=0)
     hegmd_version: str = field("the hegmd that wrote it", default="")
@@ -108,6 +108,13 @@ class ImagesSeen(Record):
     """The answer of `hegmctl images ls`."""
 
     images: tuple[ImageSeen, ...] = field("the images, by path")
+
+
+class ImageProgress(Record):
+    """How far a check of an image is."""
+
+    done_bytes: int = field("bytes that were looked at")
+    size_bytes: int = field("bytes that there are")
 
 
 class ImageVerified(Record):

@@ -148,6 +148,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.testing": (*GROUND, "hegmd.devices", "hegmd.helper.cuda", "hegmd.methods"),
     # The client, which has to start in no time and may be newer or older than the daemon
     "hegmctl": GROUND,
+    # Images take no daemon; this one command loads what the daemon has for them
+    "hegmctl.images": (*GROUND, "hegmctl", "hegmd.image"),
     # Manual pages and completions, written when a package is built: from the tables of both programs
     "hegmctl.pages": (*GROUND, "hegmctl", "hegmd.arguments", "hegmd.settings"),
 }

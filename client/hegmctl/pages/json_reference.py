@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 from hegmctl.answers import DoctorAnswer, PingAnswer, VersionAnswer
+from hegmd.protocol.images import ImageRemoved, ImagesSeen, ImageVerified, Manifest
 from hegmd.protocol.messages import (
     ConfigReply,
     Drained,
@@ -60,6 +61,10 @@ PRINTED: tuple[tuple[str, type[Record], str], ...] = (
     ("op", StoryReply, _ONE),
     ("op --follow", StoryReply, _AFTER_PROGRESS),
     ("cancel", OperationReply, _ONE),
+    ("images ls", ImagesSeen, _ONE),
+    ("images show", Manifest, _ONE),
+    ("images verify", ImageVerified, _ONE),
+    ("images rm", ImageRemoved, _ONE),
 )
 _JSON_TYPES = {"int": "integer", "float": "number", "bool": "true or false", "str": "string", "object": "any"}
 

@@ -19,7 +19,7 @@ from tests.unit.hegmctl.fake_daemon import FakeDaemon
 from tests.unit.hegmctl.running import environment
 
 VERBS = {"gpus", "ps", "events", "doctor", "version", "config", "metrics", "ping", "simulate", "help"}
-VERBS |= {"run", "migrate", "suspend", "resume", "drain", "swap", "ops", "op", "cancel", "adopt"}
+VERBS |= {"run", "migrate", "suspend", "resume", "drain", "swap", "ops", "op", "cancel", "adopt", "images"}
 GLOBALS = {"--socket", "--json", "-q", "--quiet", "--color", "--no-color", "--timeout", "-h", "--help", "--version"}
 
 # What is on the line, word by word as bash takes it apart, and what is offered for the last word.

@@ -1,0 +1,85 @@
+"""Images of jobs on disk: `hegmctl images`, with the rights of whoever asks and without a daemon.
+
+A directory of one's own takes no daemon to look at, and one that lies where no hegmd runs is looked at all the same.
+What an image is and when it is whole is hegmd's own code, which is loaded here and nowhere else in hegmctl.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hegmctl.images_text import manifest_text, progress_text, removed_text, seen_text, verified_text
+from hegmctl.output import TextSink, ask
+from hegmd.errors import ATTENTION, CANCELLED, USAGE, HegmError
+from hegmd.image import shelf
+from hegmd.protocol.images import ImageProgress, ImageRemoved, ImagesSeen
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hegmctl.session import Session
+
+_TELL_EVERY_BYTES = 256 << 20
+
+
+def ls(session: Session) -> int:
+    """`hegmctl images ls`: 15 when one of them is not good."""
+    folders = [os.path.abspath(folder) for folder in session.arguments.texts("DIR") or (".",)]
+    images = tuple(seen for folder in folders for seen in shelf.look_into(folder))
+    session.sink.answer(ImagesSeen(images=images), seen_text)
+    return ATTENTION.exit_status if any(seen.state in ("broken", "left-over") for seen in images) else 0
+
+
+def show(session: Session) -> int:
+    """`hegmctl images show`."""
+    session.sink.answer(shelf.read(os.path.abspath(session.arguments.required("DIR"))), manifest_text)
+    return 0
+
+
+def verify(session: Session) -> int:
+    """`hegmctl images verify`."""
+    path = os.path.abspath(session.arguments.required("DIR"))
+    try:
+        verified = shelf.verify(path, _teller(session))
+    finally:
+        session.sink.end_progress()
+    session.sink.answer(verified, verified_text)
+    return 0
+
+
+def rm(session: Session) -> int:
+    """`hegmctl images rm`."""
+    paths = [os.path.abspath(folder) for folder in session.arguments.texts("DIR")]
+    if not paths:
+        raise HegmError(USAGE, "images rm needs at least one DIR", "`hegmctl images ls` shows what there is")
+    if not session.arguments.flag("yes"):
+        _require_yes(paths)
+    for path in paths:
+        shelf.remove(path)
+    session.sink.answer(ImageRemoved(paths=tuple(paths)), removed_text)
+    return 0
+
+
+def _require_yes(paths: list[str]) -> None:
+    named = ", ".join(paths)
+    answer = ask(f"Remove {named}? A job that was ended for it can never go on without [y/N] ")
+    if answer is None:
+        raise HegmError(
+            USAGE, f"{named} would be gone for good, and nobody can be asked", "say --yes if that is wanted"
+        )
+    if answer.strip().lower() not in ("y", "yes"):
+        raise HegmError(CANCELLED, f"{named} stays", "`hegmctl images show DIR` tells what is in one")
+
+
+def _teller(session: Session) -> Callable[[int, int], object]:
+    """Shows how far it is, to people; JSON is one document."""
+    told_bytes = 0
+
+    def tell(done_bytes: int, size_bytes: int) -> None:
+        nonlocal told_bytes
+        if done_bytes - told_bytes >= _TELL_EVERY_BYTES and isinstance(session.sink, TextSink):
+            told_bytes = done_bytes
+            session.sink.progress(ImageProgress(done_bytes=done_bytes, size_bytes=size_bytes), progress_text)
+
+    return tell
