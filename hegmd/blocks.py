@@ -52,8 +52,18 @@ def is_direct(fd: int) -> bool:
     return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
-def each_chunk(size_bytes: int, work: Callable[[int, memoryview, int], None], progress: Progress, name: str) -> None:
-    """Have `work` called for each chunk by number, with a buffer of a whole number of blocks and the chunk's length."""
+def each_chunk(
+    size_bytes: int,
+    work: Callable[[int, memoryview, int], None],
+    progress: Progress,
+    name: str,
+    *,
+    threads: int | None = None,
+) -> None:
+    """Have `work` called for each chunk by number, with a buffer of a whole number of blocks and the chunk's length.
+
+    By so many threads at most; if not given, by as many as the crew finds right for work that keeps processors busy.
+    """
     guard = threading.Lock()
     done_bytes = 0
 
@@ -72,7 +82,8 @@ def each_chunk(size_bytes: int, work: Callable[[int, memoryview, int], None], pr
         return one
 
     numbers = chunks_of(size_bytes)
-    share_out(numbers, start, threads=threads_for(len(numbers)), name=name)
+    most = threads_for(len(numbers)) if threads is None else min(threads, max(1, len(numbers)))
+    share_out(numbers, start, threads=most, name=name)
 
 
 def read_whole(fd: int, view: memoryview, place: int) -> int:

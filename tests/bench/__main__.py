@@ -18,6 +18,7 @@ from tests.bench import (
     bench_clients,
     bench_hegmctl,
     bench_idle,
+    bench_image,
     bench_inventory,
     bench_parking,
     bench_refresh,
@@ -41,6 +42,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "steps": bench_steps.run,
     "parking": bench_parking.run,
     "blackout": bench_blackout.run,
+    "image": bench_image.run,
 }
 
 

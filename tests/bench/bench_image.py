@@ -1,0 +1,139 @@
+"""How fast the bytes of GPUs go into an image and come back, beside what the same disk does with `dd` at that moment.
+
+A hand writes and reads as it does for the daemon. What is judged is the part of the disk's own speed that is reached,
+in the best of several runs of both, one after the other. The time until an image is whole is longer, since all of it is
+read back first. HEGM_BENCH_IMAGE_DIR names another disk.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+
+from hegmd.external import Rights
+from hegmd.image.images import Images
+from hegmd.protocol.images import Manifest
+from tests.bench.report import Row
+
+SIZE_BYTES = 1 << 30
+ROUNDS = 5
+# Of what `dd` does: under it something is in the way that is not the disk. A row's budget is a most, hence the inverse.
+LEAST_PART = 0.8
+SELF = Rights(os.geteuid(), os.getegid())
+
+
+def run() -> list[Row]:
+    disk = Path(os.environ.get("HEGM_BENCH_IMAGE_DIR", "/var/tmp"))
+    places = [("disk", disk), ("tmpfs", Path("/dev/shm"))]
+    return [row for name, place in places if os.access(place, os.W_OK) for row in anyio.run(_rows, name, place)]
+
+
+async def _rows(name: str, place: Path) -> list[Row]:
+    folder = Path(tempfile.mkdtemp(dir=place, prefix="hegm-bench-"))
+    try:
+        return await _measured(name, folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+async def _measured(name: str, folder: Path) -> list[Row]:
+    memory, into, zeros = _memory(random=True), _memory(random=False), _memory(random=False)
+    best = {"dd": 0.0, "written": 0.0, "whole": 0.0, "verified": 0.0, "read": 0.0, "zeros": 0.0}
+
+    def took(what: str, took_s: float) -> None:
+        best[what] = max(best[what], SIZE_BYTES / took_s / 1e9)
+
+    async with anyio.create_task_group() as tasks:
+        images = Images(_made(folder / "state"), in_unit=False)
+        await tasks.start(images.run)
+        for _ in range(ROUNDS):
+            took("dd", await anyio.to_thread.run_sync(_dd_s, folder))
+            await _one_round(images, str(folder / "image"), (memory, into, zeros), took)
+        tasks.cancel_scope.cancel()
+    for fd in (memory, into, zeros):
+        os.close(fd)
+    return [
+        Row(f"{name}: dd oflag=direct", best["dd"], "GB/s"),
+        Row(f"{name}: bytes written", best["written"], "GB/s"),
+        Row(f"{name}: dd over bytes written", best["dd"] / best["written"], "times", _budget(name)),
+        Row(f"{name}: written, read back and named", best["whole"], "GB/s"),
+        Row(f"{name}: verified", best["verified"], "GB/s"),
+        Row(f"{name}: read into memory", best["read"], "GB/s"),
+        Row(f"{name}: zeros", best["zeros"], "GB/s"),
+    ]
+
+
+async def _one_round(
+    images: Images, path: str, memories: tuple[int, int, int], took: Callable[[str, float], None]
+) -> None:
+    memory, into, zeros = memories
+    lent = await images.lend(path, SELF)
+    began = time.perf_counter()
+    await lent.write_bytes("1.0", memory, SIZE_BYTES)
+    took("written", time.perf_counter() - began)
+    await lent.finish(Manifest())
+    took("whole", time.perf_counter() - began)
+    image = await images.open(path, SELF)
+    began = time.perf_counter()
+    await image.verify()
+    took("verified", time.perf_counter() - began)
+    began = time.perf_counter()
+    await image.read_bytes("1.0", into, lambda _done_bytes: None)
+    took("read", time.perf_counter() - began)
+    await image.end()
+    await anyio.to_thread.run_sync(shutil.rmtree, path)
+    lent = await images.lend(path, SELF)
+    began = time.perf_counter()
+    await lent.write_bytes("1.0", zeros, SIZE_BYTES)
+    took("zeros", time.perf_counter() - began)
+    await lent.discard()
+
+
+def _budget(name: str) -> float | None:
+    """A file system in memory is not judged by `dd`, which there is one thread that copies."""
+    return 1 / LEAST_PART if name == "disk" else None
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def _memory(*, random: bool) -> int:
+    fd = os.memfd_create("piece")
+    os.posix_fallocate(fd, 0, SIZE_BYTES)
+    if random:
+        block = os.urandom(8 << 20)
+        for place in range(0, SIZE_BYTES, len(block)):
+            os.pwrite(fd, block, place)
+    return fd
+
+
+def _dd_s(folder: Path) -> float:
+    target = folder / "dd"
+    argv = ["dd", "if=/dev/zero", f"of={target}", "bs=8M", f"count={SIZE_BYTES >> 23}", "conv=fsync"]
+    for flags in (["oflag=direct"], []):  # a tmpfs of older kernels knows no O_DIRECT
+        done = subprocess.run(
+            [*argv, *flags],
+            env={"LC_ALL": "C", "PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        target.unlink(missing_ok=True)
+        if done.returncode == 0:
+            break
+    found = re.search(r"copied, ([\d.e-]+) s", done.stderr)
+    if found is None:
+        print(done.stderr, file=sys.stderr)
+        raise RuntimeError("dd does not say how long it took")
+    return float(found[1])
