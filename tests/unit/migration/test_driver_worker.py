@@ -61,6 +61,15 @@ def test_room_that_could_not_be_kept_for_the_way_back_is_taken_again_before_it_i
     assert (wanted_room.tag, wanted_room.to_plain()["gpu"]) == ("take-room", "gpu0")
 
 
+def test_a_checkpoint_that_was_cut_off_was_believed_to_have_kept_the_way_back_and_cost_a_pause() -> None:
+    """The restore was refused, the room counted, and all of it tried again 5 s later, with the job off its GPU."""
+    drive = Drive(operation(bare()))
+    drive.on(lambda: "checkpoint" in tags(drive.wanted))
+    assert tags(drive.fail("broken")) == ["inspect"]
+    (wanted,) = drive.end(parked=False, gpu=None, rooms={"gpu1": 10})
+    assert (wanted.tag, wanted.to_plain()["gpu"]) == ("take-room", "gpu0")
+
+
 def test_without_room_on_the_way_back_it_waits_and_says_why_until_there_is_room() -> None:
     drive = Drive(operation(bare()))
     drive.on(lambda: "restore" in tags(drive.wanted))
