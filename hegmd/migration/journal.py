@@ -53,6 +53,20 @@ class JournalBroken(HegmError):
         self.where = where
 
 
+class JournalTooNew(JournalBroken):
+    """A later hegmd has written it: nothing is wrong with it, and nothing of it is guessed at."""
+
+    def __init__(self, version: int) -> None:
+        HegmError.__init__(
+            self,
+            UNAVAILABLE,
+            f"the journal of operations is of version {version}, and this hegmd reads up to {VERSION}",
+            "a newer hegmd has written it: install that one again, and let its operations end before you go back",
+            {"version": version},
+        )
+        self.where = len(_STEM)
+
+
 class Line(Record):
     """One line of an operation's story."""
 
@@ -224,7 +238,7 @@ def _after_magic(data: bytes) -> int:
     if len(written) < len(MAGIC) and MAGIC.startswith(written):
         return 0
     if data.startswith(_STEM) and data[len(_STEM)] > VERSION:
-        raise JournalBroken(len(_STEM), f"it is of version {data[len(_STEM)]}, and this hegmd reads up to {VERSION}")
+        raise JournalTooNew(data[len(_STEM)])
     raise JournalBroken(0, "it does not begin as a journal does")
 
 

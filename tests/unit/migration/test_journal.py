@@ -138,8 +138,10 @@ def test_another_file_is_not_taken_for_a_journal(other: bytes) -> None:
 
 def test_a_newer_journal_says_that_it_is_newer() -> None:
     newer = b"HEGMOPS" + bytes([journal.VERSION + 1]) + BOOK.data[len(journal.MAGIC) :]
-    with pytest.raises(journal.JournalBroken, match="version 2"):
+    with pytest.raises(journal.JournalTooNew, match="is of version 2, and this hegmd reads up to 1") as refused:
         journal.read(newer)
+    assert "damaged" not in refused.value.message
+    assert "install that one again" in refused.value.hint
 
 
 def _records() -> list[bytes]:
