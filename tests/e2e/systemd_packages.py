@@ -6,6 +6,7 @@ Both are built in copies of the tree: `build/` and `dist/` of the tree itself st
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -20,6 +21,8 @@ from tests.e2e.systemd_service import CONFIGURATION, SOCKET, as_installed
 
 TREE = Path(__file__).resolve().parents[2]
 NEWER_VERSION = "99.0.0"
+# Hardly compressed: three packages are built, installed from the disk of this machine, and thrown away.
+QUICKLY = {"DPKG_DEB_COMPRESSOR_LEVEL": "0"}
 _LEFT_OUT = (".git", ".venv", "build", "dist", "node_modules", "__pycache__", ".*_cache", ".hypothesis")
 
 
@@ -90,6 +93,14 @@ def _package(tree: Path) -> Path:
 
 
 def _run(tree: Path, *command: str) -> str:
-    done = subprocess.run(command, cwd=tree, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        cwd=tree,
+        env={**os.environ, **QUICKLY},
+        check=False,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
     return done.stdout

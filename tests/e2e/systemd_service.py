@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 from tests.e2e.systemd_node import SystemdNode
@@ -11,6 +13,12 @@ SERVICE = "hegmd.service"
 SOCKET = "hegmd.socket"
 CONFIGURATION = "etc/hegm/hegmd.toml"
 DROP_IN = "run/systemd/system/hegmd.service.d/test.conf"
+
+
+def install(node: SystemdNode, package: Path) -> None:
+    """Install the package there, over whatever version of it there is."""
+    shutil.copy(package, node.root / "root")
+    node.run("dpkg", "--install", f"/root/{package.name}")
 
 
 def drop_in(node: SystemdNode, *lines: str) -> None:
