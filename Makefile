@@ -29,11 +29,14 @@ check: ## the quick part of the tests: house rules, unit, contract, simulation
 	@tools/setup.sh dev
 	$(PYTEST)
 
+# More than four of these that train at a time gain nothing; WORKERS= runs one test after the other.
+WORKERS := -n logical --maxprocesses 4 --dist loadgroup
+
 test: ## all tests but those that need a GPU; end to end ones and a real systemd included
 	@tools/setup.sh full
 	@tools/pythons.sh || echo "make: going on with the Pythons of this machine"
 	@$(MAKE) --no-print-directory criu || echo "make: going on with the CRIU of this machine, if there is one"
-	$(PYTEST) -m "not gpu and not bench" -ra
+	$(PYTEST) -m "not gpu and not bench" -ra $(WORKERS)
 
 test-chaos: ## kill or strike everything at every state of every command, 1,000 times, while jobs train (CHAOS="--victim daemon")
 	@tools/setup.sh full

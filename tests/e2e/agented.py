@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -60,10 +61,15 @@ class Training:
 
 
 def undisturbed(argv: list[str], **more: str) -> str:
-    """The output of the script without an agent."""
+    """The output of the script without an agent; each is run once for all tests, since it prints the same each time."""
+    return _run(tuple(argv), tuple(more.items()))
+
+
+@cache
+def _run(argv: tuple[str, ...], more: tuple[tuple[str, str], ...]) -> str:
     done = subprocess.run(
         [sys.executable, *argv],
-        env=environment(None, **more),
+        env=environment(None, **dict(more)),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

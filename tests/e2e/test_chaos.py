@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 
+@pytest.mark.xdist_group("memory of the node")
 def test_no_kill_at_any_state_changes_a_number_or_leaves_anything(socket_dir: Path) -> None:
     with Node(socket_dir, nameless=True) as node:
         tally = Campaign(node, with_torch=1, by_hand=1, say=print).run(few_cells(VICTIMS))

@@ -12,14 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.test_moving import LARGE, Job
+from tests.e2e.test_moving import LARGE, LONG, Job, is_as_undisturbed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.xdist_group("memory of the node")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
-LONG = [str(SCRIPTS / "long.py"), "0", "400"]
+ENDLESS = [LONG, "0"]
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -68,9 +67,8 @@ def strays(job: Job) -> list[dict[str, Any]]:
 
 
 def test_on_disk_it_outlives_a_kill_and_a_stop_and_no_loss_changes(daemon: RunningDaemon) -> None:
-    expected = undisturbed(LONG)
     state_dir = daemon.folder / "state"
-    with Job(daemon, LONG, "--gpu", "gpu0") as job:
+    with Job(daemon, ENDLESS, "--gpu", "gpu0") as job:
         pid = str(job.process.pid)
         job.steps(10)
         job.operation("suspend", pid)
@@ -87,7 +85,7 @@ def test_on_disk_it_outlives_a_kill_and_a_stop_and_no_loss_changes(daemon: Runni
         until_attended(job)
         job.command("op", "1", "--follow")
         assert job.operation("resume", pid, "--to", "gpu1")["phase"] == "done"
-        assert job.output() == expected
+        is_as_undisturbed(ENDLESS, job.output())
 
 
 def test_spilled_its_memory_is_really_free(daemon: RunningDaemon, tmp_path: Path) -> None:
@@ -116,12 +114,11 @@ def test_spilled_its_memory_is_really_free(daemon: RunningDaemon, tmp_path: Path
 @pytest.mark.parametrize("memory", ["named", "nameless"])
 def test_a_job_is_adopted_when_the_journal_is_gone(tmp_path: Path, memory: str) -> None:
     """Named, its bytes are files; nameless, a keeper has them while no daemon is there."""
-    expected = undisturbed(LONG)
     (tmp_path / "hegmd.toml").write_text(f'[pool]\nmemory = "{memory}"\n')
     state_dir = tmp_path / "state"
     environ = {"INVOCATION_ID": ""} if "INVOCATION_ID" in os.environ else {}
     with RunningDaemon(tmp_path, "--config", str(tmp_path / "hegmd.toml"), environ=environ) as daemon:
-        with Job(daemon, LONG, "--gpu", "gpu0") as job:
+        with Job(daemon, ENDLESS, "--gpu", "gpu0") as job:
             pid = str(job.process.pid)
             job.steps(10)
             job.operation("suspend", pid)
@@ -134,7 +131,7 @@ def test_a_job_is_adopted_when_the_journal_is_gone(tmp_path: Path, memory: str) 
                     hegmd.ping()
             assert {stray["kind"] for stray in found} == {"bytes", "process"}
             assert job.operation("adopt", pid, "--to", "gpu1")["phase"] == "done"
-            assert job.output() == expected
+            is_as_undisturbed(ENDLESS, job.output())
             for stray in strays(job):
                 job.command("adopt", "--drop", stray["name"], "--yes")
         assert strays(job) == []
@@ -143,7 +140,7 @@ def test_a_job_is_adopted_when_the_journal_is_gone(tmp_path: Path, memory: str) 
 
 
 def test_two_daemons_on_one_state_directory_the_second_leaves_everything_alone(daemon: RunningDaemon) -> None:
-    with Job(daemon, LONG) as job:
+    with Job(daemon, ENDLESS) as job:
         pid = str(job.process.pid)
         job.steps(10)
         job.operation("suspend", pid)

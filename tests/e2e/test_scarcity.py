@@ -175,6 +175,7 @@ def large_job(daemon: RunningDaemon, folder: Path, group: MemoryGroup) -> Job:
     return Job(daemon, [str(script)])
 
 
+@pytest.mark.xdist_group("memory of the node")
 def test_a_job_at_its_memory_limit_goes_out_and_comes_back_within_it(
     daemon: RunningDaemon, group: MemoryGroup, tmp_path: Path
 ) -> None:
@@ -191,6 +192,7 @@ def test_a_job_at_its_memory_limit_goes_out_and_comes_back_within_it(
         job.steps(5)
 
 
+@pytest.mark.xdist_group("memory of the node")
 def test_a_job_that_the_kernel_ends_as_it_comes_back_is_lost_and_nothing_is_held_for_it(
     daemon: RunningDaemon, group: MemoryGroup, tmp_path: Path
 ) -> None:

@@ -1,9 +1,12 @@
-"""A training that lasts some seconds, so that commands find it training: shuffle, dropout, AdamW, loader workers."""
+"""A training that lasts until its input ends, or so many steps: shuffle, dropout, AdamW, loader workers."""
 
+import select
 import sys
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+
+PACE_S = 0.01  # what a step takes at least when nobody counts them, as on a GPU: commands find it training
 
 
 class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -19,24 +22,24 @@ class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def train(loader_workers: int, steps: int) -> None:
     torch.manual_seed(3)
-    layers = [torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(1024, 1024)]
-    model = torch.nn.Sequential(*layers, torch.nn.GELU(), torch.nn.Linear(1024, 1))
+    layers = [torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(512, 512)]
+    model = torch.nn.Sequential(*layers, torch.nn.GELU(), torch.nn.Linear(512, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(
         Rows(), batch_size=32, shuffle=True, num_workers=loader_workers, persistent_workers=loader_workers > 0
     )
     done = 0
-    while done < steps:
+    while True:
         for batch, target in loader:
+            if done == steps or (steps < 0 and select.select([sys.stdin], [], [], PACE_S)[0]):
+                return
             loss = torch.nn.functional.mse_loss(model(batch), target)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             print(float(loss.item()).hex(), flush=True)
             done += 1
-            if done == steps:
-                return
 
 
 if __name__ == "__main__":
-    train(int(sys.argv[1]), int(sys.argv[2]))
+    train(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else -1)

@@ -1,12 +1,26 @@
-"""Two ranks that average their gradients over gloo; each prints its losses to a file of its own."""
+"""Two ranks that average their gradients over gloo; each prints its losses to a file of its own.
+
+They go on for so many steps, or until the file PATH.stop is there for one of them.
+"""
 
 import os
+import select
 import sys
 from pathlib import Path
 
 import torch
 from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+PACE_S = 0.005  # what a step takes at least when nobody counts them
+
+
+def is_over(path: str) -> bool:
+    """Whether they have been told to end; the same answer for all, at the same step."""
+    select.select([], [], [], PACE_S)
+    told = torch.tensor([float(Path(f"{path}.stop").exists())])
+    distributed.all_reduce(told)
+    return bool(told)
 
 
 def train(path: str, steps: int) -> None:
@@ -19,21 +33,22 @@ def train(path: str, steps: int) -> None:
     optimizer = torch.optim.Adam(model.parameters())
     done = 0
     with Path(f"{path}.{distributed.get_rank()}").open("w") as losses:
-        while done < steps:
+        while done != steps:
             for batch, target in loader:
+                if done == steps or (steps < 0 and is_over(path)):
+                    steps = done
+                    break
                 loss = torch.nn.functional.mse_loss(model(batch), target)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 losses.write(f"{float(loss.item()).hex()}\n")
                 done += 1
-                if done == steps:
-                    break
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    train(sys.argv[1], int(sys.argv[2]))
+    train(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else -1)
     # About one in six processes with gloo aborts while the interpreter ends («terminate called without an active
     # exception», torch 2.13), also where nobody moves it; what is compared is written by now.
     os._exit(0)
