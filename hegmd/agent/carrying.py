@@ -128,7 +128,8 @@ def load() -> None:
     What is missing for it is told when it is needed.
     """
     try:
-        from . import cuda_driver, shown, transfer, video_memory  # noqa: F401 - to have them
+        for name in ("cuda_driver", "shown", "transfer", "video_memory"):
+            __import__(f"{__package__}.{name}")
     except ImportError as error:
         note(f"nothing can be carried: {error!r}")
 

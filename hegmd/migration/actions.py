@@ -328,9 +328,8 @@ def failed(op: Operation, worker: Worker, pending: Pending, event: events.Failed
         changed = {"asked": False} if pending.effect == effects.Park.tag else {}
         return _astray(op.with_worker(worker.replace(**changed)), event)
     if pending.effect in _UNCERTAIN:
-        # A driver that could not restore may have lost the room that was held for it, and one that was cut off while it
-        # took the process off its GPU has kept none there for the way back: it is counted again.
-        recount = worker.recount or pending.effect in _RECOUNTED
+        # A driver that could not restore may have lost the room for it; one that was cut off before has kept none.
+        recount = worker.recount or pending.effect in (effects.Checkpoint.tag, effects.Restore.tag)
         op = op.with_worker(worker.replace(unsure=True, recount=recount))
         if pending.effect in _OUTWARD and op.heading == BACK:
             return _split(op, worker.name, event)
@@ -341,7 +340,6 @@ def failed(op: Operation, worker: Worker, pending: Pending, event: events.Failed
 _HARMLESS = frozenset((effects.TakeRoom.tag, effects.TakePool.tag, effects.Survey.tag, effects.Park.tag))
 _OUTWARD = frozenset((effects.Evacuate.tag, effects.Checkpoint.tag))
 _UNCERTAIN = frozenset((*_OUTWARD, effects.Restore.tag, effects.Refill.tag))
-_RECOUNTED = frozenset((effects.Checkpoint.tag, effects.Restore.tag))
 
 
 def _astray(op: Operation, event: events.Failed) -> Operation:

@@ -16,7 +16,7 @@ import pytest
 
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import ROOT, SCRIPTS, MovedJob, Script
+from tests.e2e.moved_job import ROOT, SCRIPTS, MovedJob, undisturbed_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
@@ -30,7 +30,6 @@ def test_bad_requests_are_refused_with_a_next_step_and_the_job_trains_on(socket_
     config.write_text(f"[pool]\nbudget_bytes = {4 * MIB}\n")
     with (
         RunningDaemon(socket_dir, "--config", str(config)) as daemon,
-        Script(TRAINING, None, tmp_path) as undisturbed,
         MovedJob(TRAINING, daemon, tmp_path) as job,
     ):
         pid = str(job.process.pid)
@@ -53,13 +52,12 @@ def test_bad_requests_are_refused_with_a_next_step_and_the_job_trains_on(socket_
             if words[0] != "cancel":
                 assert message in job.refusal(*words, "--dry-run")["message"], words
         assert job.places(1) == {job.process.pid: "gpu0"}
-        assert job.steps() == undisturbed.steps()
+        assert job.steps() == undisturbed_steps(*TRAINING)
 
 
 def test_a_gpu_without_room_is_refused_and_taken_once_there_is_room(socket_dir: Path, tmp_path: Path) -> None:
     with (
         RunningDaemon(socket_dir) as daemon,
-        Script(TRAINING, None, tmp_path) as undisturbed,
         MovedJob(TRAINING, daemon, tmp_path) as job,
     ):
         pid = job.process.pid
@@ -72,7 +70,7 @@ def test_a_gpu_without_room_is_refused_and_taken_once_there_is_room(socket_dir: 
         while job.places(1) == {pid: "gpu0"} and _used_bytes(daemon, "gpu1"):
             pass  # the connection's end is seen in the daemon's own time
         job.move(pid)
-        assert job.steps() == undisturbed.steps()
+        assert job.steps() == undisturbed_steps(*TRAINING)
 
 
 def _used_bytes(daemon: RunningDaemon, gpu: str) -> int:
@@ -134,7 +132,6 @@ def test_a_process_that_becomes_another_program_while_suspended_ends_the_operati
     words, tell = becoming
     with (
         RunningDaemon(socket_dir) as daemon,
-        Script(TRAINING, None, tmp_path) as undisturbed,
         MovedJob([*words, "-1", *TRAINING], daemon, tmp_path) as job,
     ):
         pid = job.process.pid
@@ -150,7 +147,7 @@ def test_a_process_that_becomes_another_program_while_suspended_ends_the_operati
         place = job.places(1)[pid]
         job.answer("migrate", str(pid), "--to", "gpu1" if place == "gpu0" else "gpu0")
         after = [line for line in job.steps()[first:] if not line.startswith("step first")]
-        assert after == undisturbed.steps()
+        assert after == undisturbed_steps(*TRAINING)
 
 
 def test_a_process_that_becomes_another_program_while_it_is_asked_to_stop_is_let_be(
@@ -159,12 +156,11 @@ def test_a_process_that_becomes_another_program_while_it_is_asked_to_stop_is_let
     words, tell = becoming
     with (
         RunningDaemon(socket_dir) as daemon,
-        Script(TRAINING, None, tmp_path) as undisturbed,
-        MovedJob([*words, "20", *TRAINING], daemon, tmp_path) as job,
+        MovedJob([*words, "200", *TRAINING], daemon, tmp_path) as job,
     ):
         pid = job.process.pid
-        job.read_steps(21)  # there is no next boundary now
-        job.places(1)
+        job.places(1)  # which it has to be at a boundary for
+        job.read_steps(201 - len(job.lines))  # there is no next one now
         op = job.operation("migrate", str(pid), "--to", "gpu1", "--no-wait")["id"]
         while job.answer("op", op)["operation"]["phase"] != "quiescing":
             pass
@@ -173,7 +169,7 @@ def test_a_process_that_becomes_another_program_while_it_is_asked_to_stop_is_let
         ended = _at_its_end(daemon, job, op)
         assert ended["phase"] == "undone"
         assert str(pid) in ended["failure"]["message"]
-        assert [line for line in job.steps() if not line.startswith("step first")] == undisturbed.steps()
+        assert [line for line in job.steps() if not line.startswith("step first")] == undisturbed_steps(*TRAINING)
 
 
 def test_a_process_that_is_killed_while_suspended_leaves_nothing_behind(socket_dir: Path, tmp_path: Path) -> None:
@@ -229,7 +225,6 @@ def test_an_upgrade_of_the_daemon_is_no_event_for_a_job_that_trains_or_is_suspen
 ) -> None:
     with (
         RunningDaemon(socket_dir) as daemon,
-        Script(TRAINING, None, tmp_path) as undisturbed,
         MovedJob(TRAINING, daemon, tmp_path) as trains,
         MovedJob(TRAINING, daemon, tmp_path) as waits,
     ):
@@ -243,6 +238,6 @@ def test_an_upgrade_of_the_daemon_is_no_event_for_a_job_that_trains_or_is_suspen
             trains.move(trains.process.pid)
             assert waits.operation("resume", str(waits.process.pid))["phase"] == "done"
             waits.move(waits.process.pid)
-            expected = undisturbed.steps()
+            expected = undisturbed_steps(*TRAINING)
             assert trains.steps() == expected
             assert waits.steps() == expected

@@ -13,7 +13,7 @@ import pytest
 from hegmd.pieces import HUGE_PAGE_BYTES
 from hegmd.pool_memory import read_huge_free_bytes
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import SCRIPTS, MovedJob, Script
+from tests.e2e.moved_job import SCRIPTS, MovedJob, undisturbed_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.xdist_group("memory of the node")]
 pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
@@ -45,7 +45,6 @@ def test_a_job_goes_through_huge_pages_and_gives_them_back(socket_dir: Path, tmp
     config.write_text('[pool]\nmemory = "nameless"\n')  # few machines have a hugetlbfs mounted for names
     with (
         RunningDaemon(socket_dir, "--config", str(config)) as daemon,
-        Script(TRAINING, None, tmp_path) as undisturbed,
         MovedJob(TRAINING, daemon, tmp_path) as job,
     ):
         pid = str(job.process.pid)
@@ -60,7 +59,7 @@ def test_a_job_goes_through_huge_pages_and_gives_them_back(socket_dir: Path, tmp
             job.move(job.process.pid)
         assert not _page_sizes(daemon.process.pid)
         assert not _page_sizes(job.process.pid)
-        assert job.steps() == undisturbed.steps()
+        assert job.steps() == undisturbed_steps(*TRAINING)
 
 
 def _page_sizes(pid: int) -> set[int]:

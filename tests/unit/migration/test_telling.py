@@ -48,7 +48,7 @@ def test_a_job_that_is_held_is_an_error_with_the_command() -> None:
     drive.end(parked=True, out_bytes=10)
     drive.on(lambda: tags(drive.wanted) == ["refill"])
     drive.fail()
-    assert _kinds(drive) == ["operation.turned-back", "operation.held"]
+    assert _kinds(drive) == ["operation.turned-back", "operation.found", "operation.held"]
     assert _told(drive)[-1].severity == "error"
     assert "hegmctl resume" in _told(drive)[-1].message
 
