@@ -355,6 +355,7 @@ class App:
             events=self._events,
             start_ticks=start_ticks_of,
             spill=self._config.pool.spill,
+            still_s=self._config.neighbours.still_s,
         )
 
     def _simulator(self) -> SimulatedProvider | None:

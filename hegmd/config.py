@@ -33,6 +33,7 @@ from hegmd.settings import (
     LimitSettings,
     LogSettings,
     MetricsSettings,
+    NeighbourSettings,
     PathName,
     PoolSettings,
     Row,
@@ -72,6 +73,7 @@ class Config:
     doctor: DoctorSettings
     pool: PoolSettings
     images: ImagesSettings
+    neighbours: NeighbourSettings
     path: Path | None
     sources: Mapping[str, str]
 

@@ -24,7 +24,7 @@ from hegmd.methods.base import Carrier, Method
 from hegmd.methods.driver import DriverCarrier, DriverMethod, is_stopped
 from hegmd.methods.gpus import Gpus
 from hegmd.methods.host import HostCarrier
-from hegmd.methods.neighbours import Neighbours
+from hegmd.methods.neighbours import STILL_S, Neighbours
 from hegmd.methods.peer import PeerCarrier
 from hegmd.methods.simulated import SimulatedMethod
 from hegmd.methods.worker import WorkerCarrier
@@ -46,7 +46,7 @@ from hegmd.workers import Workers
 class Moving:
     """Made once, opened once, then run for as long as the daemon serves."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it is made of, each named, put together in one place only
         self,
         *,
         state_dir: Path,
@@ -57,6 +57,7 @@ class Moving:
         events: EventLog,
         start_ticks: Callable[[int], int | None],
         spill: str = ASKED,
+        still_s: float = STILL_S,
     ) -> None:
         self._workers = workers
         self._start_ticks = start_ticks
@@ -65,7 +66,9 @@ class Moving:
         self.rooms = Rooms(simulator, gpus=self._gpus, changed=inventory.expire)
         self.helper = Link()
         self.memory = VideoMemory(self.helper, pool.keep.store)
-        self._neighbours = Neighbours(self.helper, state_dir, start_ticks=start_ticks, is_stopped=is_stopped)
+        self._neighbours = Neighbours(
+            self.helper, state_dir, start_ticks=start_ticks, is_stopped=is_stopped, still_s=still_s
+        )
         methods, carriers = self._means(simulated=simulator is not None)
         performer = Performer(workers, methods, carriers, start_ticks=start_ticks)
         self.runner = Runner(state_dir, performer, events)

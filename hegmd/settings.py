@@ -420,6 +420,18 @@ class ImagesSettings:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeighbourSettings:
+    """What others on a GPU have to put up with while room there goes over to a job of ours."""
+
+    still_s: float = setting(
+        Amount(0, 60, whole=False),
+        2.0,
+        "Seconds that their CUDA calls may wait while storages are made; a restore is waited for. 0: they never wait.",
+        reloads=False,
+    )
+
+
 SECTIONS: dict[str, type[Any]] = {
     "daemon": DaemonSettings,
     "inventory": InventorySettings,
@@ -431,6 +443,7 @@ SECTIONS: dict[str, type[Any]] = {
     "doctor": DoctorSettings,
     "pool": PoolSettings,
     "images": ImagesSettings,
+    "neighbours": NeighbourSettings,
 }
 
 

@@ -47,8 +47,6 @@ MIB = 1 << 20
 # takes at once (a context has 0.5 GiB, and allocators of frameworks grow by less than the rest) then does no harm.
 CALM_BYTES = 2048 * MIB
 
-# Storages of 32 GiB are made in some milliseconds.
-MAKING_S = 2.0
 LOCK_S = 10.0
 QUICK_S = 20.0
 # A state query waits for a step that a killed caller left to end by itself; a step goes at 2.8 GB/s, or 1 at worst.
@@ -316,7 +314,7 @@ class DriverMethod:
 
     @asynccontextmanager
     async def making(self, subject: Subject) -> AsyncGenerator[None]:
-        """Others there are held still, for MAKING_S at most: an agent that is stopped in the block makes nobody stand.
+        """Others there are held still, but not for long: an agent that is stopped in the block makes nobody stand.
 
         Who cannot be held still may be quicker. Then the bytes wait for the next attempt, and none is lost.
         """
@@ -350,7 +348,7 @@ class DriverMethod:
             async with self._neighbours.held_still(others, but_for=self._in_hand):
                 await self._memory.give(storages_of(subject), uuid)
                 task_status.started()
-                with anyio.move_on_after(MAKING_S):
+                with anyio.move_on_after(self._neighbours.still_s):
                     await made.wait()
 
     # -- how it stands -------------------------------------------------------------------------------------------------

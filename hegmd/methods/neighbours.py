@@ -29,13 +29,18 @@ Who = tuple[int, int]
 
 FILE_NAME = "held-still.json"
 LOCK_S = 0.1
+# Storages of 32 GiB are made in some milliseconds.
+STILL_S = 2.0
 _DEADLINE_S = 10.0
 _UNLOCK_WITHIN_S = 30.0
 _AGAIN_S = 1.0
 
 
 class Neighbours:
-    """Locks and unlocks. `is_stopped` tells of whom the driver's calls would wait without end."""
+    """Locks and unlocks. `is_stopped` tells of whom the driver's calls would wait without end.
+
+    `still_s` is for how long they may be held where it is only a matter of time; 0: nobody is held still, ever.
+    """
 
     def __init__(
         self,
@@ -44,13 +49,13 @@ class Neighbours:
         *,
         start_ticks: Callable[[int], int | None],
         is_stopped: Callable[[int], bool],
-        enabled: bool = True,
+        still_s: float = STILL_S,
     ) -> None:
         self._helper = helper
         self._path = folder / FILE_NAME
         self._start_ticks = start_ticks
         self._is_stopped = is_stopped
-        self._enabled = enabled
+        self.still_s = still_s
         self._noted: set[Who] = set()
         self._held: dict[Who, anyio.Event] = {}
         self._left: set[Who] = set()
@@ -66,12 +71,12 @@ class Neighbours:
         One that a signal has stopped goes nowhere anyhow. Raises nothing of its own but OSError.
         """
         there = [who for who in processes if who not in but_for and self.is_there(who)]
-        fit = [who for who in there if self._enabled and not self._is_stopped(who[0])]
+        fit = [who for who in there if self.still_s and not self._is_stopped(who[0])]
         await self._until_free(fit)
         chosen = [who for who in fit if who not in but_for]  # no step between here and the next line
         self._held.update({who: anyio.Event() for who in chosen})
         locked: list[Who] = []
-        loose: list[Who] = [] if self._enabled else there
+        loose: list[Who] = [] if self.still_s else there
         try:
             if chosen:
                 await self._note(self._noted | set(chosen))

@@ -122,7 +122,7 @@ async def test_a_note_that_means_nothing_stops_nothing(node: CudaNode, tmp_path:
 
 async def test_where_that_is_not_wanted_nobody_is_held_still(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
     async with linked(node) as link:
-        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False, enabled=False)
+        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=lambda _: False, still_s=0)
         async with neighbours.held_still([who(owner)]):
             assert owner.ask("alloc 1") == "allocated"
     assert not node.calls("cuCheckpointProcessLock")
