@@ -7,6 +7,7 @@ before any of them has taken anything. Pure; knows no rule of moving.
 from __future__ import annotations
 
 from hegmd.migration.candidates import Candidate, GpuRoom, Plan, PoolRoom, Snapshot
+from hegmd.migration.carriage import PEER
 from hegmd.migration.operation import BY_DRIVER, FORWARD, RESUME, Operation, Worker
 from hegmd.pieces import whole_size
 from hegmd.protocol.operations import PlannedProcess
@@ -20,7 +21,14 @@ def expected(snapshot: Snapshot) -> Snapshot:
         for worker in op.live:
             if worker.goal is not None:
                 rooms[worker.goal] = rooms.get(worker.goal, 0) - _room_to_take(worker)
-            pool_bytes -= _pool_to_take(op, worker)
+            if not _has_memory_to_take(op, worker):
+                continue
+            if worker.carrier == PEER and worker.goal is not None:
+                rooms[worker.goal] -= worker.size_bytes - worker.pool_bytes
+            else:
+                pool_bytes -= whole_size(worker.size_bytes) - (
+                    whole_size(worker.pool_bytes) if worker.pool_bytes else 0
+                )
     return _changed(snapshot, rooms, pool_bytes)
 
 
@@ -52,14 +60,13 @@ def _taken_bytes(worker: PlannedProcess) -> int:
 
 
 def _room_to_take(worker: Worker) -> int:
-    return 0 if worker.at == worker.goal else max(0, worker.size_bytes - worker.rooms.get(str(worker.goal), 0))
+    return 0 if worker.at == worker.goal else max(0, worker.room_bytes - worker.rooms.get(str(worker.goal), 0))
 
 
-def _pool_to_take(op: Operation, worker: Worker) -> int:
+def _has_memory_to_take(op: Operation, worker: Worker) -> bool:
+    """Whether its carrier still has memory to take for its bytes: of the pool, or by peer on the GPU it goes to."""
     leaves = op.heading == FORWARD and worker.at is not None and worker.at != worker.goal and not worker.out
-    if not leaves or worker.pool_bytes >= worker.size_bytes:
-        return 0
-    return whole_size(worker.size_bytes) - (whole_size(worker.pool_bytes) if worker.pool_bytes else 0)
+    return leaves and worker.is_carried and worker.pool_bytes < worker.size_bytes
 
 
 def _moved(candidate: Candidate, to: dict[int, str | None]) -> Candidate:

@@ -180,6 +180,19 @@ def test_what_was_promised_and_not_taken_yet_is_not_there_for_others() -> None:
     assert taken.replace(running=()) == snapshot.replace(running=()), "what was taken counts in what is free already"
 
 
+def test_what_goes_by_peer_was_promised_video_memory_and_none_of_the_pool() -> None:
+    """A second move was refused for a pool that nobody was to use, and planned for room that was promised."""
+    gpus = (_gpu("gpu0", 8), _gpu("gpu1", 8))
+    mine = worker(pid=9, method="driver", carrier="peer", size_bytes=2 * GIB, rest_bytes=GIB, rooms={"gpu0": 3 * GIB})
+    seen = expected(_snapshot(gpus=gpus, running=(Drive(operation(mine)).until("arming").op,)))
+    assert [gpu.free_bytes for gpu in seen.gpus] == [8 * GIB, 3 * GIB]
+    assert seen.pool.free_bytes == 16 * GIB
+    by_driver = mine.replace(carrier="driver", size_bytes=0, rest_bytes=3 * GIB)
+    seen = expected(_snapshot(gpus=gpus, running=(Drive(operation(by_driver)).until("arming").op,)))
+    assert [gpu.free_bytes for gpu in seen.gpus] == [8 * GIB, 5 * GIB]
+    assert seen.pool.free_bytes == 16 * GIB
+
+
 def test_after_a_suspension_the_room_is_free_and_the_pool_is_not() -> None:
     snapshot = _snapshot(_process(1, "gpu0"), _process(2, "gpu1"), gpus=(_gpu("gpu0", 0), _gpu("gpu1", 0)))
     seen = [snapshot]
