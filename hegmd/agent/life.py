@@ -10,6 +10,7 @@ import os
 from _thread import start_new_thread
 from time import sleep
 
+from .forked import leave_gpu
 from .notes import note
 from .quiesce import Gate
 from .signals import let_go_in_child
@@ -86,3 +87,4 @@ def _orphan() -> None:
     let_go_in_child()
     if _channel is not None:
         _channel.close_in_child()
+    leave_gpu()

@@ -159,6 +159,8 @@ class _Known(dict[str, str | None]):
 
     def __getitem__(self, name: str) -> str:
         value = super().get(name) or (super().get("other") if name == "pid" else None)
+        if value is not None and name == "path":
+            return "/" + value.lstrip("/")  # CRIU names files from the root directory on
         return value or "?"
 
 

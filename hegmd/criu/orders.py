@@ -57,6 +57,8 @@ def opened(needs: Needs, outlets: dict[str, str]) -> list[str]:
 
 
 def _mode(outlet: Outlet) -> str:
+    if outlet.key.startswith("tty["):
+        return "t"
     if outlet.is_read and outlet.is_written:
         return "u"
     return "r" if outlet.is_read else "a"

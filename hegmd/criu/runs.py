@@ -72,7 +72,8 @@ async def dump(
     in_unit: bool,
     deadline_s: float = DUMP_DEADLINE_S,
 ) -> Dumped:
-    """Write the tree's images and CRIU's log into that directory.
+    """Write the tree's images and CRIU's log into that directory, which is one opened outside of the daemon's sandbox:
+    a descriptor leads to the mount that it was opened in, and those of the sandbox are read-only.
 
     Afterwards the tree goes on, or stands still with `leave_stopped`, until `population.let_go` or `end_all`. Raises
     HegmError, and then it goes on in any case. Cancellation is seen only when CRIU has ended.
@@ -128,7 +129,7 @@ async def restore(
             begun = await start_apart(
                 lambda told: [
                     *(*python, "start", *files, "--", *order),
-                    *("--exec-cmd", "--", *python, "stay", str(told)),
+                    *("--exec-cmd", "--", *python, "stay", str(told), str(needs.pids[0])),
                 ],
                 deadline_s=deadline_s,
             )

@@ -10,7 +10,8 @@ import os
 import re
 from pathlib import Path
 
-from hegmd.doctor import elf, pci
+from hegmd import elf
+from hegmd.doctor import pci
 from hegmd.doctor.facts import Finding, NodeFacts, clipped, counted, fail, listed, ok, skip, version_numbers, warn
 from hegmd.doctor.libraries import find_library
 from hegmd.doctor.rights import READ_WRITE, may_use

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.real_criu import criu_or_skip
 from tests.e2e.systemd_node import SystemdNode, why_not
 
 pytestmark = [
@@ -33,7 +34,7 @@ CONFINING = (
 PROGRAM = """
 import anyio, json, sys
 from hegmd.errors import ExternalError
-from hegmd.external import systemd_run
+from hegmd.units import systemd_run
 
 async def main():
     try:
@@ -119,3 +120,74 @@ def test_bytes_with_a_name_outlive_the_units_end_in_the_daemons_sandbox(machine:
     machine.run("systemd-run", *options, sys.executable, "-c", HOLD, "make")
     found = machine.run("systemd-run", *options, sys.executable, "-c", HOLD, "find")
     assert found.stdout.split() == ["b'weights'"]
+
+
+HAND_OFF = """
+import anyio, json, os, sys
+from hegmd.criu import runs
+from hegmd.criu.needs import needs_of
+from hegmd.criu.population import end_all, population_of
+from hegmd.criu.program import Criu
+from hegmd.criu.tree import read_tree
+
+async def main():
+    program, version, unit, pid, folder, output = sys.argv[1:]
+    criu, pid = Criu(program, version), int(pid)
+    needs = needs_of(read_tree(pid, outside_pid=1))
+    assert not needs.reasons, needs.reasons
+    images = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    await runs.dump(criu, pid, images, needs, leave_stopped=True, in_unit=True)
+    end_all(population_of(needs.pids))
+    to = os.open(output, os.O_WRONLY | os.O_APPEND)
+    outlets = {outlet.key: to for outlet in needs.outlets}
+    more = {"description": "training, restored", "outlets": outlets}
+    await runs.restore(criu, images, needs, log_dir_fd=images, unit_name=unit, **more)
+    print(json.dumps([outlet.key.split(":")[0] for outlet in needs.outlets]))
+
+anyio.run(main)
+"""
+
+# Says a line for each signal; ends at the third.
+COUNTER = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+print("ready", flush=True)
+for number in range(3):
+    signal.sigwait([signal.SIGUSR1])
+    print(number, flush=True)
+raise SystemExit(7)
+"""
+
+
+def test_a_job_of_a_unit_is_dumped_from_the_sandbox_and_restored_as_a_unit_that_systemctl_shows(
+    machine: SystemdNode,
+) -> None:
+    """Its output was a socket of the journal's, which is led into a file; nothing of the sandbox sticks to it."""
+    criu = criu_or_skip()
+    begun = machine.journal_cursor()
+    machine.run("systemd-run", "--quiet", "--unit=counter", "--collect", sys.executable, "-c", COUNTER)
+    machine.wait_for_journal("ready", after=begun)
+    pid = machine.show("counter.service", "MainPID")
+    (machine.root / "run/image").mkdir()
+    (machine.root / "run/image/said").touch()
+    options = ["--quiet", "--wait", "--pipe", "--collect", *confinement(), f"--setenv=PYTHONPATH={ROOT}"]
+    # A descriptor leads to the mount that it was opened in, and the sandbox's are read-only.
+    options += ["--property=ReadWritePaths=/run/image"]
+    unit = "hegm-job-counter.service"
+    done = machine.run(
+        *("systemd-run", *options, sys.executable, "-c", HAND_OFF, criu.path, criu.version),
+        *(unit, pid, "/run/image", "/run/image/said"),
+    )
+    assert done.stdout == '["socket"]\n'
+    assert machine.show(unit, "MainPID") == pid
+    assert machine.show(unit, "ActiveState") == "active"
+    assert "training, restored" in machine.run("systemctl", "status", unit).stdout
+    status = (machine.root / "proc" / pid / "status").read_text()
+    assert "Seccomp:\t0\n" in status
+    assert unit in (machine.root / "proc" / pid / "cgroup").read_text()
+    ended = machine.journal_cursor()
+    for _ in range(3):
+        machine.run("kill", "-USR1", pid)
+    machine.wait_for_journal(unit, "status=7", after=ended)
+    assert (machine.root / "run/image/said").read_text().split() == ["0", "1", "2"]
+    assert not (machine.root / "proc" / pid).exists()

@@ -62,6 +62,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.detached": ("hegmd.errors",),
     "hegmd.descriptors": (),
     "hegmd.crew": (),
+    "hegmd.elf": (),
     "hegmd.blocks": ("hegmd.crew",),
     "hegmd.stream": (*GROUND, "hegmd.descriptors"),
     # Where descriptors outlive the daemon; the keeper's own process takes the standard library and no more
@@ -81,11 +82,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.inventory": (*GROUND, *SEEN, *NODE, "hegmd.processes"),
     # CRIU: what a job needs of it, and its runs; the attendant is a program of its own
     "hegmd.criu": (
-        *(*GROUND, "hegmd.log", "hegmd.apart", "hegmd.detached", "hegmd.external", "hegmd.units"),
+        *(*GROUND, "hegmd.log", "hegmd.apart", "hegmd.detached", "hegmd.elf", "hegmd.external", "hegmd.units"),
         "hegmd.processes.procfs",
     ),
     "hegmd.criu.attendant": (),
-    "hegmd.doctor": (*GROUND, "hegmd.log", "hegmd.criu", "hegmd.detached", *NODE, "hegmd.processes"),
+    "hegmd.doctor": (*GROUND, "hegmd.log", "hegmd.criu", "hegmd.detached", "hegmd.elf", *NODE, "hegmd.processes"),
     # What moves them: decided without I/O, from values; done by the runner and what it has for hands
     "hegmd.pieces": (),
     # The GPU helper: a process of its own, and the daemon's side of it

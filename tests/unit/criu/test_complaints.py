@@ -18,12 +18,12 @@ AFTER = "(00.072246) Error (criu/cr-restore.c:2331): Restoring FAILED.\n"
     [
         (
             "(00.05)   77: Error (criu/files-reg.c:2122): File srv/out.log has bad size 300 (expect 200)",
-            "srv/out.log has 300 bytes and had 200 when the image was made",
+            "/srv/out.log has 300 bytes and had 200 when the image was made",
             "--truncate-outputs",
         ),
         (
             "(0.05) Error (criu/files-reg.c:2316): Can't open file srv/out.log on restore: No such file or directory",
-            "srv/out.log is not there",
+            "/srv/out.log is not there",
             "put that file where it was",
         ),
         (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from pathlib import Path
 
 import pytest
 
-from hegmd.doctor.elf import NotElf, defined_functions
+from hegmd.elf import NotElf, build_id, defined_functions
 from tests.unit.doctor.node import shared_library
 
 
@@ -66,3 +67,35 @@ def test_any_byte_may_be_wrong(tmp_path: Path) -> None:
             assert defined_functions(library, ("cuInit",)) <= {"cuInit"}
         except NotElf:
             continue
+
+
+def with_notes(*notes: tuple[bytes, int, bytes]) -> bytes:
+    """A program with nothing but program headers and these notes: name, kind, value."""
+    body = b""
+    for name, kind, value in notes:
+        body += struct.pack("<III", len(name), len(value), kind)
+        body += name.ljust(-(-len(name) // 4) * 4, b"\0") + value.ljust(-(-len(value) // 4) * 4, b"\0")
+    header = bytearray(b"\x7fELF\x02\x01".ljust(64, b"\0"))
+    struct.pack_into("<Q", header, 32, 64)
+    struct.pack_into("<HH", header, 54, 56, 1)
+    return bytes(header) + struct.pack("<IIQQQQQQ", 4, 4, 120, 0, 0, len(body), len(body), 4) + body
+
+
+def test_a_build_id_is_found_behind_other_notes(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_bytes(with_notes((b"GNU\0", 1, b"\0" * 16), (b"stapsdt\0", 3, b"x"), (b"GNU\0", 3, b"\xab\xcd\xef")))
+    assert build_id(program) == "abcdef"
+    program.write_bytes(with_notes((b"GNU\0", 1, b"\0" * 16)))
+    assert build_id(program) is None
+
+
+def test_notes_that_end_too_soon_are_no_build_id(tmp_path: Path) -> None:
+    whole = with_notes((b"GNU\0", 3, b"\xab" * 20))
+    program = tmp_path / "program"
+    for size in range(len(whole)):
+        program.write_bytes(whole[:size])
+        with pytest.raises(NotElf):
+            build_id(program)
+    program.write_text("#!/bin/sh\n")
+    with pytest.raises(NotElf):
+        build_id(program)

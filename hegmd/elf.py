@@ -1,8 +1,9 @@
-"""Which functions a shared library offers, read from the file.
+"""What is asked of programs and shared libraries without loading them: the functions that they offer, their build id.
 
 The daemon must not load CUDA, and loading a library is the only other way to ask it. The dynamic symbol table is found
-through the section headers, which strippers leave in place. Only what is asked for is read, and no table is believed to
-be larger than its file.
+through the section headers, which strippers leave in place, and the build id, which tells one build of a file from
+every other, through the program headers. Only what is asked for is read, and no table is believed to be larger than its
+file.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 _DYNSYM = 11
+_NOTES = 4
+_BUILD_ID = 3
+_NOTES_MAX_BYTES = 1 << 16
 _UNDEFINED = 0
 
 
@@ -51,11 +55,43 @@ def defined_functions(path: Path, wanted: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _sections(file: BinaryIO) -> list[_Section]:
+def build_id(path: Path) -> str | None:
+    """The file's build id in hexadecimal, None when it has none. Raises NotElf and OSError."""
+    with open(path, "rb") as file:
+        header = _header(file)
+        (offset,) = struct.unpack_from("<Q", header, 32)
+        entry_bytes, count = struct.unpack_from("<HH", header, 54)
+        if count and entry_bytes != 56:
+            raise NotElf("its program headers have an unknown form")
+        table = _bytes_at(file, offset, count * entry_bytes)
+        for kind, _flags, at, _address, _physical, size_bytes, _memory, _align in struct.iter_unpack(
+            "<IIQQQQQQ", table
+        ):
+            if kind == _NOTES and (found := _build_id_in(_bytes_at(file, at, min(size_bytes, _NOTES_MAX_BYTES)))):
+                return found
+    return None
+
+
+def _build_id_in(notes: bytes) -> str | None:
+    while len(notes) >= 12:
+        name_bytes, value_bytes, kind = struct.unpack_from("<III", notes)
+        value_at = 12 + (name_bytes + 3 & ~3)
+        if kind == _BUILD_ID and notes[12 : 12 + name_bytes] == b"GNU\0":
+            return notes[value_at : value_at + value_bytes].hex()
+        notes = notes[value_at + (value_bytes + 3 & ~3) :]
+    return None
+
+
+def _header(file: BinaryIO) -> bytes:
     header = file.read(64)
     # 64 bit, little endian: what every machine with these drivers is.
     if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
         raise NotElf("it is not a 64-bit little-endian ELF file")
+    return header
+
+
+def _sections(file: BinaryIO) -> list[_Section]:
+    header = _header(file)
     (offset,) = struct.unpack_from("<Q", header, 40)
     entry_bytes, count = struct.unpack_from("<HH", header, 58)
     if entry_bytes != 64:

@@ -1,0 +1,69 @@
+"""What a forked child keeps of its parent's GPU, dropped: mappings and descriptors of NVIDIA's devices.
+
+A child that is forked, as a loader's worker is, inherits them and cannot use them: CUDA does not work across a fork.
+They only keep the whole job from being dumped, since nobody outside of the driver can say what they are. A child whose
+parent has no CUDA keeps everything: NVML's descriptors, which it may go on using, look the same but for `-uvm`.
+
+Runs in the child right after the fork, where only the thread that forked is left; so what it takes was found before.
+What cannot be dropped stays, and nothing is ever raised.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+DEVICES = "/dev/nvidia"
+ONLY_OF_CUDA = "-uvm"
+
+_munmap = ctypes.CDLL(None).munmap
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_munmap.restype = ctypes.c_int
+
+
+def leave_gpu(devices: str = DEVICES) -> int:
+    """Unmap and close what belongs to devices whose paths begin so; how many mappings and descriptors there were."""
+    held = _descriptors(devices)
+    if not any(path.startswith(devices + ONLY_OF_CUDA) for path in held.values()):
+        return 0
+    dropped = sum(_munmap(start, size_bytes) == 0 for start, size_bytes in _ranges(devices))
+    for fd in held:
+        try:
+            os.close(fd)
+            dropped += 1
+        except OSError:
+            pass
+    return dropped
+
+
+def _descriptors(devices: str) -> dict[int, str]:
+    found: dict[int, str] = {}
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:
+        return found
+    for name in names:
+        try:
+            path = os.readlink("/proc/self/fd/" + name)
+        except OSError:  # the listing's own
+            continue
+        if path.startswith(devices):
+            found[int(name)] = path
+    return found
+
+
+def _ranges(devices: str) -> list[tuple[int, int]]:
+    """Address and size of each mapping of theirs."""
+    wanted = os.fsencode(devices)
+    found: list[tuple[int, int]] = []
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            lines = maps.read().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        parts = line.split(None, 5)
+        if len(parts) == 6 and parts[5].startswith(wanted):
+            start, _, end = parts[0].partition(b"-")
+            found.append((int(start, 16), int(end, 16) - int(start, 16)))
+    return found

@@ -1,0 +1,71 @@
+"""Trainings dumped in the middle by real CRIU, ended, restored: no loss differs in a bit from an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.criu import runs
+from hegmd.criu.needs import Needs
+from hegmd.criu.population import end_all, population_of, wait_until_free
+from tests.e2e.agented import SCRIPTS, environment, undisturbed
+from tests.e2e.real_criu import Job, criu_or_skip, directory, ended_after, ends, job, pipe
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+ROOT = Path(__file__).parents[2]
+
+
+async def _dumped(training: Job, lines: int, images: int) -> tuple[list[str], Needs]:
+    """What it had said when it was dumped after so many lines and ended, and what its restore needs."""
+    said = [training.line() for _ in range(lines)]
+    needs = training.needs()
+    assert needs.reasons == ()
+    await runs.dump(criu_or_skip(), training.pid, images, needs, leave_stopped=True, in_unit=False)
+    end_all(population_of(needs.pids))
+    assert training.process.stdout is not None
+    said += training.process.stdout.read().splitlines()
+    training.gone()
+    assert wait_until_free(needs.pids) == ()
+    return said, needs
+
+
+async def test_every_loss_of_a_job_with_loader_workers_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """They are two processes, with shared memory and semaphores whose names are gone, and with pipes to the first."""
+    pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+    criu = criu_or_skip()
+    argv = [sys.executable, str(SCRIPTS / "workers.py")]
+    with job(argv, env=environment(None)) as training, directory(tmp_path / "image") as images:
+        said, needs = await _dumped(training, 100, images)
+        with pipe() as (more, output), ended_after(needs.pids):
+            outlets = {outlet.key: output for outlet in needs.outlets}
+            revived = await runs.restore(criu, images, needs, log_dir_fd=images, unit_name=None, outlets=outlets)
+            expected = undisturbed(argv[1:]).splitlines()
+            said += [more.readline().rstrip("\n") for _ in range(len(expected) - len(said))]
+            assert ends(revived.pid)
+    assert said == expected
+
+
+async def test_a_training_goes_on_in_a_pid_namespace_of_its_own_while_its_number_is_taken_here(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
+    criu = criu_or_skip()
+    argv = [sys.executable, str(SCRIPTS / "plain.py")]
+    with job(argv, env=environment(None)) as training, directory(tmp_path / "image") as images:
+        said = [training.line() for _ in range(50)]
+        needs = training.needs()
+        await runs.dump(criu, training.pid, images, needs, leave_stopped=True, in_unit=False)
+        # Stopped and still there, so its number is taken; what it has said but not yet handed over is in both.
+        (tmp_path / "needs.json").write_text(json.dumps(needs.plain()))
+        there = [sys.executable, "-m", "tests.e2e.revival", criu.path, criu.version, str(tmp_path / "image")]
+        there += [str(tmp_path / "needs.json"), str(tmp_path / "output")]
+        apart = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *there]
+        done = await anyio.run_process(apart, cwd=ROOT, env=environment(None, PYTHONPATH=str(ROOT)), check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
+        end_all(population_of(needs.pids))
+        assert training.process.stdout is not None
+        said += training.process.stdout.read().splitlines()
+    said += (tmp_path / "output").read_text().splitlines()
+    assert said == undisturbed(argv[1:]).splitlines()
