@@ -20,16 +20,14 @@ STOP_DEADLINE_S = 30.0
 _SLACK_S = 5.0
 
 
-async def systemd_run(
-    argv: Sequence[str], *, deadline_s: float, path: str = SYSTEM_PATH, options: Sequence[str] = ()
-) -> Completed:
+async def systemd_run(argv: Sequence[str], *, deadline_s: float, path: str = SYSTEM_PATH) -> Completed:
     """Run a program to its end as a transient unit and pass on its output and status. Raises ExternalError."""
     program = await _program(argv[0], path)
     if program is None:
         raise missing(argv, path)
     fixed = ["--quiet", "--wait", "--pipe", "--collect", "--service-type=exec"]
     properties = [f"--property=RuntimeMaxSec={deadline_s:g}", "--property=TimeoutStopSec=2"]
-    whole = ["systemd-run", *fixed, *properties, *_environment(path), *options, "--", program, *argv[1:]]
+    whole = ["systemd-run", *fixed, *properties, *_environment(path), "--", program, *argv[1:]]
     return await run(whole, deadline_s=deadline_s, path=path)
 
 

@@ -26,7 +26,7 @@ def leave_gpu(devices: str = DEVICES) -> int:
     held = _descriptors(devices)
     if not any(path.startswith(devices + ONLY_OF_CUDA) for path in held.values()):
         return 0
-    dropped = sum(_munmap(start, size_bytes) == 0 for start, size_bytes in _ranges(devices))
+    dropped = sum([int(_munmap(start, size_bytes) == 0) for start, size_bytes in _ranges(devices)])
     for fd in held:
         try:
             os.close(fd)

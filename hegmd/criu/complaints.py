@@ -96,7 +96,7 @@ _TABLE: tuple[_Row, ...] = (
         "close connections before, or run the job in the node's own network namespace",
     ),
     _Row(
-        r"(?:inventory version mismatch|Unknown image|Magic doesn't match|Unexpected magic|version .*not supported)",
+        r"(?:Not supported images version|Unknown image|[Mm]agic|Failed unpacking object|version .*not supported)",
         "the image is of a version, or a form, that this CRIU does not know",
         "use the CRIU that the image names, or a newer one; `hegmctl images verify` tells whether it is whole",
     ),

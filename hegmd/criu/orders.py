@@ -66,5 +66,5 @@ def _mode(outlet: Outlet) -> str:
 
 def unit_name_for(words: Sequence[str]) -> str:
     """A name for the unit of a restored job, made of those words: hegm-job-4711-train.service."""
-    text = "-".join(re.sub(r"[^A-Za-z0-9_.]+", "_", word).strip("_.")[:40] for word in words if word)
-    return f"hegm-job-{text}.service"
+    kept = [re.sub(r"[^A-Za-z0-9_.]+", "_", word).strip("_.")[:40] for word in words]
+    return f"hegm-job-{'-'.join(filter(None, kept)) or 'restored'}.service"

@@ -19,7 +19,7 @@ from hegmd.processes.procfs import Unreadable, Vanished, read_start
 
 __all__ = ["Holder", "Population", "end_all", "holders_of", "let_go", "population_of", "wait_until_free"]
 
-_TRACER_GRACE_S = 30.0
+_DUMPER_GRACE_S = 900.0
 _END_GRACE_S = 30.0
 _REAPED_WITHIN_S = 10.0
 _LOOK_AGAIN_S = 0.01
@@ -27,22 +27,26 @@ _LOOK_AGAIN_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Population:
-    """Processes by number with their start times, and who of them stood still by a signal when they were looked at."""
+    """Processes by number with their start times; who stood still by a signal, or was traced, when looked at."""
 
     start_ticks: Mapping[int, int]
     stopped: frozenset[int] = frozenset()
+    traced: frozenset[int] = frozenset()
 
 
 def population_of(pids: Iterable[int]) -> Population:
     """Those of them that live. Blocks no longer than reading /proc does."""
     ticks: dict[int, int] = {}
     stopped: set[int] = set()
+    traced: set[int] = set()
     for pid in pids:
         with suppress(Vanished, Unreadable):
             ticks[pid] = read_start("/proc", pid)[0]
             if _state(pid) == "T":
                 stopped.add(pid)
-    return Population(ticks, frozenset(stopped))
+            if _tracer(pid):
+                traced.add(pid)
+    return Population(ticks, frozenset(stopped), frozenset(traced))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +93,32 @@ def wait_until_free(numbers: Collection[int], limit_s: float = _REAPED_WITHIN_S)
 def let_go(people: Population) -> None:
     """Have everybody go on who did not stand still by a signal when they were looked at. Blocks.
 
-    Who is still traced is waited for: the kernel lets go of a tracer's processes when that one ends. The signal is sent
-    to all of them, since one that CRIU has just let go of may not have come to its stop yet.
+    A CRIU that is still at work on them is waited for, since it would stop them again: a daemon that was killed in the
+    middle of a dump has left one behind. The signal is sent to all of them, because one that CRIU has just let go of
+    may not have come to its stop yet.
     """
+    for dumper in dumpers_of(people.start_ticks):
+        _await_end(dumper)
     for pid, ticks in people.start_ticks.items():
         with _held(pid, ticks) as pidfd:
             if pidfd is not None and pid not in people.stopped:
-                _await_tracer(pid)
+                if pid not in people.traced:
+                    _await_tracer(pid)
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+
+
+def dumpers_of(pids: Iterable[int], proc_root: str = "/proc") -> tuple[int, ...]:
+    """The processes that dump a tree with one of these for its root, or are about to: by their command lines."""
+    wanted = [b"\0dump\0--tree\0%d\0" % pid for pid in pids]
+    found: list[int] = []
+    for name in os.listdir(proc_root):
+        if name.isdigit():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                command = Path(proc_root, name, "cmdline").read_bytes()
+                if any(words in command for words in wanted):
+                    found.append(int(name))
+    return tuple(found)
 
 
 def end_all(people: Population) -> None:
@@ -136,21 +157,27 @@ def _held(pid: int, start_ticks: int) -> Generator[int | None, None, None]:
 
 
 def _await_tracer(pid: int) -> None:
-    tracer = int(_status_field(pid, "TracerPid") or "0")
-    if not tracer:
-        return
+    if tracer := _tracer(pid):
+        _await_end(tracer)
+
+
+def _await_end(pid: int) -> None:
     try:
-        pidfd = os.pidfd_open(tracer)
+        pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     try:
-        _ended(pidfd, _TRACER_GRACE_S)
+        _ended(pidfd, _DUMPER_GRACE_S)
     finally:
         os.close(pidfd)
 
 
 def _ended(pidfd: int, limit_s: float) -> None:
     select.select([pidfd], [], [], limit_s)
+
+
+def _tracer(pid: int) -> int:
+    return int(_status_field(pid, "TracerPid") or "0")
 
 
 def _state(pid: int) -> str:

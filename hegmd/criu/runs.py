@@ -38,10 +38,8 @@ __all__ = ["DUMP_DEADLINE_S", "RESTORE_DEADLINE_S", "Dumped", "Revived", "dump",
 DUMP_DEADLINE_S = 900.0
 RESTORE_DEADLINE_S = 900.0
 
-_ATTENDANT = Path(__file__).with_name("attendant.py")
 _LOG_MAX_BYTES = 4 << 20
-# The kernel looks for somebody to kill when memory is short: CRIU in the middle of a job would take that with it.
-_SPARED = ("--property=OOMScoreAdjust=-1000",)
+_PYTHON = (sys.executable, "-SE", str(Path(__file__).with_name("attendant.py")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +79,11 @@ async def dump(
     started = time.monotonic()
     before = await run_detached(lambda _: population_of(needs.pids), name="look at the job")
     order = dump_order(criu.path, root_pid, place_of(images_dir_fd), needs, leave_stopped=leave_stopped)
-    order += ["--log-file", DUMP_LOG]
+    order = [*_PYTHON, "spare", "--", *order, "--log-file", DUMP_LOG]
     with anyio.CancelScope(shield=True):
         try:
             if in_unit:
-                done = await systemd_run(order, deadline_s=deadline_s, options=_SPARED)
+                done = await systemd_run(order, deadline_s=deadline_s)
             else:
                 done = await run(order, deadline_s=deadline_s)
             if done.status != 0:
@@ -117,19 +115,18 @@ async def restore(
     since_ticks = _now_ticks()
     order = restore_order(criu.path, place_of(images_dir_fd), place_of(log_dir_fd), needs)
     order += ["--log-file", RESTORE_LOG]
-    python = [sys.executable, "-SE", str(_ATTENDANT)]
     files = opened(needs, {key: place_of(fd) for key, fd in (outlets or {}).items()})
     try:
         if unit_name is not None:
             pid_file = f"/run/{unit_name}.pid"
-            argv = [*python, "start", *files, "--", *order, "--restore-detached", "--pidfile", pid_file]
+            argv = [*_PYTHON, "start", *files, "--", *order, "--restore-detached", "--pidfile", pid_file]
             done = await start_unit(argv, unit_name, pid_file=pid_file, description=description, deadline_s=deadline_s)
             status: int | None = done.status
         else:
             begun = await start_apart(
                 lambda told: [
-                    *(*python, "start", *files, "--", *order),
-                    *("--exec-cmd", "--", *python, "stay", str(told), str(needs.pids[0])),
+                    *(*_PYTHON, "start", *files, "--", *order),
+                    *("--exec-cmd", "--", *_PYTHON, "stay", str(told), str(needs.pids[0])),
                 ],
                 deadline_s=deadline_s,
             )

@@ -44,7 +44,11 @@ def dropped(tmp_path: Path, *names: str) -> tuple[int, dict[str, list[int]], dic
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (count, child), parent = json.loads(done.stdout)
-    return count, *({Path(path).name: left for path, left in each.items()} for each in (child, parent))  # type: ignore[return-value] # two of them
+    return count, _by_name(child), _by_name(parent)
+
+
+def _by_name(left: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {Path(path).name: counts for path, counts in left.items()}
 
 
 def test_a_child_drops_its_parents_gpu_and_nothing_else(tmp_path: Path) -> None:

@@ -1,0 +1,151 @@
+"""Dumps that nobody waits for to the end: CRIU comes to its end all the same, and the job goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from hegmd.criu import runs
+from hegmd.criu.population import let_go, population_of
+from hegmd.criu.program import Criu
+from tests.e2e.agented import environment
+from tests.e2e.real_criu import criu_or_skip, directory, ended_after, job, pipe, python, tell
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+ROOT = Path(__file__).parents[2]
+
+# Threads that compute, a child that does too, and memory that takes a while to write.
+BUSY = """
+import hashlib, os, signal, threading
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+
+def compute():
+    digest = b""
+    while True:
+        digest = hashlib.sha256(digest).digest()
+
+memory = os.urandom(30 << 20)
+if os.fork() == 0:
+    compute()
+threading.Thread(target=compute, daemon=True).start()
+print("ready", flush=True)
+while True:
+    signal.sigwait([signal.SIGUSR1])
+    print("goes on", flush=True)
+"""
+
+# What the daemon does, in a process that can be killed.
+DUMP = """
+import anyio, json, os, sys
+from hegmd.criu import runs
+from hegmd.criu.needs import Needs
+from hegmd.criu.program import Criu
+
+images = os.open(sys.argv[4], os.O_RDONLY | os.O_DIRECTORY)
+needs = Needs.from_plain(json.loads(sys.argv[3]))
+dump = lambda: runs.dump(Criu(*sys.argv[1:3]), needs.pids[0], images, needs, leave_stopped=True, in_unit=False)
+print("begins", flush=True)
+anyio.run(dump)
+"""
+
+
+@pytest.mark.parametrize("lines", [1, 20, 60])
+def test_a_daemon_killed_in_the_middle_of_a_dump_leaves_a_job_that_goes_on(lines: int, tmp_path: Path) -> None:
+    """Killed when CRIU has logged so many lines: before, in the middle of, and after its work in the first process."""
+    criu = criu_or_skip()
+    with job(python(BUSY)) as busy:
+        assert busy.line() == "ready"
+        needs = busy.needs()
+        before = population_of(needs.pids)
+        image = tmp_path / "image"
+        image.mkdir()
+        argv = [*python(DUMP), criu.path, criu.version, json.dumps(needs.plain()), str(image)]
+        with job(argv, env=environment(None, PYTHONPATH=str(ROOT))) as daemon:
+            assert daemon.line() == "begins"
+            while _lines(image / "dump.log") < lines and daemon.process.poll() is None:
+                pass
+            daemon.process.kill()
+            daemon.gone()
+        let_go(before)  # what the next daemon does
+        assert "Dumping finished successfully" in (image / "dump.log").read_text()
+        assert population_of(needs.pids).start_ticks == before.start_ticks
+        tell(busy.pid)
+        assert busy.line() == "goes on"
+
+
+async def test_a_dump_that_is_cancelled_is_finished_first(tmp_path: Path) -> None:
+    criu = criu_or_skip()
+    with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:
+        assert busy.line() == "ready"
+        needs = busy.needs()
+        before = population_of(needs.pids)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_cancel_when, tasks.cancel_scope, tmp_path / "image" / "dump.log")
+            await runs.dump(criu, busy.pid, images, needs, leave_stopped=True, in_unit=False)
+        assert tasks.cancel_scope.cancel_called
+        assert "Dumping finished successfully" in _text(tmp_path / "image" / "dump.log")
+        let_go(before)
+        tell(busy.pid)
+        assert busy.line() == "goes on"
+
+
+async def test_a_restore_that_is_cancelled_leaves_nothing_of_the_job(tmp_path: Path) -> None:
+    """The image is whole, so it can be ended at any moment: here when its first process is there."""
+    criu = criu_or_skip()
+    with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:
+        assert busy.line() == "ready"
+        needs = busy.needs()
+        await runs.dump(criu, busy.pid, images, needs, leave_stopped=True, in_unit=False)
+        os.kill(busy.pid, signal.SIGKILL)
+        for pid in needs.pids[1:]:
+            os.kill(pid, signal.SIGKILL)
+        busy.gone()
+        with ended_after(needs.pids), directory(tmp_path / "logs") as logs:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_cancel_when, tasks.cancel_scope, Path(f"/proc/{busy.pid}"))
+                await runs.restore(criu, images, needs, log_dir_fd=logs, unit_name=None)
+            assert tasks.cancel_scope.cancel_called
+            assert population_of(needs.pids).start_ticks == {}
+        with ended_after(needs.pids), directory(tmp_path / "logs") as logs, pipe() as (said, output):
+            outlets = {outlet.key: output for outlet in needs.outlets}
+            await runs.restore(criu, images, needs, log_dir_fd=logs, unit_name=None, outlets=outlets)
+            tell(busy.pid)
+            assert said.readline() == "goes on\n"
+
+
+async def _cancel_when(scope: anyio.CancelScope, is_there: Path) -> None:
+    while not is_there.exists():  # noqa: ASYNC240 - in memory
+        await anyio.lowlevel.checkpoint()
+    scope.cancel()
+
+
+def _text(path: Path) -> str:
+    return path.read_text()
+
+
+def _lines(path: Path) -> int:
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+async def test_criu_is_spared_by_the_kernel_while_it_dumps(tmp_path: Path) -> None:
+    """CRIU that is killed for its memory in the middle of a process can take that process with it."""
+    stand_in = tmp_path / "criu"
+    stand_in.write_text(f"#!/bin/sh\ncat /proc/self/oom_score_adj > {tmp_path}/spared\nnice > {tmp_path}/nice\n")
+    stand_in.chmod(0o755)
+    refused = await anyio.run_process(["sh", "-c", "echo -1000 > /proc/self/oom_score_adj"], check=False)
+    with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:
+        assert busy.line() == "ready"
+        criu = Criu(str(stand_in), "4.2.1")
+        await runs.dump(criu, busy.pid, images, busy.needs(), leave_stopped=False, in_unit=False)
+    if refused.returncode != 0:
+        pytest.skip("this machine does not let root spare anybody")
+    assert (tmp_path / "spared").read_text() == "-1000\n"

@@ -1,0 +1,219 @@
+"""What CRIU refuses, provoked from real CRIU: the plan knows it before, and if it comes to it, the error says it.
+
+Each case is a job that CRIU cannot dump, or an image that it cannot restore. Whatever happens, the job that was to be
+dumped goes on.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from hegmd.criu import runs
+from hegmd.criu.needs import Needs
+from hegmd.criu.population import end_all, population_of
+from hegmd.errors import HegmError
+from tests.e2e.real_criu import Job, criu_or_skip, directory, ended_after, job, python, tell
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+GOES_ON = """
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+print("ready", flush=True)
+while True:
+    signal.sigwait([signal.SIGUSR1])
+    print("goes on", flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job's beginning, what the plan has to say against it, and what the error has to say all the same."""
+
+    name: str
+    begin: str
+    planned: str
+    said: str | None  # None: the dump succeeds, and its restore would not
+
+
+CASES = (
+    Case(
+        "a connected TCP socket",
+        "import socket\nheld = socket.create_connection(('127.0.0.1', int(sys.argv[1])))",
+        "has a TCP connection to 127.0.0.1:",
+        "the job has a TCP connection to outside of itself",
+    ),
+    Case(
+        "a connected unix socket",
+        "import socket\nheld = socket.socket(socket.AF_UNIX); held.connect(sys.argv[2])",
+        "has a unix socket connected to outside of the job",
+        None,
+    ),
+    Case(
+        "io_uring",
+        "import ctypes\nassert ctypes.CDLL(None).syscall(425, 4, ctypes.create_string_buffer(512)) >= 0, 'no io_uring'",
+        "has io_uring open",
+        "something open that the kernel does not hand to anybody else, as io_uring is",
+    ),
+    Case(
+        "a device",
+        "import os\nheld = os.open('/dev/fuse', os.O_RDWR)",
+        "has /dev/fuse open (descriptor 3), a device that CRIU cannot dump",
+        "something open that CRIU cannot dump: descriptor 3, chr 10:229",
+    ),
+    Case(
+        "a mount namespace",
+        "import ctypes\nassert ctypes.CDLL(None).unshare(0x20000) == 0",
+        "has namespaces of its own: mnt",
+        "cannot deal with a mount that the job sees",
+    ),
+    Case(
+        "shared memory of the node",
+        "import ctypes\nlibc = ctypes.CDLL(None)\nsegment = libc.shmget(0, 4096, 0o1600)\n"
+        "libc.shmat.restype = ctypes.c_void_p\nlibc.shmat(segment, None, 0)\nlibc.shmctl(segment, 0, None)",
+        "has a System V shared memory segment mapped",
+        "the job has System V shared memory mapped",
+    ),
+)
+
+
+@pytest.fixture
+def outside(socket_dir: Path) -> Iterator[list[str]]:
+    """A port and a path that a job can connect to."""
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(socket_dir / "listens"))
+        unix.listen()
+        yield [str(tcp.getsockname()[1]), str(socket_dir / "listens")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+async def test_a_job_that_cannot_be_dumped_is_refused_before_and_goes_on(
+    case: Case, outside: list[str], tmp_path: Path
+) -> None:
+    criu = criu_or_skip()
+    with job([*python(f"import sys\n{case.begin}\n{GOES_ON}"), *outside]) as started:
+        if started.line() != "ready":
+            pytest.skip(f"this machine has no {case.name}")
+        needs = started.needs()
+        assert any(case.planned in reason.message for reason in needs.reasons), needs.reasons
+        with directory(tmp_path / "image") as images:
+            dump = runs.dump(criu, started.pid, images, needs, leave_stopped=False, in_unit=False)
+            if case.said is None:
+                await dump
+            else:
+                with pytest.raises(HegmError) as failed:
+                    await dump
+                assert case.said in failed.value.message
+        tell(started.pid)
+        assert started.line() == "goes on"
+
+
+async def test_a_tracer_is_seen_before_and_the_job_goes_on(tmp_path: Path) -> None:
+    trace = "import ctypes, os, sys\nlibc = ctypes.CDLL(None)\npid = int(sys.argv[1])\n"
+    trace += "assert libc.ptrace(0x4206, pid, None, None) == 0\nprint('traces', flush=True)\nsys.stdin.read()"
+    criu = criu_or_skip()
+    with job(python(GOES_ON)) as started, directory(tmp_path / "image") as images:
+        assert started.line() == "ready"
+        with job([*python(trace), str(started.pid)], stdin=-1) as tracer:
+            assert tracer.line() == "traces"
+            needs = started.needs()
+            assert f"is traced by process {tracer.pid}" in needs.reasons[0].message
+            with pytest.raises(HegmError, match="dump failed"):
+                await runs.dump(criu, started.pid, images, needs, leave_stopped=False, in_unit=False)
+            assert tracer.process.stdin is not None
+            tracer.process.stdin.close()
+            tracer.gone()
+        tell(started.pid)
+        assert started.line() == "goes on"
+
+
+# -- at the restore ----------------------------------------------------------------------------------------------------
+
+WITH_FILE = f"import sys\nheld = open(sys.argv[1], 'r+b')\n{GOES_ON}"
+
+
+async def _ended(started: Job, images: int) -> Needs:
+    assert started.line() == "ready"
+    needs = started.needs()
+    await runs.dump(criu_or_skip(), started.pid, images, needs, leave_stopped=True, in_unit=False)
+    end_all(population_of(needs.pids))
+    started.gone()
+    return needs
+
+
+async def _refusal(images: int, needs: Needs) -> HegmError:
+    with ended_after(needs.pids), pytest.raises(HegmError) as failed:
+        await runs.restore(criu_or_skip(), images, needs, log_dir_fd=images, unit_name=None)
+    assert population_of(needs.pids).start_ticks == {}
+    return failed.value
+
+
+async def test_files_that_are_not_as_they_were_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(b"1234567")
+    with job([*python(WITH_FILE), str(file)]) as started, directory(tmp_path / "image") as images:
+        needs = await _ended(started, images)
+        assert [(each.path, each.size_bytes, each.is_written) for each in needs.files] == [(str(file), 7, True)]
+        file.write_bytes(b"123456789")
+        grown = await _refusal(images, needs)
+        assert f"{file} has 9 bytes and had 7 when the image was made" in grown.message
+        assert "--truncate-outputs" in grown.hint
+        file.unlink()
+        assert f"{file} is not there" in (await _refusal(images, needs)).message
+
+
+async def test_an_image_that_is_none_or_of_another_version_is_said_to_be_so(tmp_path: Path) -> None:
+    with job(python(GOES_ON)) as started, directory(tmp_path / "image") as images:
+        needs = await _ended(started, images)
+        whole = (tmp_path / "image" / "inventory.img").read_bytes()
+        # The version of images is the first field: its value follows magic, size and tag.
+        (tmp_path / "image" / "inventory.img").write_bytes(whole[:9] + b"\x63" + whole[10:])
+        assert "a version, or a form, that this CRIU does not know" in (await _refusal(images, needs)).message
+        (tmp_path / "image" / "inventory.img").write_bytes(b"not an image of anything at all")
+        assert "a version, or a form, that this CRIU does not know" in (await _refusal(images, needs)).message
+
+
+async def test_a_job_of_a_shell_needs_to_be_said_to_be_one(tmp_path: Path) -> None:
+    """What happens without the option that the needs give: CRIU's word for it is known too."""
+    criu = criu_or_skip()
+    with job(python(GOES_ON)) as started, directory(tmp_path / "image") as images:
+        assert started.line() == "ready"
+        needs = started.needs()
+        bare = replace(needs, dump_options=tuple(word for word in needs.dump_options if word != "--shell-job"))
+        assert bare != needs
+        with pytest.raises(HegmError, match="a session whose leader is outside of it"):
+            await runs.dump(criu, started.pid, images, bare, leave_stopped=False, in_unit=False)
+        tell(started.pid)
+        assert started.line() == "goes on"
+
+
+@contextmanager
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder with room for next to nothing."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("this machine does not mount a small disk")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+async def test_a_full_disk_is_said_to_be_full_and_the_job_goes_on(tmp_path: Path) -> None:
+    criu = criu_or_skip()
+    with small_disk(tmp_path) as folder, job(python(GOES_ON)) as started, directory(folder) as images:
+        assert started.line() == "ready"
+        with pytest.raises(HegmError, match="no room left") as failed:
+            await runs.dump(criu, started.pid, images, started.needs(), leave_stopped=True, in_unit=False)
+        assert "make room" in failed.value.hint
+        tell(started.pid)
+        assert started.line() == "goes on"

@@ -1,0 +1,53 @@
+"""CRIU's command lines: what always stands in them, and what only where it is needed."""
+
+from __future__ import annotations
+
+import os
+
+from hegmd.criu.needs import Needs, Outlet
+from hegmd.criu.orders import dump_order, opened, place_of, restore_order, unit_name_for
+
+PIPE = Outlet("pipe:[9]", ((4, 1),), is_read=False, is_written=True)
+INPUT = Outlet("pipe:[7]", ((4, 0),), is_read=True, is_written=False)
+TERMINAL = Outlet("tty[8803:18]", ((4, 2),), is_read=True, is_written=True)
+NEEDS = Needs((4,), dump_options=("--file-locks",), restore_options=("--tcp-close",), outlets=(PIPE, INPUT, TERMINAL))
+
+
+def test_control_groups_and_the_nodes_own_configuration_are_left_out_of_it() -> None:
+    for order in (dump_order("criu", 4, "/i", NEEDS, leave_stopped=True), restore_order("criu", "/i", "/l", NEEDS)):
+        assert {"--manage-cgroups=ignore", "--no-default-config"} <= set(order)
+
+
+def test_a_dump_never_ends_the_job() -> None:
+    assert "--leave-stopped" in dump_order("criu", 4, "/i", NEEDS, leave_stopped=True)
+    assert "--leave-running" in dump_order("criu", 4, "/i", NEEDS, leave_stopped=False)
+
+
+def test_each_has_the_options_that_are_its_own() -> None:
+    assert "--file-locks" in dump_order("criu", 4, "/i", NEEDS, leave_stopped=True)
+    order = restore_order("criu", "/i", "/l", NEEDS)
+    assert "--file-locks" not in order
+    assert order[order.index("--tcp-close") + 1 :] == [
+        *("--inherit-fd", "fd[10]:pipe:[9]"),
+        *("--inherit-fd", "fd[11]:pipe:[7]"),
+        *("--inherit-fd", "fd[12]:tty[8803:18]"),
+    ]
+
+
+def test_outlets_are_opened_for_what_they_are_under_the_numbers_that_the_order_names() -> None:
+    assert opened(NEEDS, {"pipe:[9]": "/proc/1/fd/5"}) == [
+        *("--open", "10:a:/proc/1/fd/5"),
+        *("--open", "11:r:/dev/null"),
+        *("--open", "12:t:/dev/null"),
+    ]
+
+
+def test_a_directory_is_named_by_the_descriptor_that_was_checked() -> None:
+    assert place_of(5, 77) == "/proc/77/fd/5"
+    assert place_of(5) == f"/proc/{os.getpid()}/fd/5"
+
+
+def test_a_unit_is_named_after_what_people_know() -> None:
+    assert unit_name_for(["4711", "my train.py"]) == "hegm-job-4711-my_train.py.service"
+    assert unit_name_for(["../../x", "", "ä" * 99]) == "hegm-job-x.service"
+    assert unit_name_for([]) == "hegm-job-restored.service"
