@@ -44,7 +44,7 @@ from hegmd.moving import Moving
 from hegmd.pool import Keep, Pool
 from hegmd.pool_places import Place, find_places
 from hegmd.processes import ProcessTable
-from hegmd.processes.procfs import Unreadable, Vanished, read_start
+from hegmd.processes.procfs import start_ticks_of
 from hegmd.protocol.messages import PROTOCOL_VERSION, ConfigReply, Limits, ReloadReply
 from hegmd.protocol.snapshots import Check
 from hegmd.server.auth import Peer, Policy
@@ -435,14 +435,6 @@ class App:
             strays=len(self._moving.strays.all()),
         )
         return render(snapshot, self._counters, build=build, own=read_own_process(), tallies=tallies)
-
-
-def start_ticks_of(pid: int) -> int | None:
-    """The start time of a process, which with its pid is its identity; None if there is no such process."""
-    try:
-        return read_start("/proc", pid)[0]
-    except (Vanished, Unreadable):
-        return None
 
 
 def _group_id(name: str) -> int | None:

@@ -80,7 +80,9 @@ class DriverStrays:
         *,
         is_taken: Callable[[int], bool],
         own_pids: Callable[[], Iterable[int | None]] = tuple,
+        proc_root: str = "/proc",
     ) -> None:
+        self._proc_root = proc_root
         self._link = link
         self._neighbours = neighbours
         self._node = node
@@ -98,7 +100,7 @@ class DriverStrays:
 
     def strays(self) -> Iterable[Stray]:
         for found in self._found.values():
-            if self._neighbours.is_there(found.user.who) and not self._is_taken(found.user.pid):
+            if self._neighbours.may_be_there(found.user.who) and not self._is_taken(found.user.pid):
                 yield _told(found)
 
     async def drop(self, name: str) -> int | None:
@@ -137,7 +139,7 @@ class DriverStrays:
             await looked.wait()
 
     async def _look(self, *, thorough: bool) -> None:
-        users = await _users()
+        users = await self._users()
         listed = await self._listed() if thorough or self._found else {}
         now = anyio.current_time()
         self._silent = {who: until for who, until in self._silent.items() if until > now}
@@ -152,6 +154,18 @@ class DriverStrays:
             if state is not None and not self._is_taken(user.pid):
                 found[user.who] = Found(user, state, listed.get(user.pid, ()))
         self._found = found
+
+    async def _users(self) -> list[CudaUser]:
+        """Whoever was read in time: one that keeps its memory map locked hides those after it."""
+        found: dict[int, CudaUser] = {}
+        with anyio.move_on_after(PROC_S):
+            await run_detached(lambda _: find_cuda_users(found, self._proc_root), name="hegmd-cuda-users")
+        return list(dict(found).values())  # the thread may go on
+
+    async def _user(self, pid: int) -> CudaUser | None:
+        with anyio.move_on_after(PROC_S):
+            return await run_detached(lambda _: read_cuda_user(pid, self._proc_root), name="hegmd-cuda-user")
+        return None
 
     async def _listed(self) -> dict[int, tuple[str, ...]]:
         node = await self._node()
@@ -187,7 +201,7 @@ class DriverStrays:
 
         One that runs is given too: whether it stands by other means is not the driver's to say.
         """
-        user = await _user(pid)
+        user = await self._user(pid)
         if user is None:
             raise HegmError(
                 NOT_FOUND,
@@ -245,20 +259,6 @@ def _whole_bytes(gpu: Gpu) -> int | None:
     if gpu.memory_free_bytes is None or gpu.memory_used_bytes is None:
         return None
     return gpu.memory_free_bytes + gpu.memory_used_bytes
-
-
-async def _users() -> list[CudaUser]:
-    """Whoever was read in time: one that keeps its memory map locked hides those after it."""
-    found: dict[int, CudaUser] = {}
-    with anyio.move_on_after(PROC_S):
-        await run_detached(lambda _: find_cuda_users(found), name="hegmd-cuda-users")
-    return list(dict(found).values())  # the thread may go on
-
-
-async def _user(pid: int) -> CudaUser | None:
-    with anyio.move_on_after(PROC_S):
-        return await run_detached(lambda _: read_cuda_user(pid), name="hegmd-cuda-user")
-    return None
 
 
 def _told(found: Found) -> Stray:

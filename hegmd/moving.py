@@ -38,7 +38,7 @@ from hegmd.protocol.snapshots import Gpu
 from hegmd.resting import ASKED, Resting
 from hegmd.rooms import Rooms
 from hegmd.sequences import Sequences
-from hegmd.strays import DistrustedStrays, PieceStrays, Source, StandingStrays, Strays
+from hegmd.strays import DistrustedStrays, PieceStrays, Source, StandingStrays, Strays, VideoStrays
 from hegmd.vram import VideoMemory
 from hegmd.workers import Workers
 
@@ -121,7 +121,8 @@ class Moving:
 
     def _make_strays(self, events: EventLog) -> Strays:
         """Of all kinds."""
-        sources: list[Source] = [PieceStrays(self.pool, self._why_stray), self._distrusted, self._standing]
+        in_video = VideoStrays(self.memory, self._owned, self._why_stray, self._gpu_named)
+        sources: list[Source] = [PieceStrays(self.pool, self._why_stray), in_video, self._distrusted, self._standing]
         if self._by_driver is None:
             return Strays(sources, events)
         strays = Strays([*sources, self._by_driver], events, self._by_driver)
@@ -148,6 +149,9 @@ class Moving:
     def _gpus(self) -> tuple[Gpu, ...]:
         latest = self._inventory.latest
         return () if latest is None else latest.gpus
+
+    def _gpu_named(self, uuid: str) -> str:
+        return next((gpu.id for gpu in self._gpus() if gpu.uuid == uuid), uuid)
 
     def keep_by(self, keep: Keep) -> None:
         """By what bytes that are held for jobs outlive the daemon: before anything is held."""

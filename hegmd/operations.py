@@ -22,7 +22,7 @@ from hegmd.migration.course import SUSPENDED
 from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits, Operation
 from hegmd.migration.plan import planned, planned_resume
 from hegmd.migration.runner import Runner
-from hegmd.pool import Key, Pool, Source
+from hegmd.pool import Key, Pool
 from hegmd.protocol import operations as told
 from hegmd.protocol.operations import Reason
 from hegmd.resting import Resting
@@ -151,6 +151,8 @@ class Operations:
         if by_driver is not None and (worker is None or not self._standing.is_stray(worker)):
             return await self._adopt_of_driver(by_driver, pid, to, asked)
         op = adopted(self.runner.next_id(), await self._standing.job_of(pid), utc=self._utc())
+        for standing in op.workers:
+            _refuse_elsewhere(standing.pid, standing.at, to)
         plan = await self._plan_resume(op, to)
         if asked.dry_run:
             return Answer(None, told_plan(plan))
@@ -162,12 +164,7 @@ class Operations:
         self._check_owner(asked, driven.uid, f"process {pid}")  # it may be listed nowhere
         if driven.state == "running":
             raise Refused(f"process {pid} does not stand: there is nothing to adopt", "see: hegmctl ps", {"pid": pid})
-        if to is not None and driven.gpu not in {None, to}:
-            raise Refused(
-                f"process {pid} is locked and on {driven.gpu}: all that it takes is to unlock it",
-                f"hegmctl adopt {pid}, then hegmctl migrate {pid} --to {to}",
-                {"pid": pid},
-            )
+        _refuse_elsewhere(pid, driven.gpu, to)
         op = adopted_of_driver(self.runner.next_id(), driven, utc=self._utc())
         there = Candidate(
             pid=pid, start_ticks=driven.start_ticks, uid=driven.uid, name=driven.name, gpus=(), vram_bytes=None
@@ -204,8 +201,7 @@ class Operations:
         for member in op.live:
             key, worker = Key(op.id, member.name), self._workers.find(member.pid)
             if worker is not None and worker.held_bytes and not self._pool.held_for(key):
-                source = Source(worker.identity.uid, worker.identity.start_ticks)
-                name = found_for(self._pool.unclaimed(), member.name, source, worker.held_bytes)
+                name = await found_for(self._pool, worker, member.name)
                 if name is not None:
                     await self._pool.claim(name, key)
 
@@ -277,6 +273,16 @@ class Operations:
             raise HegmError(
                 DENIED, f"{what} belongs to {owner}", "ask its owner, or an administrator of hegmd", {"uid": uid}
             )
+
+
+def _refuse_elsewhere(pid: int, gpu: str | None, to: str | None) -> None:
+    """One that is on its GPU is only let go on there."""
+    if to is not None and gpu not in {None, to}:
+        raise Refused(
+            f"process {pid} is on {gpu}, and all that it takes is to let it go on there",
+            f"hegmctl adopt {pid}, then hegmctl migrate {pid} --to {to}",
+            {"pid": pid},
+        )
 
 
 def _limits(limit_s: float | None) -> Limits:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
@@ -238,6 +239,15 @@ class Pool:
             await self._forget(piece)
             self._unclaimed.pop(name, None)
         return piece.size_bytes
+
+    async def beginning(self, name: str, size_bytes: int) -> bytes:
+        """What a piece that has no owner begins with. Raises HegmError."""
+        piece, spill = self._stray(name), self.keep.spill
+        if piece.memory is not None:
+            return await anyio.to_thread.run_sync(os.pread, piece.memory.fd, size_bytes, 0)
+        if spill is None:
+            return b""
+        return await anyio.to_thread.run_sync(spill.beginning, name, size_bytes)
 
     async def claim(self, name: str, key: Key) -> None:
         """Make an owner of a piece that had none. Raises HegmError; it has none then."""

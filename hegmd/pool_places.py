@@ -143,14 +143,15 @@ def _look_at(folder: int, name: str) -> FoundFile:
     except OSError as error:
         return FoundFile(name, 0, why_not=f"it cannot be opened: {error.strerror}")
     status = os.fstat(fd)
-    why_not = _why_not(status)
+    why_not = why_not_ours(status)
     if why_not:
         os.close(fd)
         return FoundFile(name, status.st_size, why_not=why_not)
     return FoundFile(name, status.st_size, fd)
 
 
-def _why_not(status: os.stat_result) -> str:
+def why_not_ours(status: os.stat_result) -> str:
+    """Why a file that was opened is not one that this daemon made, and nobody else's to read; empty if it is."""
     if not stat.S_ISREG(status.st_mode):
         return "it is no file"
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:

@@ -5,6 +5,9 @@ the CRC-32 of each chunk and one of that table. A chunk's sum starts from its nu
 are found. The file is written under another name, synced, read back from the disk and compared, and only then renamed:
 a file under its own name has been seen to be good. A disk that is full leaves nothing behind and nothing changed.
 
+All operations go by the descriptor of the directory, and a file that this daemon has not made itself is not believed:
+one of another owner, with another name as well, or for others to read.
+
 Everything blocks and is called in a thread; `unwanted` is asked between chunks. The memory is read with `pread` and
 never mapped, since a job has had its descriptor and could have cut it.
 """
@@ -18,7 +21,7 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,10 +37,13 @@ from hegmd.blocks import (
     write_whole,
 )
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
+from hegmd.pool_places import why_not_ours
 
 MAGIC = b"HEGMSPIL"
 VERSION = 1
 ENDING, UNFINISHED = ".spill", ".spill.new"
+# Whoever can write to the directory may have put anything there: nothing of that is waited for.
+_TO_READ = os.O_RDONLY | os.O_NONBLOCK
 
 _HEAD = struct.Struct("<8sIIQQ")  # magic, version, length of the name, bytes, chunk
 _SUM = struct.Struct("<I")
@@ -70,28 +76,29 @@ class SpillFolder:
 
     def write(self, name: str, fd: int, size_bytes: int, unwanted: Callable[[], bool], progress: Progress) -> None:
         """Have the memory's bytes on disk under that name. Raises HegmError or Unwanted, having left nothing."""
-        fresh = self.folder / (name + UNFINISHED)
+        fresh = name + UNFINISHED
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._refuse_if_others_may_look()
-            self._refuse_without_space(name, size_bytes)
-            try:
-                with opened(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
-                    os.posix_fallocate(file, 0, _file_bytes(size_bytes))
-                    sums = _copy_out(fd, file, size_bytes, unwanted, progress)
-                    _write_ends(file, _mark_of(name), size_bytes, sums)
-                    os.fsync(file)
-                    _compare(file, size_bytes, sums, unwanted)
-                if unwanted():  # whoever waited may be gone for long, and have written other bytes to that memory
-                    raise Unwanted
-                fresh.rename(self.path(name))
-                self._sync()
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    fresh.unlink(missing_ok=True)
-                raise
+            with self._opened() as folder:
+                self._refuse_if_others_may_write(folder)
+                self._refuse_without_space(folder, name, size_bytes)
+                try:
+                    with opened(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd=folder) as file:
+                        os.posix_fallocate(file, 0, _file_bytes(size_bytes))
+                        sums = _copy_out(fd, file, size_bytes, unwanted, progress)
+                        _write_ends(file, _mark_of(name), size_bytes, sums)
+                        os.fsync(file)
+                        _compare(file, size_bytes, sums, unwanted)
+                    if unwanted():  # whoever waited may be gone for long, and have written other bytes to that memory
+                        raise Unwanted
+                    os.rename(fresh, name + ENDING, src_dir_fd=folder, dst_dir_fd=folder)
+                    os.fsync(folder)
+                except BaseException:
+                    with contextlib.suppress(OSError):
+                        os.unlink(fresh, dir_fd=folder)
+                    raise
         except OSError as error:
-            raise self._failed(f"{size_bytes} bytes cannot be written to {fresh}", error) from error
+            raise self._failed(f"{size_bytes} bytes cannot be written to {self.folder / fresh}", error) from error
 
     def read(self, name: str, size_bytes: int, into: Callable[[int, memoryview], None], progress: Progress) -> None:
         """Have every chunk of that piece told, with its place, once its sum was found right. Raises HegmError.
@@ -100,7 +107,7 @@ class SpillFolder:
         """
         path = self.path(name)
         try:
-            with opened(path, os.O_RDONLY) as file:
+            with self._own(name) as file:
                 found = _head_of(file, os.fstat(file).st_size)
                 if found.why_not or found.name != _mark_of(name) or found.size_bytes != size_bytes:
                     raise _damaged(path, found.why_not or f"it is of {found.name}, with {found.size_bytes} bytes")
@@ -108,46 +115,75 @@ class SpillFolder:
         except OSError as error:
             raise self._failed(f"{path} cannot be read", error) from error
 
+    def beginning(self, name: str, size_bytes: int) -> bytes:
+        """So many bytes that it begins with, up to a block of them, not compared with their sum. Raises HegmError."""
+        try:
+            with self._own(name) as file, mmap.mmap(-1, BLOCK_BYTES) as block:
+                os.preadv(file, [block], BLOCK_BYTES)
+                return block[:size_bytes]
+        except OSError as error:
+            raise self._failed(f"{self.path(name)} cannot be read", error) from error
+
     def remove(self, name: str) -> None:
         """Its bytes are not needed any more. Fine when it is not there. Raises HegmError."""
         try:
-            self.path(name).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError), self._opened() as folder:
+                os.unlink(name + ENDING, dir_fd=folder)
         except OSError as error:
             raise self._failed(f"{self.path(name)} cannot be removed", error) from error
 
     def rename(self, name: str, new_name: str) -> None:
         """Give a file to another owner; its mark is the same under either name. Raises HegmError."""
-        old, new = self.path(name), self.path(new_name)
         try:
-            old.rename(new)
-            self._sync()
+            with self._opened() as folder:
+                os.rename(name + ENDING, new_name + ENDING, src_dir_fd=folder, dst_dir_fd=folder)
+                os.fsync(folder)
         except OSError as error:
-            raise self._failed(f"{old} cannot be renamed", error) from error
+            raise self._failed(f"{self.path(name)} cannot be renamed", error) from error
 
     def find(self) -> list[FoundSpill]:
         """What an earlier daemon left here; what it was still writing is taken away."""
         found: list[FoundSpill] = []
         try:
-            entries = sorted(self.folder.iterdir())
+            with self._opened() as folder:
+                for entry in sorted(os.listdir(folder)):
+                    if entry.endswith(UNFINISHED):
+                        with contextlib.suppress(OSError):  # a directory of that name is nothing that was being written
+                            os.unlink(entry, dir_fd=folder)
+                    elif entry.endswith(ENDING):
+                        found.append(_look_at(folder, entry))
         except OSError:  # there is no such directory, or none that can be looked into: so there is nothing to be had
             return []
-        for path in entries:
-            if path.name.endswith(UNFINISHED):
-                path.unlink(missing_ok=True)
-            elif path.name.endswith(ENDING):
-                found.append(_look_at(path))
         return found
 
-    def _refuse_if_others_may_look(self) -> None:
-        status = self.folder.stat()
+    @contextlib.contextmanager
+    def _opened(self) -> Generator[int]:
+        """The directory: what is done in it goes by its descriptor, whatever is renamed on the way there meanwhile."""
+        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+    @contextlib.contextmanager
+    def _own(self, name: str) -> Generator[int]:
+        """That file, open to be read, if it is one that we wrote. Raises HegmError and OSError."""
+        with self._opened() as folder, opened(name + ENDING, _TO_READ, dir_fd=folder) as file:
+            why_not = why_not_ours(os.fstat(file))
+            if why_not:
+                raise _damaged(self.path(name), why_not)
+            yield file
+
+    def _refuse_if_others_may_write(self, folder: int) -> None:
+        status = os.fstat(folder)
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
             raise Refused(
                 f"{self.folder} can be written by others (uid {status.st_uid}, {stat.S_IMODE(status.st_mode):04o})",
                 f"chown {os.geteuid()} {self.folder} && chmod 0700 {self.folder}",
             )
 
-    def _refuse_without_space(self, name: str, size_bytes: int) -> None:
-        status = os.statvfs(self.folder)
+    def _refuse_without_space(self, folder: int, name: str, size_bytes: int) -> None:
+        status = os.fstatvfs(folder)
         free_bytes = status.f_bavail * status.f_frsize
         needed_bytes = _file_bytes(size_bytes) + self._spare_bytes
         if free_bytes < needed_bytes:
@@ -157,13 +193,6 @@ class SpillFolder:
                 _FREE_OF.format(folder=self.folder),
                 {"free_bytes": free_bytes, "needed_bytes": needed_bytes},
             )
-
-    def _sync(self) -> None:
-        folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def _failed(self, what: str, error: OSError) -> HegmError:
         message, facts = f"{what}: {error.strerror or error}", {"errno": error.errno}
@@ -224,11 +253,13 @@ def _sums_of(file: int, path: Path, size_bytes: int) -> list[int]:
         return [one for (one,) in _SUM.iter_unpack(block[:used])]
 
 
-def _look_at(path: Path) -> FoundSpill:
-    name = path.name.removesuffix(ENDING)
+def _look_at(folder: int, entry: str) -> FoundSpill:
+    name = entry.removesuffix(ENDING)
     try:
-        with opened(path, os.O_RDONLY) as file:
+        with opened(entry, _TO_READ, dir_fd=folder) as file:
             status = os.fstat(file)
+            if why_not := why_not_ours(status):
+                return FoundSpill(name, status.st_size, why_not)
             found = _head_of(file, status.st_size)
     except OSError as error:
         return FoundSpill(name, 0, f"it cannot be read: {error.strerror or error}")

@@ -7,22 +7,26 @@ driver has locked or checkpointed and no operation knows of is another source, b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from hegmd.errors import NOT_FOUND, HegmError, Refused
 from hegmd.events import EventLog
 from hegmd.log import fields
-from hegmd.migration.adoption import Driven, Standing
-from hegmd.pool import Piece, Pool
+from hegmd.methods.gpus import BYTES
+from hegmd.migration.adoption import Driven, Standing, on_real_gpu
+from hegmd.pool import Key, Pool
 from hegmd.pool import Source as PieceSource
 from hegmd.pool_found import Distrusted
 from hegmd.protocol.operations import Stray
+from hegmd.vram import STORE_PREFIX, VideoMemory
 from hegmd.workers import BACK, CAME, Worker, Workers
 
 logger = logging.getLogger(__name__)
 
 SURVEY_LIMIT_S = 5.0
+# What memory begins with that an agent copied to: hegmd/agent/transfer.py. Then comes what it drew for it.
+_MAGIC = b"HEGMWRK1"
 
 
 class Source(Protocol):
@@ -77,6 +81,53 @@ class PieceStrays:
         return await self._pool.drop_unclaimed(name)
 
 
+class VideoStrays:
+    """Video memory with bytes in it that a store kept, and whose operation is gone. `named` tells a GPU by its UUID.
+
+    Whose bytes they are is not in its name for longer than a pid says it, so it is given to nobody.
+    """
+
+    def __init__(
+        self,
+        memory: VideoMemory,
+        owned: Callable[[Key], bool],
+        why: Callable[[str], str],
+        named: Callable[[str], str],
+    ) -> None:
+        self._memory = memory
+        self._owned = owned
+        self._why = why
+        self._named = named
+
+    def _found(self) -> Iterable[tuple[str, str, Key, int]]:
+        for (who, gpu), size_bytes in self._memory.by_owner().items():
+            operation, _, rest = who.partition(".")
+            worker, _, kind = rest.rpartition(".")
+            if kind == BYTES and not self._owned(Key(operation, worker)):
+                yield who, gpu, Key(operation, worker), size_bytes
+
+    def strays(self) -> Iterable[Stray]:
+        for who, gpu, key, size_bytes in self._found():
+            yield Stray(
+                name=_video_name(who, gpu),
+                kind="bytes",
+                pid=int(key.worker) if key.worker.isdigit() else None,
+                size_bytes=size_bytes,
+                where=f"video memory of {self._named(gpu)}",
+                why=self._why(key.operation),
+                next=f"hegmctl adopt --drop {_video_name(who, gpu)}, once process {key.worker} has ended",
+            )
+
+    async def drop(self, name: str) -> int | None:
+        who, gpu, _, size_bytes = next(one for one in self._found() if _video_name(one[0], one[1]) == name)
+        await self._memory.give(who, gpu)
+        return size_bytes
+
+
+def _video_name(who: str, gpu: str) -> str:
+    return f"{STORE_PREFIX}-{who}-{gpu}"
+
+
 class DistrustedStrays:
     """What looks like a piece and cannot be believed. A person may look at it and take it away by hand."""
 
@@ -102,9 +153,8 @@ class DistrustedStrays:
 class StandingStrays:
     """Processes that stand, or whose bytes are out, and that no operation has. `in_hand` tells which one has.
 
-    `by_driver` asks the driver, where there are real GPUs. What a process needs on one for its restore is measured
-    when it is taken off, and is in the journal alone; a restore without that much room loses the job. So there nobody
-    is adopted.
+    `by_driver` asks the driver, where there are real GPUs: whether it has a process checkpointed, and how much room its
+    restore needs at most, since what was measured of it was in the journal.
     """
 
     def __init__(self, workers: Workers, in_hand: Callable[[int], bool], by_driver: ByDriver | None = None) -> None:
@@ -127,17 +177,29 @@ class StandingStrays:
             raise HegmError(
                 NOT_FOUND, f"process {pid} has no agent that is connected", "see: hegmctl adopt", {"pid": pid}
             )
-        if self.by_driver is not None:
-            raise Refused(
-                f"process {pid} uses a real GPU, and how much room its restore needs there was in the journal alone",
-                "bring the journal back from a copy (operations.journal in the state directory), then start hegmd",
-                {"pid": pid},
-            )
         others = [other for other in self._workers if other is not worker and _is_same_job(worker, other)]
-        found = [await _asked(one) for one in (worker, *others) if one is worker or self.is_stray(one)]
+        found = [await self._asked(one) for one in (worker, *others) if one is worker or self.is_stray(one)]
         if not self.is_stray(worker):
             raise Refused(f"process {pid} does not stand: there is nothing to adopt", "see: hegmctl ps", {"pid": pid})
         return tuple(found)
+
+    async def _asked(self, worker: Worker) -> Standing:
+        await worker.order("survey", limit_s=SURVEY_LIMIT_S)
+        standing = Standing(
+            pid=worker.pid,
+            start_ticks=worker.identity.start_ticks,
+            uid=worker.identity.uid,
+            token=worker.token,
+            rank=worker.about.rank,
+            world_size=worker.about.world_size,
+            gpu=worker.gpu or worker.about.gpu,
+            boundary=worker.boundary,
+            size_bytes=max(worker.size_bytes or 0, worker.held_bytes),
+            held_bytes=worker.held_bytes,
+        )
+        if self.by_driver is None:
+            return standing
+        return on_real_gpu(standing, await self.by_driver.stands(worker.pid), worker.about.mark)
 
     def strays(self) -> Iterable[Stray]:
         for worker in self.standing():
@@ -161,30 +223,31 @@ def _is_same_job(one: Worker, other: Worker) -> bool:
     return run is not None and run == other_run and one.identity.uid == other.identity.uid
 
 
-async def _asked(worker: Worker) -> Standing:
-    await worker.order("survey", limit_s=SURVEY_LIMIT_S)
-    return Standing(
-        pid=worker.pid,
-        start_ticks=worker.identity.start_ticks,
-        uid=worker.identity.uid,
-        token=worker.token,
-        rank=worker.about.rank,
-        world_size=worker.about.world_size,
-        gpu=worker.gpu or worker.about.gpu,
-        boundary=worker.boundary,
-        size_bytes=max(worker.size_bytes or 0, worker.held_bytes),
-        held_bytes=worker.held_bytes,
-    )
+async def found_for(pool: Pool, worker: Worker, name: str) -> str | None:
+    """The piece that has what is out of that process, which operations call so; None if there is none.
 
-
-def found_for(pieces: Mapping[str, Piece], worker: str, source: PieceSource, held_bytes: int) -> str | None:
-    """The newest of the pieces that are of that process. One that does not say whose it is is given to nobody."""
+    One that does not say whose it is is given to nobody, and of several the one that its agent has marked. Raises
+    Refused where that does not tell them apart: bytes of another moment would be taken for its own.
+    """
+    source = PieceSource(worker.identity.uid, worker.identity.start_ticks)
     fitting = [
-        (int(piece.name.key.operation) if piece.name.key.operation.isdigit() else 0, name)
-        for name, piece in pieces.items()
-        if piece.name.key.worker == worker and piece.name.source == source and piece.usable_bytes >= held_bytes
+        called
+        for called, piece in pool.unclaimed().items()
+        if piece.name.key.worker == name and piece.name.source == source and piece.usable_bytes >= worker.held_bytes
     ]
-    return max(fitting, default=(0, None))[1]
+    if len(fitting) < 2:
+        return next(iter(fitting), None)
+    begins = _MAGIC + bytes.fromhex(worker.about.mark or "")
+    marked = [called for called in fitting if await pool.beginning(called, len(begins)) == begins != _MAGIC]
+    if len(marked) == 1:
+        return marked[0]
+    if not worker.about.entrusted:
+        return None  # it has a descriptor of its own bytes
+    raise Refused(
+        f"{len(fitting)} pieces could be what is out of process {worker.pid}, and its agent tells none by its mark",
+        f"it stays parked, and all are kept: {', '.join(sorted(fitting))}",
+        {"pid": worker.pid, "pieces": sorted(fitting)},
+    )
 
 
 class Strays:

@@ -199,7 +199,8 @@ class Worker:
 class Workers:
     """Every worker on the node. `run` has to be running for as long as agents attend.
 
-    `start_ticks` tells a process's start time, or None if there is no such process.
+    `start_ticks` tells a process's start time, or None if there is no such process, and raises HegmError when that
+    cannot be seen now.
     """
 
     def __init__(self, start_ticks: Callable[[int], int | None] = lambda _pid: None) -> None:
@@ -287,9 +288,12 @@ class Workers:
             self._end(known)
         worker = Worker(identity, program, about)
         pidfd = os.pidfd_open(pid)
-        if self._start_ticks(pid) != ticks:  # between the two looks it became another process
+        try:
+            if self._start_ticks(pid) != ticks:  # between the two looks it became another process
+                raise AgentAway(pid, "the process has ended")
+        except BaseException:
             os.close(pidfd)
-            raise AgentAway(pid, "the process has ended")
+            raise
         self._workers[pid] = worker
         self._watching.start_soon(self._watch, worker, pidfd)
         return worker, CAME

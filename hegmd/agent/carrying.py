@@ -52,6 +52,11 @@ class Carrying:
             return self._evacuated.fd < 0
         return self.out is not None
 
+    @property
+    def mark(self) -> str:
+        """What was drawn for the memory that was copied to by this process; empty if none was."""
+        return "" if self._evacuated is None else self._evacuated.nonce.hex()
+
     def keeps(self, fd: int) -> bool:
         """Whether that descriptor belongs to what is out."""
         return self._evacuated is not None and self._evacuated.fd == fd

@@ -183,6 +183,7 @@ class Channel:
             parked=self._gate.parked,
             held_bytes=self._orders.held_bytes,
             entrusted=self._orders.entrusted,
+            mark=self._orders.mark,
             revived=self._is_revived,
         )
 

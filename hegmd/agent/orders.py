@@ -95,6 +95,11 @@ class Orders:
         """Whether those bytes are with the daemon alone."""
         return self._carrying.entrusted
 
+    @property
+    def mark(self) -> str:
+        """What the memory that they are in begins with, if this process copied them there."""
+        return self._carrying.mark
+
     # ---- the daemon comes and goes ----------------------------------------------------------------------------------
 
     def begin(self, report: Callable[[AgentReport], None]) -> None:
@@ -111,13 +116,15 @@ class Orders:
         if self._report is None:
             return
         self._report = None
+        # First of all: whatever is raised below, nobody stands for good.
+        self._alone_deadline = monotonic() + _park_limit_s()
         pending, self._pending = self._pending, None
         if pending is not None and not self._gate.parked:
             self._gate.withdraw()
         elif pending is not None and pending.do == "park":
             self._let_go()
-        if self._gate.parked and not self._resting:
-            self._alone_deadline = monotonic() + _park_limit_s()
+        if not self._gate.parked or self._resting:
+            self._alone_deadline = None
 
     def note_signal(self, number: int) -> None:
         """From another thread: a signal waits for the parked thread."""
@@ -275,7 +282,6 @@ class Orders:
         if self._pending is not None:
             self._look_after(self._pending, now)
         if self._alone_deadline is not None and now >= self._alone_deadline:
-            self._alone_deadline = None
             self._come_back("the limit on being parked without a daemon")
 
     def _look_after(self, pending: Pending, now: float) -> None:
@@ -313,18 +319,20 @@ class Orders:
     def _come_back(self, why: str) -> None:
         """Bring everything back without being told to, and let the training go on. Tried again until it succeeds."""
         note(f"coming back by itself: {why}")
+        if self._carrying.entrusted:  # it stays parked until they are brought back
+            self._alone_deadline = None
+            return
+        # Before anything that could raise, whatever that is: then it is tried again.
+        self._alone_deadline = monotonic() + _TRY_AGAIN_S
         pending, self._pending = self._pending, None
         if self._carrying.out is not None:
-            if self._carrying.entrusted:  # it stays parked until they are brought back
-                self._pending = pending
-                return
             try:
                 self._carrying.refill(None, lambda _so_far_bytes: None)
             except HegmError as error:
                 note(f"{error.message}; trying again")
-                self._alone_deadline = monotonic() + _TRY_AGAIN_S
                 return
         self._let_go()
+        self._alone_deadline = None
         self.changed_by_itself = True
         if pending is not None:
             self._failed(pending.order, refusal(f"the process went on by itself: {why}", "ask again"))

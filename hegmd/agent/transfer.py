@@ -49,14 +49,14 @@ class Evacuated:
         self.room_bytes = room_bytes(sizes)
         self._storages = storages
         self._sizes = sizes
-        self._nonce = nonce
+        self.nonce = nonce
 
     def __len__(self) -> int:
         return len(self._storages)
 
     def bring_back(self, fd: int, progress: Callable[[int], None]) -> None:
         """Make the storages again from that descriptor. Raises HegmError, and leaves them out, when that cannot be."""
-        _check_header(fd, self._nonce, self._sizes)
+        _check_header(fd, self.nonce, self._sizes)
         made: list[Any] = []
         try:
             for storage, size_bytes in zip(self._storages, self._sizes):

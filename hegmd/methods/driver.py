@@ -242,7 +242,7 @@ class DriverMethod:
             if held_bytes < subject.rest_bytes:
                 raise _no_room(subject, gpu, subject.rest_bytes, held_bytes, "held")
         others = await self._others(subject, rooms)
-        async with self._neighbours.held_still(others, but_for=self._in_hand) as loose:
+        async with self._neighbours.held_still(others, but_for=self._in_hand, restored=subject.who) as loose:
             spare_bytes = CALM_BYTES if loose else 0
             for gpu in rooms:
                 free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes

@@ -20,6 +20,10 @@ from hegmd.vram import Piece
 __all__ = ["Gpus", "Node", "VideoMemory", "bytes_of", "rest_of", "storages_of"]
 
 
+# What the name of memory ends with that bytes are in.
+BYTES = "bytes"
+
+
 class Node(Protocol):
     """What was seen of the node at one moment."""
 
@@ -107,4 +111,4 @@ def storages_of(subject: Subject) -> str:
 
 def bytes_of(subject: Subject) -> str:
     """Under what name the memory is held that its bytes are in while they are out."""
-    return f"{subject.operation}.{subject.name}.bytes"
+    return f"{subject.operation}.{subject.name}.{BYTES}"

@@ -4,8 +4,9 @@ Between letting go of room and the driver's taking it for a restore, whoever all
 job that is to be restored would be lost for good. The driver's own lock holds a process's CUDA calls for that moment,
 some tenths of a second, and nothing else of it. Who cannot be locked quickly is left alone, and told of.
 
-A lock outlives whoever took it. So who is to be locked is on disk before, and the next run of the daemon lets go of
-those that it finds there. Who cannot be unlocked is tried again until it is certain, and counts as held until then.
+A lock outlives whoever took it. So who is to be locked is on disk before, with whose restore it is for, and the next
+run of the daemon lets go of those that it finds there: not before that restore is over, which the driver goes on with
+by itself. Who cannot be unlocked is tried again until it is certain, and counts as held until then.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ STILL_S = 2.0
 _DEADLINE_S = 10.0
 _UNLOCK_WITHIN_S = 30.0
 _AGAIN_S = 1.0
+# A state is answered when no step is under way any more; a restore goes at 8 GB/s, or 1 at worst.
+_STEP_OVER_S = 300.0
 
 
 class Neighbours:
@@ -56,7 +59,7 @@ class Neighbours:
         self._start_ticks = start_ticks
         self._is_stopped = is_stopped
         self.still_s = still_s
-        self._noted: set[Who] = set()
+        self._noted: dict[Who, Who | None] = {}  # for whose restore it is
         self._held: dict[Who, anyio.Event] = {}
         self._left: set[Who] = set()
         self._some_left = anyio.Event()
@@ -64,11 +67,12 @@ class Neighbours:
 
     @asynccontextmanager
     async def held_still(
-        self, processes: Sequence[Who], *, but_for: Container[Who] = ()
+        self, processes: Sequence[Who], *, but_for: Container[Who] = (), restored: Who | None = None
     ) -> AsyncGenerator[Sequence[Who]]:
         """Hold still whoever of them can be, for as long as the block takes; gives those who go on all the same.
 
-        One that a signal has stopped goes nowhere anyhow. Raises nothing of its own but OSError.
+        `restored` is who comes to their GPU meanwhile. One that a signal has stopped goes nowhere anyhow. Raises
+        OSError, and HegmError when it cannot be seen whether they are there; then nothing was done.
         """
         there = [who for who in processes if who not in but_for and self.is_there(who)]
         fit = [who for who in there if self.still_s and not self._is_stopped(who[0])]
@@ -79,7 +83,7 @@ class Neighbours:
         loose: list[Who] = [] if self.still_s else there
         try:
             if chosen:
-                await self._note(self._noted | set(chosen))
+                await self._note({**self._noted, **dict.fromkeys(chosen, restored)})
                 async with anyio.create_task_group() as tasks:
                     for who in chosen:
                         tasks.start_soon(self._lock, who, locked, loose)
@@ -116,7 +120,7 @@ class Neighbours:
         for who in certain:
             self._held.pop(who).set()
         if chosen:
-            await self._note(self._noted - certain)
+            await self._note(_without(self._noted, certain))
 
     async def _unlock_all(self, whom: Iterable[Who], certain: set[Who]) -> None:
         async def unlock(who: Who) -> None:
@@ -149,26 +153,54 @@ class Neighbours:
             for who in certain:
                 self._held.pop(who).set()
             if certain:
-                await self._note(self._noted - certain)
+                await self._note(_without(self._noted, certain))
 
     async def let_go(self) -> None:
         """Unlock those that an earlier run of the daemon has held still when it ended; who cannot be is for `run`."""
         try:
-            noted = [(int(pid), int(ticks)) for pid, ticks in json.loads(self._path.read_bytes())]
+            noted = _parsed(self._path.read_bytes())
         except FileNotFoundError:
             return
         except (OSError, ValueError, TypeError) as error:
             logger.warning("it is not known whom an earlier hegmd has held still: %s", error)
             return
-        there = [who for who in noted if self.is_there(who) and who not in self._held]
+        there = [who for who in noted if self.may_be_there(who) and who not in self._held]
         self._held.update({who: anyio.Event() for who in there})
-        self._noted |= set(there)
+        self._noted.update({who: noted[who] for who in there})
+        for restored in dict.fromkeys(noted[who] for who in there):
+            if restored is not None:
+                await self._until_restored(restored)
         await self._let_go_of(there, there)
         await self._note(self._noted)
 
+    async def _until_restored(self, who: Who) -> None:
+        """The driver answers about a process when no step in it is under way any more. One that a signal has stopped
+        would not answer, and its step goes on with it."""
+        with anyio.move_on_after(_STEP_OVER_S):
+            while self.may_be_there(who):
+                try:
+                    if not self._is_stopped(who[0]):
+                        await self._helper.call("state", {"pid": who[0]}, deadline_s=_STEP_OVER_S)
+                        return
+                except HelperLost as error:
+                    logger.warning("whether process %d is being restored is asked again: %s", who[0], error.message)
+                except HegmError as error:
+                    logger.warning("it is not known whether process %d is being restored: %s", who[0], error.message)
+                    return
+                await anyio.sleep(_AGAIN_S)
+            return
+        logger.error("others are let go of after %g s, whatever becomes of process %d", _STEP_OVER_S, who[0])
+
     def is_there(self, who: Who) -> bool:
-        """Whether it is still that process, and not another that got its number."""
+        """Whether it is still that process, and not another that got its number. Raises HegmError if that is hidden."""
         return self._start_ticks(who[0]) == who[1]
+
+    def may_be_there(self, who: Who) -> bool:
+        """The same, for those to whom nobody's being gone is to be believed without having been seen."""
+        try:
+            return self.is_there(who)
+        except HegmError:
+            return True
 
     async def _lock(self, who: Who, locked: list[Who], loose: list[Who]) -> None:
         """One that somebody else has locked stays theirs; where the helper was lost, it may be ours, or go on."""
@@ -180,15 +212,15 @@ class Neighbours:
             logger.warning("process %d may be held still: %s", who[0], error.message)
         except HegmError as error:
             locked.remove(who)
-            if self.is_there(who):
+            if self.may_be_there(who):
                 loose.append(who)
             logger.info("process %d is not held still: %s", who[0], error.message)
 
     async def _unlock(self, who: Who) -> bool:
         """Whether it is certain that it is not held still by us any more."""
-        if not self.is_there(who):
-            return True
         try:
+            if not self.is_there(who):
+                return True
             state = await self._helper.call("state", {"pid": who[0]}, deadline_s=_DEADLINE_S)
             if state.values["state"] == "locked":
                 await self._helper.call("unlock", {"pid": who[0]}, deadline_s=_DEADLINE_S)
@@ -197,12 +229,13 @@ class Neighbours:
             return False
         return True
 
-    async def _note(self, whom: set[Who]) -> None:
+    async def _note(self, whom: dict[Who, Who | None]) -> None:
         self._noted = whom  # before anything is waited for: whoever notes next goes on from here
         async with self._writing:
-            await anyio.to_thread.run_sync(self._write, sorted(self._noted))
+            lines = [[*who, *(restored or ())] for who, restored in sorted(self._noted.items())]
+            await anyio.to_thread.run_sync(self._write, lines)
 
-    def _write(self, whom: list[Who]) -> None:
+    def _write(self, whom: list[list[int]]) -> None:
         if not whom:
             self._path.unlink(missing_ok=True)
             return
@@ -212,3 +245,15 @@ class Neighbours:
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(self._path)
+
+
+def _without(noted: dict[Who, Who | None], certain: set[Who]) -> dict[Who, Who | None]:
+    return {who: restored for who, restored in noted.items() if who not in certain}
+
+
+def _parsed(text: bytes) -> dict[Who, Who | None]:
+    """Whom it names, and for whose restore; earlier releases did not say that. Raises ValueError or TypeError."""
+    noted: dict[Who, Who | None] = {}
+    for pid, ticks, *restored in json.loads(text):
+        noted[int(pid), int(ticks)] = (int(restored[0]), int(restored[1])) if len(restored) == 2 else None
+    return noted

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hegmd.errors import Refused
 from hegmd.migration.course import SUSPENDED as RESTING
 from hegmd.migration.operation import BY_DRIVER, SIMULATED, SUSPEND, Operation, Worker
 from hegmd.pieces import LAST_BYTES, UNSEEN_BYTES
 from hegmd.protocol.record import Record, field
 
 DRIVER = "driver"
+BY_WORKER, BY_HOST = "worker", "host"
 
 
 class Standing(Record):
@@ -30,6 +32,11 @@ class Standing(Record):
     boundary: int = field("batch boundaries that it has passed")
     size_bytes: int = field("bytes of the storages that its agent vouches for")
     held_bytes: int = field("bytes of these that are out of the process")
+    method: str = field("how it left its GPU and comes back", default=SIMULATED)
+    carrier: str = field("by which way its bytes went out", default=BY_WORKER)
+    at: str | None = field("the GPU that it is on; nil for none, or a simulated one", default=None)
+    rest_bytes: int = field("what it may need on a GPU besides its storages", default=0)
+    anywhere: bool = field("whether nobody knows on which GPU the driver had it", default=False)
 
 
 class Driven(Record):
@@ -53,6 +60,29 @@ def room_bound(own_bytes: int, whole_bytes: Iterable[int | None]) -> int:
     bound_bytes = own_bytes + UNSEEN_BYTES
     known = [size_bytes for size_bytes in whole_bytes if size_bytes is not None]
     return min(bound_bytes, max(known) - LAST_BYTES) if known else bound_bytes
+
+
+def on_real_gpu(standing: Standing, driven: Driven, mark: str | None) -> Standing:
+    """The same of one on a real GPU. `mark` is its agent's, which tells by which way its bytes went out.
+
+    Raises Refused where that is not known. What the driver took off has its storages' bytes in it, unless they are out.
+    """
+    if standing.held_bytes and mark is None:
+        raise Refused(
+            f"the agent of process {standing.pid} is of a release that does not say by which way its bytes went out",
+            "bring the journal back from a copy (operations.journal in the state directory), then start hegmd",
+            {"pid": standing.pid},
+        )
+    by_itself = BY_WORKER if mark else BY_HOST
+    return standing.replace(
+        method=DRIVER,
+        carrier=by_itself if standing.held_bytes else BY_DRIVER,
+        gpu=driven.gpu,
+        at=driven.gpu,
+        size_bytes=standing.size_bytes if standing.held_bytes else 0,
+        rest_bytes=driven.rest_bytes,
+        anywhere=driven.gpu is None,
+    )
 
 
 def adopted(op_id: str, standing: Iterable[Standing], *, utc: float) -> Operation:
@@ -99,13 +129,16 @@ def _worker(one: Standing) -> Worker:
         pid=one.pid,
         start_ticks=one.start_ticks,
         token=one.token,
-        method=SIMULATED,
+        method=one.method,
+        carrier=one.carrier,
         rank=one.rank,
         was_on=one.gpu,
         origin=None,
         goal=None,
-        at=None,
+        at=one.at,
         size_bytes=one.size_bytes,
+        rest_bytes=one.rest_bytes,
+        anywhere=one.anywhere,
         rooms={},
         boundary=one.boundary,
         asked=True,

@@ -153,6 +153,8 @@ class Operation(Record):
     tries: int = field("how often the deadline passed in this part", default=0)
     failure: Failure | None = field("why it does not get to what was asked", default=None)
     lacks: Failure | None = field("what it waits for now, such as room on a GPU", default=None)
+    stood_since: float | None = field("the monotonic instant from which its job stands", default=None)
+    blackout_s: float | None = field("how long its job stood, once that is over", default=None)
     spill: bool = field("whether its bytes are to go to disk while it is suspended", default=False)
     handoff: Handoff | None = field("of a checkpoint: the image", default=None)
 

@@ -138,7 +138,7 @@ class Performer:
         """For bytes that are out the carrier is made ready too: what that takes has to be there before a restore."""
         subject = self._subject(op, member)
         await self._method(member).hold_room(subject, effect.gpu, effect.size_bytes)
-        if member.out:
+        if member.out and not member.anywhere:  # of such a one it is not known yet which GPU is to be reached
             await self._carrier(member).fetch(subject, tell)
             began = anyio.current_time()
             await self._carrier(member).arm(subject)

@@ -26,7 +26,8 @@ import anyio.lowlevel
 from hegmd.errors import Bug, HegmError
 from hegmd.events import EventLog
 from hegmd.log import fields
-from hegmd.migration import effects, events, journal
+from hegmd.migration import events, journal
+from hegmd.migration.blackout import timed
 from hegmd.migration.course import TERMINAL
 from hegmd.migration.disk import Disk
 from hegmd.migration.effects import Effect
@@ -52,24 +53,35 @@ _LOOK_AGAIN_S = 1.0
 
 async def ended(pid: int, lives: Callable[[], bool]) -> None:
     """Wait for the end of a process. Without a handle of it nothing is concluded: where the kernel refuses one for
-    good, `lives` is asked again and again, which tells by its start time whether it is there still."""
+    good, `lives` is asked again and again, which tells by its start time whether it is there still, or raises
+    HegmError when that cannot be seen now."""
     while True:
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
             return
         except OSError as error:
-            if error.errno not in _SCARCE and not lives():
+            if error.errno not in _SCARCE and _is_gone(lives):
                 return
             await anyio.sleep(_LOOK_AGAIN_S)
             continue
         try:
             if lives():
                 await anyio.wait_readable(pidfd)
+            return
+        except HegmError:
+            pass
         finally:
             anyio.notify_closing(pidfd)
             os.close(pidfd)
-        return
+        await anyio.sleep(_LOOK_AGAIN_S)
+
+
+def _is_gone(lives: Callable[[], bool]) -> bool:
+    try:
+        return not lives()
+    except HegmError:
+        return False
 
 
 class Runner:
@@ -206,7 +218,6 @@ class Runner:
         return description(
             self.history(op_id).operation,
             moved_bytes=0 if running is None else sum(running.moved.values()),
-            blackout_s=None if running is None else running.blackout_s,
             trouble=self._ledger.trouble,
         )
 
@@ -273,6 +284,7 @@ class Runner:
         after, wanted = handle(before, event, now)
         if after is before:
             return ()
+        after = timed(event, after, now)
         record, line = journal.step(before, event, after, wanted, now=now, utc=self._utc())
         history = running.history.after(after, line)
         await self._ledger.write(history, record)
@@ -283,32 +295,12 @@ class Runner:
         return wanted
 
     def _note(self, running: Running, event: Event, before: Operation, after: Operation) -> None:
-        """Keep what is told of the operation and is not in it: times and progress."""
-        if isinstance(event, events.Parked) and running.stood_since is None:
-            running.stood_since, running.blackout_s = self._clock(), None
-        if isinstance(event, events.ResumeAsked):
-            running.stood_since, running.blackout_s = self._clock(), None
-        if isinstance(event, events.Released) and running.stood_since is not None:
-            running.blackout_s = self._clock() - running.stood_since
-            if not any(member.parked for member in after.live):
-                running.stood_since = None
-        self._note_driver(running, event, after)
+        """Tell of it what is news, and forget the progress of what is over."""
         for happening in happenings(before, event, after):
             self._log.record(happening.kind, happening.severity, happening.message, facts={"id": after.id})
         if before.phase != after.phase:
             running.moved.clear()
             logger.info("operation %s: %s", after.id, after.phase, extra=fields(operation=after.id, phase=after.phase))
-
-    def _note_driver(self, running: Running, event: Event, after: Operation) -> None:
-        """The same for processes without an agent, which stand from their checkpoint to their restore."""
-        alone = not any(member.has_agent for member in after.workers)
-        starts = any(pending.effect == effects.Checkpoint.tag for pending in after.pending)
-        if alone and starts and running.stood_since is None:
-            running.stood_since, running.blackout_s = self._clock(), None
-        if alone and isinstance(event, events.Restored) and running.stood_since is not None:
-            running.blackout_s = self._clock() - running.stood_since
-            if all(member.at is not None for member in after.live):
-                running.stood_since = None
 
     async def _perform(self, running: Running, errand: Errand) -> None:
         effect = errand.effect

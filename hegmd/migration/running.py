@@ -82,8 +82,6 @@ class Running:
         #: For each worker the connection that was last heard of, by `agent-back` or `inspected`, or as it began.
         self.heard: dict[str, int] = {}
         self.moved: dict[str, int] = {}
-        self.stood_since: float | None = None
-        self.blackout_s: float | None = None
 
     @property
     def op(self) -> Operation:

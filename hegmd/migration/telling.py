@@ -18,9 +18,7 @@ from hegmd.migration.operation import Worker as Member
 from hegmd.protocol import operations as told
 
 
-def description(
-    op: Operation, *, moved_bytes: int = 0, blackout_s: float | None = None, trouble: HegmError | None = None
-) -> told.Operation:
+def description(op: Operation, *, moved_bytes: int = 0, trouble: HegmError | None = None) -> told.Operation:
     """How it stands; the figures are the runner's, who has the clock and the reports, and the journal's trouble too."""
     failure = op.failure or op.lacks
     return told.Operation(
@@ -32,7 +30,7 @@ def description(
         created_utc=op.created_utc,
         size_bytes=sum(member.carried_bytes for member in op.workers),
         moved_bytes=moved_bytes,
-        blackout_s=blackout_s,
+        blackout_s=op.blackout_s,
         failure=None if failure is None else told.Reason(code=failure.code, message=failure.message, hint=failure.hint),
         waits=waiting(op, trouble),
     )

@@ -16,7 +16,19 @@ import os
 import time
 from dataclasses import dataclass
 
-__all__ = ["KernelFacts", "Unreadable", "Vanished", "boot_time_utc", "read_command", "read_kernel_facts", "read_start"]
+from hegmd.errors import UNAVAILABLE, HegmError
+
+__all__ = [
+    "KernelFacts",
+    "Scarce",
+    "Unreadable",
+    "Vanished",
+    "boot_time_utc",
+    "read_command",
+    "read_kernel_facts",
+    "read_start",
+    "start_ticks_of",
+]
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 COMMAND_MAX_CHARS = 2048
@@ -25,6 +37,7 @@ _STAT_MAX_BYTES = 4096
 # One hierarchy can have a path of PATH_MAX, and cgroup v1 has a dozen of them.
 _CGROUP_MAX_BYTES = 65536
 _GONE = (errno.ENOENT, errno.ESRCH)
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _ENDED_STATES = ("Z", "X", "x")
 # Fields of /proc/PID/stat, counted from the one after the name.
 _STATE, _START_TICKS = 0, 19
@@ -36,6 +49,10 @@ class Vanished(Exception):
 
 class Unreadable(Exception):
     """/proc has the process but does not let itself be read; the text says why."""
+
+
+class Scarce(Unreadable):
+    """It cannot be read now, for want of what there may be more of in a moment: descriptors or memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +89,24 @@ def read_start(proc_root: str, pid: int) -> tuple[int, str]:
     return int(fields[_START_TICKS]), _text(before.partition(b"(")[2])
 
 
+def start_ticks_of(pid: int, proc_root: str = "/proc") -> int | None:
+    """The start time of a process, which with its pid is its identity; None if there is no such process to be seen.
+
+    Raises HegmError when that cannot be looked at now: nobody is taken for gone for want of a descriptor.
+    """
+    try:
+        return read_start(proc_root, pid)[0]
+    except Scarce as error:
+        raise HegmError(
+            UNAVAILABLE,
+            f"it cannot be seen now whether process {pid} is there: {error}",
+            "it is looked at again; if that stays, raise LimitNOFILE= of hegmd.service, or free memory",
+            {"pid": pid},
+        ) from None
+    except (Vanished, Unreadable):
+        return None
+
+
 def read_command(proc_root: str, pid: int) -> str:
     """The command line, cut at COMMAND_MAX_CHARS; the name in brackets for a process that has none, as ps shows it.
 
@@ -99,7 +134,8 @@ def _read(proc_root: str, pid: int, name: str, size_bytes: int) -> bytes:
     except OSError as error:
         if error.errno in _GONE:
             raise Vanished from None
-        raise Unreadable(error.strerror or str(error)) from None
+        kind = Scarce if error.errno in _SCARCE else Unreadable
+        raise kind(error.strerror or str(error)) from None
 
 
 def _owner(status: bytes) -> int:

@@ -457,6 +457,11 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     held_bytes: int = field("bytes of its storages that are out of the process now", default=0)
     revived: bool = field("whether its process was restored from an image since it last stepped aside", default=False)
     entrusted: bool = field("whether the daemon alone has those bytes, so that it has to send them back", default=False)
+    mark: str | None = field(
+        "what it drew for the memory that it copied those bytes to, in hexadecimal: it stands there from the ninth "
+        "byte on; empty where the daemon copied them, or none are out; nil from an agent that does not say",
+        default=None,
+    )
 
 
 class CudaFacts(Record):

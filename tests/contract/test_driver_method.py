@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -20,7 +21,7 @@ from hegmd.inventory import Inventory
 from hegmd.methods.base import NoRoom, Subject
 from hegmd.methods.driver import DriverMethod, is_stopped
 from hegmd.methods.gpus import Gpus
-from hegmd.methods.neighbours import Neighbours
+from hegmd.methods.neighbours import FILE_NAME, Neighbours
 from hegmd.pieces import RESTORE_MARGIN_BYTES
 from hegmd.processes import ProcessTable
 from hegmd.vram import VideoMemory
@@ -264,3 +265,26 @@ async def test_who_could_not_be_unlocked_is_tried_again_until_it_runs(parts: Par
                 await rig.neighbours.let_be(who)
             tasks.cancel_scope.cancel()
         assert await rig.state(rig.moved) == "running"
+
+
+async def test_neighbours_were_let_go_by_the_next_daemon_into_a_restore_that_went_on(parts: Parts, gate: Path) -> None:
+    """The daemon before was killed in the middle of it; the driver goes on, and takes its room as it goes."""
+    async with rigged(parts) as rig:
+        off = await rig.take_off()
+        other = rig.other.pid, start_ticks(rig.other.pid)
+        folder = rig.node.folder.parent
+        (folder / FILE_NAME).write_text(json.dumps([[*other, *off.who]]))
+        await ask(rig.link, "lock", pid=other[0], timeout_s=1)
+
+        async def restore() -> None:
+            with contextlib.suppress(HelperLost):
+                await rig.link.call("restore", {"pid": off.pid, "pairs": []}, deadline_s=60)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(restore)
+            async with standing_in(rig, "step:restore", gate):
+                rig.link.kill("the daemon is killed")
+                tasks.start_soon(rig.neighbours.let_go)
+                await rig.stands(rig.other)
+        assert await rig.state(rig.other) == "running"
+        assert not (folder / FILE_NAME).exists()

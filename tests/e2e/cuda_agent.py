@@ -61,6 +61,8 @@ class Agent:
             parked=self.parked,
             held_bytes=self.held_bytes,
             size_bytes=sum(self.sizes),
+            entrusted=self.held_bytes > 0,
+            mark="",
         )
         for order in connection.stream(about, Order, AgentDismissed, patient=True):
             self.seen.append(order.do)

@@ -17,7 +17,13 @@ import pytest
 from hegmctl.connection import Connection
 from hegmd.errors import HegmError
 from hegmd.protocol import operations as told
-from hegmd.protocol.messages import Adopt, OperationReply, Operations, OperationsReply, Strays, StraysReply
+from hegmd.protocol.messages import (
+    Adopt,
+    OperationReply,
+    Strays,
+    StraysReply,
+    Suspend,
+)
 from tests.e2e.driven import GIB, DrivenNode, Watched, only_its_own
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
@@ -58,13 +64,13 @@ def test_a_process_that_somebody_left_locked_stood_for_good_and_nobody_was_told(
         by_somebody(node, "lock", pid=watched.pid)
         stray = strays_of(connection)[str(watched.pid)]
         assert ("locked" in stray.why, stray.where, stray.next) == (True, "on gpu1", f"hegmctl adopt {watched.pid}")
-        with pytest.raises(HegmError, match="is locked and on gpu1"):
+        with pytest.raises(HegmError, match="is on gpu1, and all that it takes"):
             adopt(connection, watched.pid, "gpu0")
         adopted = adopt(connection, watched.pid)
         assert (adopted.phase, adopted.failure, adopted.processes[0].gpu) == ("done", None, "gpu1")
         assert not node.cuda.calls(RESTORE), "it was only locked"
         watched.is_whole()
-        assert strays_of(connection) == {}
+        assert str(watched.pid) not in strays_of(connection)
         with pytest.raises(HegmError, match="does not stand"):
             adopt(connection, watched.pid)
 
@@ -87,7 +93,7 @@ def test_a_process_that_somebody_left_checkpointed_comes_back_where_it_was_with_
             assert (adopted.phase, adopted.failure, adopted.processes[0].gpu) == ("done", None, "gpu1")
             neighbour.is_whole()
             watched.is_whole()
-            assert strays_of(connection) == {}
+            assert str(watched.pid) not in strays_of(connection)
 
 
 def test_one_of_whom_nobody_knows_where_it_was_waits_for_room_on_every_gpu(tmp_path: Path) -> None:
@@ -128,8 +134,25 @@ def test_nobody_who_is_stopped_is_asked_and_one_who_does_not_answer_hides_no_oth
             program.is_whole()
 
 
-def test_on_a_node_where_nobody_uses_cuda_no_helper_was_needed_to_say_so(node: DrivenNode) -> None:
-    with node.connect() as connection:
-        assert strays_of(connection) == {}
-        assert connection.call(Operations(), OperationsReply).strays == ()
-    assert not node.cuda.calls("cuInit")
+def test_a_job_with_its_bytes_in_the_pool_and_its_journal_gone_was_parked_for_good(node: DrivenNode) -> None:
+    """How much room it needs was in the journal alone; now it is bounded, and its storages come on top."""
+    with node.agented(1) as program:
+        watched = Watched(program)
+        with node.connect() as connection:
+            connection.call(Suspend(pids=(watched.pid,), carrier="host"), OperationReply)
+        node.daemon.stop()
+        (node.folder / "state" / "operations.journal").unlink()
+        node.daemon.start()
+        with node.connect() as connection:
+            told_of = (event for event in connection.events(follow=True) if event.kind == "pool.stray")
+            next(event for event in told_of if event.facts["kind"] == "process" and event.pid == watched.pid)
+        with node.connect() as connection:
+            assert {stray.kind for stray in strays_of(connection).values() if stray.pid == watched.pid} == {
+                "bytes",
+                "process",
+            }
+            adopted = adopt(connection, watched.pid)
+            assert (adopted.phase, adopted.failure, adopted.processes[0].gpu) == ("done", None, "gpu1")
+            watched.is_whole()
+            assert watched.pid not in {stray.pid for stray in strays_of(connection).values()}
+        only_its_own(node, watched)

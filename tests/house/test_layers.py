@@ -105,7 +105,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.pool_names": ("hegmd.errors",),
     "hegmd.pool_places": ("hegmd.pieces",),
     "hegmd.pool_memory": ("hegmd.errors", "hegmd.pages", "hegmd.pieces", "hegmd.pool_names", "hegmd.pool_places"),
-    "hegmd.spill_file": ("hegmd.errors", "hegmd.blocks"),
+    "hegmd.spill_file": ("hegmd.errors", "hegmd.blocks", "hegmd.pool_places"),
     "hegmd.spilling": ("hegmd.errors", "hegmd.detached", "hegmd.pool_memory", "hegmd.spill_file"),
     "hegmd.pool_piece": POOLED,
     "hegmd.pool_found": (*POOLED, "hegmd.pool_piece"),
@@ -120,7 +120,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.migration.ledger": (*GROUND, "hegmd.log", "hegmd.events", "hegmd.migration"),
     "hegmd.migration.performer": (*MOVING, "hegmd.migration"),
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
-    "hegmd.strays": (*MOVING, "hegmd.events", "hegmd.migration.adoption", "hegmd.pool_found"),
+    "hegmd.strays": (*MOVING, "hegmd.events", "hegmd.migration.adoption", "hegmd.pool_found", "hegmd.vram"),
     "hegmd.driver_strays": (
         *(*GROUND, "hegmd.detached", "hegmd.helper", "hegmd.methods", "hegmd.migration.adoption", "hegmd.processes"),
     ),

@@ -220,3 +220,42 @@ def test_a_progress_that_fails_ends_it(folder: SpillFolder, memory: tuple[int, b
     with pytest.raises(HegmError):
         folder.write(NAME, memory[0], SIZE_BYTES, never, fail)
     assert list(folder.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["link", "pipe", "foreign", "shared", "second name"])
+def test_what_somebody_planted_under_a_pieces_name_was_read(
+    folder: SpillFolder, memory: tuple[int, bytes], tmp_path: Path, how: str
+) -> None:
+    folder.write(NAME, memory[0], SIZE_BYTES, never, ignore)
+    path = folder.path(NAME)
+    if how == "link":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    elif how == "pipe":
+        path.unlink()
+        os.mkfifo(path, 0o600)
+    elif how == "foreign":
+        if os.geteuid():
+            pytest.skip("only root can give a file away")
+        os.chown(path, 12345, 12345)
+    elif how == "shared":
+        path.chmod(0o644)
+    else:
+        os.link(path, tmp_path / "second")
+    (found,) = folder.find()
+    assert found.why_not, "it is believed"
+    for read in (lambda: read_all(folder), lambda: folder.beginning(NAME, 8)):
+        with pytest.raises(HegmError):
+            read()
+
+
+def test_a_link_in_the_place_of_a_file_to_be_written_leads_nowhere(
+    folder: SpillFolder, memory: tuple[int, bytes], tmp_path: Path
+) -> None:
+    folder.folder.mkdir(mode=0o700)
+    target = tmp_path / "target"
+    target.write_bytes(b"somebody's")
+    (folder.folder / f"{NAME}.spill.new").symlink_to(target)
+    with pytest.raises(HegmError):
+        folder.write(NAME, memory[0], SIZE_BYTES, never, ignore)
+    assert target.read_bytes() == b"somebody's"

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from hegmd.errors import DENIED, NOT_FOUND, REFUSED, HegmError, Refused
-from hegmd.migration.adoption import Driven
-from hegmd.pool import Key, Piece, Source
+from hegmd.helper.link import Link
+from hegmd.migration.adoption import Driven, adopted
+from hegmd.pool import Keep, Key, Piece, Pool, Source
+from hegmd.pool_memory import Memory
 from hegmd.pool_names import PieceName
-from hegmd.strays import StandingStrays, found_for
+from hegmd.protocol.messages import AgentAttend
+from hegmd.protocol.snapshots import AgentInfo
+from hegmd.spill_file import SpillFolder
+from hegmd.strays import StandingStrays, VideoStrays, found_for
+from hegmd.vram import VideoMemory
+from hegmd.workers import Identity, Worker
 from tests.unit.model_agent import ModelAgent
-from tests.unit.moving_node import Node, running
+from tests.unit.moving_node import MIB, Node, running
 
 Child = subprocess.Popen[bytes]
 
@@ -110,7 +118,26 @@ async def test_what_is_no_stray_is_not_adopted(tmp_path: Path, process: Child, h
         assert "1" not in [op.id for op in node.operations.runner.operations()] or how == "taken"
 
 
-def test_bytes_of_a_process_were_given_to_another_users_of_the_same_pid() -> None:
+def standing(source: Source, held_bytes: int, *, mark: str | None = "", entrusted: bool = True) -> Worker:
+    about = AgentAttend(
+        token="a" * 32,
+        python_version="3.11",
+        boundary=1,
+        parked=True,
+        held_bytes=held_bytes,
+        mark=mark,
+        entrusted=entrusted,
+    )
+    return Worker(Identity(4711, source.start_ticks, source.uid), AgentInfo(name="agent", version="1"), about)
+
+
+def pool_of(*pieces: Piece) -> Pool:
+    pool = Pool(64 * MIB, keep=Keep())
+    pool.enter(pieces, lambda _: False)
+    return pool
+
+
+async def test_bytes_of_a_process_were_given_to_another_users_of_the_same_pid() -> None:
     mine, size_bytes = Source(1000, 500), 4096
     names = [
         PieceName(Key("7", "4711"), size_bytes, "ab", mine),
@@ -118,11 +145,41 @@ def test_bytes_of_a_process_were_given_to_another_users_of_the_same_pid() -> Non
         PieceName(Key("9", "4711"), size_bytes, "ef", Source(1000, 501)),
         PieceName(Key("10", "4711"), size_bytes, "0a"),  # of a release that did not say whose it is
     ]
-    pieces = {str(name): Piece(name, size_bytes, spilled=True) for name in names}
-    assert found_for(pieces, "4711", mine, size_bytes) == str(names[0])
-    assert found_for(pieces, "4711", Source(1002, 500), size_bytes) is None
-    assert found_for(pieces, "4712", mine, size_bytes) is None
-    assert found_for(pieces, "4711", mine, size_bytes + 1) is None
+    pool = pool_of(*[Piece(name, size_bytes, spilled=True) for name in names])
+    assert await found_for(pool, standing(mine, size_bytes), "4711") == str(names[0])
+    assert await found_for(pool, standing(Source(1002, 500), size_bytes), "4711") is None
+    assert await found_for(pool, standing(mine, size_bytes), "4712") is None
+    assert await found_for(pool, standing(mine, size_bytes + 1), "4711") is None
+
+
+async def test_of_several_pieces_of_one_process_the_newest_was_taken_whatever_was_in_it() -> None:
+    mine, size_bytes, mark = Source(1000, 500), 4096, "0f" * 16
+    pieces: list[Piece] = []
+    for number, drawn in (("7", mark), ("9", "00" * 16)):
+        memory = Memory(os.memfd_create("piece"), size_bytes, huge=False)
+        os.pwrite(memory.fd, b"HEGMWRK1" + bytes.fromhex(drawn), 0)
+        pieces.append(Piece(PieceName(Key(number, "4711"), size_bytes, "ab", mine), size_bytes, memory))
+    pool = pool_of(*pieces)
+    assert await found_for(pool, standing(mine, size_bytes, mark=mark), "4711") == str(pieces[0].name)
+    for unknown in ("", "11" * 16, None):
+        with pytest.raises(Refused, match="2 pieces could be what is out of process 4711"):
+            await found_for(pool, standing(mine, size_bytes, mark=unknown), "4711")
+    own = standing(mine, size_bytes, mark="", entrusted=False)
+    assert await found_for(pool, own, "4711") is None, "it has a descriptor of its own"
+    pool.close()
+
+
+async def test_a_spilled_piece_is_known_by_its_mark(tmp_path: Path) -> None:
+    mine, size_bytes, folder = Source(1000, 500), 4096, SpillFolder(tmp_path / "spill", spare_bytes=0)
+    names = [PieceName(Key(number, "4711"), size_bytes, nonce, mine) for number, nonce in (("7", "ab"), ("9", "cd"))]
+    for name, drawn in zip(names, (1, 2), strict=True):
+        fd = os.memfd_create("piece")
+        os.pwrite(fd, b"HEGMWRK1" + bytes([drawn]) * 16 + bytes(size_bytes - 24), 0)
+        folder.write(str(name), fd, size_bytes, lambda: False, lambda _: None)
+        os.close(fd)
+    pool = pool_of(*[Piece(name, size_bytes, spilled=True) for name in names])
+    pool.keep = Keep(spill=folder)
+    assert await found_for(pool, standing(mine, size_bytes, mark="02" * 16), "4711") == str(names[1])
 
 
 async def test_a_dry_run_adopts_nothing(tmp_path: Path, process: Child) -> None:
@@ -169,6 +226,7 @@ async def test_what_cannot_be_believed_is_told_of_and_not_deleted(tmp_path: Path
     (tmp_path / "spill").mkdir(mode=0o700)
     file = tmp_path / "spill" / "hegm-pool-7-4711-3.ab.spill"
     file.write_bytes(b"torn")
+    file.chmod(0o600)
     async with running(tmp_path) as node:
         (stray,) = node.moving.strays.all()
         assert (stray.kind, "cut short" in stray.why) == ("unknown", True)
@@ -177,21 +235,60 @@ async def test_what_cannot_be_believed_is_told_of_and_not_deleted(tmp_path: Path
     assert file.exists()
 
 
-class NeverAsked:
-    """The driver of real GPUs."""
+class ByDriver:
+    """The driver of real GPUs, which has that process so."""
+
+    def __init__(self, gpu: str | None, rest_bytes: int = 0) -> None:
+        self.gpu = gpu
+        self.rest_bytes = rest_bytes
 
     async def stands(self, pid: int) -> Driven:
-        raise AssertionError(f"{pid} is asked about")
+        state = "checkpointed" if self.gpu is None else "running"
+        return Driven(pid=pid, start_ticks=1, uid=0, name="x", state=state, gpu=self.gpu, rest_bytes=self.rest_bytes)
 
 
-async def test_a_job_on_a_real_gpu_was_adopted_with_no_word_of_the_room_that_its_restore_needs(
-    tmp_path: Path, process: Child
+@pytest.mark.parametrize(("mark", "carrier"), [("", "host"), ("0f" * 16, "worker")])
+async def test_a_job_on_a_real_gpu_was_not_adopted_for_want_of_a_figure(
+    tmp_path: Path, process: Child, mark: str, carrier: str
 ) -> None:
+    """What the driver has is bounded by the process's own memory, and its storages come on top."""
     agent = await suspended(tmp_path, process.pid)
     async with running(tmp_path) as node:
+        agent.about = {"mark": mark}
         await back(agent, node)
-        standing = StandingStrays(node.workers, lambda _pid: False, by_driver=NeverAsked())
-        assert [stray.pid for stray in standing.strays()] == [process.pid], "it is not even told of"
-        with pytest.raises(Refused, match="was in the journal alone"):
+        standing = StandingStrays(node.workers, lambda _pid: False, by_driver=ByDriver(None, 3 * MIB))
+        (found,) = await standing.job_of(process.pid)
+        (worker,) = adopted("1", [found], utc=0.0).workers
+        assert (worker.method, worker.carrier, worker.anywhere, worker.at) == ("driver", carrier, True, None)
+        assert worker.room_bytes == 3 * MIB + found.size_bytes
+        assert found.size_bytes >= found.held_bytes > 0
+        agent.about = {}
+        await agent.leave()
+        await back(agent, node)
+        with pytest.raises(Refused, match="does not say by which way"):
             await standing.job_of(process.pid)
-        assert agent.data is None
+
+
+async def test_one_that_stands_on_its_gpu_with_all_its_bytes_needs_no_room(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = ModelAgent(node.workers, process.pid)
+        agent.parked = True
+        await agent.attend(node.tasks)
+        standing = StandingStrays(node.workers, lambda _pid: False, by_driver=ByDriver("gpu1"))
+        (worker,) = adopted("1", await standing.job_of(process.pid), utc=0.0).workers
+        assert (worker.at, worker.was_on, worker.room_bytes, worker.parked) == ("gpu1", "gpu1", 0, True)
+
+
+async def test_video_memory_that_a_store_kept_for_nobody_was_held_in_silence(tmp_path: Path) -> None:
+    memory = VideoMemory(Link())
+    gpu = "GPU-00000000-0000-0000-0000-000000000001"
+    for who in ("7.4711.bytes", "8.4712.bytes"):
+        assert memory.adopt(f"hegm-vram-{who}-{gpu}-0-{MIB}", os.memfd_create("video"))
+    found = VideoStrays(memory, lambda key: key == Key("8", "4712"), lambda op: f"{op} is gone", lambda _: "gpu0")
+    (stray,) = found.strays()
+    assert (stray.name, stray.pid, stray.size_bytes) == (f"hegm-vram-7.4711.bytes-{gpu}", 4711, MIB)
+    assert (stray.where, stray.why) == ("video memory of gpu0", "7 is gone")
+    assert await found.drop(stray.name) == MIB
+    assert list(found.strays()) == []
+    assert list(memory.by_owner()) == [("8.4712.bytes", gpu)]
+    memory.close()

@@ -248,3 +248,16 @@ def test_a_journal_that_cannot_be_trusted_stops_the_start(tmp_path: Path) -> Non
     with pytest.raises(journal.JournalBroken):
         JournalFile(tmp_path).open()
     assert (tmp_path / "operations.journal").read_bytes() == b"something else entirely"
+
+
+async def test_how_long_a_job_stood_was_forgotten_with_the_daemon(
+    tmp_path: Path, process: subprocess.Popen[bytes]
+) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        moved = await node.operations.migrate([process.pid], "gpu1", node.asked())
+        assert moved.operation is not None
+        blackout_s = moved.operation.blackout_s
+        assert blackout_s is not None
+    async with running(tmp_path) as node:
+        assert node.operations.runner.describe(moved.operation.id).blackout_s == blackout_s

@@ -1,0 +1,65 @@
+"""Parked without a daemon: whatever is raised on the way, there is an instant at which it is tried again."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hegmd.agent.orders import Orders
+from hegmd.agent.quiesce import Gate
+from hegmd.protocol.messages import AgentReport, Order
+
+PATIENCE_S = 10.0
+
+
+class StuckGate(Gate):
+    """One whose door does not open, for want of whatever."""
+
+    stuck = True
+
+    def withdraw(self) -> bool:
+        if self.stuck:
+            raise MemoryError("no memory to open it")
+        return super().withdraw()
+
+
+def _parked(gate: StuckGate) -> tuple[Orders, threading.Thread]:
+    """Orders with one to park that has stopped a thread, and is not answered yet."""
+    orders, reports, news = Orders(gate), list[AgentReport](), threading.Semaphore(0)
+    orders.begin(reports.append)
+    gate.on_change = news.release
+    orders.obey(Order(order=1, do="park", limit_s=PATIENCE_S), None)
+    thread = threading.Thread(target=gate.boundary_by_hand)
+    thread.start()
+    assert news.acquire(timeout=PATIENCE_S)
+    assert gate.parked
+    return orders, thread
+
+
+def test_a_thread_stood_for_good_when_letting_it_go_failed_as_the_daemon_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEGM_PARK_LIMIT_S", "0")
+    gate = StuckGate()
+    orders, thread = _parked(gate)
+    with pytest.raises(MemoryError):
+        orders.end()
+    assert orders.next_deadline() is not None
+    gate.stuck = False
+    orders.tick()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert orders.next_deadline() is None
+
+
+def test_a_thread_stood_for_good_when_coming_back_failed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEGM_PARK_LIMIT_S", "0")
+    gate = StuckGate()
+    orders, thread = _parked(gate)
+    with pytest.raises(MemoryError):
+        orders.end()
+    with pytest.raises(MemoryError):
+        orders.tick()
+    assert orders.next_deadline() is not None
+    gate.stuck = False
+    gate.withdraw()
+    thread.join(PATIENCE_S)
