@@ -21,7 +21,7 @@ from hegmd.agent_orders import AgentAway
 from hegmd.errors import Refused
 from hegmd.workers import Worker
 
-__all__ = ["Carrier", "Left", "Making", "Method", "NoRoom", "Progress", "Standing", "Subject"]
+__all__ = ["Carrier", "Left", "Making", "Method", "NoRoom", "Outgrown", "Progress", "Standing", "Subject"]
 
 Progress = Callable[[int], object]
 Making = Callable[[], AbstractAsyncContextManager[None]]
@@ -29,6 +29,18 @@ Making = Callable[[], AbstractAsyncContextManager[None]]
 
 class NoRoom(Refused):
     """The room that is needed is not there now. Nothing has changed, and it can be asked again when there is some."""
+
+
+class Outgrown(Refused):
+    """The process has more on its GPU than was planned for. It was left as it was: this has to be on disk first."""
+
+    def __init__(self, pid: int, planned_bytes: int, rest_bytes: int) -> None:
+        super().__init__(
+            f"process {pid} has come to need {rest_bytes} bytes on its GPU, and {planned_bytes} were planned for",
+            "it is tried again with as much room",
+            {"pid": pid, "planned_bytes": planned_bytes, "rest_bytes": rest_bytes},
+        )
+        self.rest_bytes = rest_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +127,7 @@ class Method(Protocol):
         ...
 
     async def checkpoint(self, subject: Subject) -> Left:
-        """Take it off its GPU."""
+        """Take it off its GPU. Raises Outgrown."""
         ...
 
     async def restore(self, subject: Subject, gpu: str) -> str | None:

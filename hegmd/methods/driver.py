@@ -5,8 +5,10 @@ What the driver does was measured (580.159.04), and these rows shape this module
 - A restore onto a GPU without room fails, and every later one does too: the job is lost. So room is video memory that
   is really taken, from before the job is touched until the moment of the call; then it is let go, looked at once more,
   and only what is really free is relied upon. Two restores on one GPU, or taking room there, wait for one another.
-- What a process has on its GPU is only certain once it is locked. So it is measured then, and if the room that is held
-  for it has become too small and cannot be made larger, it is unlocked again and has lost nothing.
+- What a process has on its GPU is only certain once it is locked, and nobody tells it any more once it is off. So it is
+  measured then, and if that is more than the journal knows of, it is unlocked again and has lost nothing; it is tried
+  again when the new figure is on disk and there is room for it. Otherwise a daemon that is killed here would leave a
+  process behind of which nobody knows what it needs.
 - A caller that is killed leaves a locked process locked, and a step that had begun to end by itself. So whoever looks
   later unlocks what it finds locked: before a checkpoint and after a restore that is the right thing alike.
 - A process that was stopped by a signal makes the calls hang: it is not touched.
@@ -32,7 +34,7 @@ import anyio.abc
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost, Link
 from hegmd.log import fields
-from hegmd.methods.base import Left, Making, NoRoom, Progress, Standing, Subject
+from hegmd.methods.base import Left, Making, NoRoom, Outgrown, Progress, Standing, Subject
 from hegmd.methods.gpus import Gpus, VideoMemory, rest_of, storages_of
 from hegmd.methods.neighbours import Neighbours
 from hegmd.pieces import RESTORE_MARGIN_BYTES
@@ -58,6 +60,10 @@ _LAST_WORD_S = 5.0
 _NOT_READY = 600
 
 
+class Untrue(HegmError):
+    """A step was said to be done, and the process is not in the state that it leads to."""
+
+
 class DriverMethod:
     """The driver's checkpoint and restore, by way of the helper."""
 
@@ -69,6 +75,7 @@ class DriverMethod:
         self._gpus = gpus
         self._neighbours = neighbours
         self._in_hand: set[tuple[int, int]] = set()
+        self._standing: set[tuple[int, int]] = set()
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -116,16 +123,19 @@ class DriverMethod:
 
     async def checkpoint(self, subject: Subject) -> Left:
         """Lock, measure, make sure of the room, take it off; then the room that it left is kept for the way back."""
-        await self._neighbours.let_be(subject.who)
-        with self._having_in_hand(subject):
+        with self._having_in_hand(subject):  # first, so that whoever looks at it hears that something is to come
+            await self._neighbours.let_be(subject.who)
             state = await self._state(subject)
             if state == CHECKPOINTED:
                 off = dataclasses.replace(subject, gpu=None)
                 return Left(room_bytes=self.rooms(off).get(subject.gpu or "", 0))
             if state != LOCKED:  # as one is that an earlier caller has locked when it ended
                 await self._lock(subject)
+            self._standing.add(subject.who)
             async with self._unlocked_unless_done(subject):
                 need_bytes = await self._needed(subject)
+                if need_bytes > subject.rest_bytes:
+                    raise Outgrown(subject.pid, subject.rest_bytes, need_bytes)
                 if subject.goal is not None:
                     await self._hold(subject, subject.goal, need_bytes, subject.storage_room_bytes)
                 await self._call("checkpoint", subject, deadline_s=STEP_S + need_bytes / STEP_BYTES_PER_S)
@@ -152,6 +162,7 @@ class DriverMethod:
         except HelperLost:
             raise  # the step may be ending by itself; whoever inspects the process then sees to it
         except BaseException:
+            self._standing.discard(subject.who)
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S):
                 try:
                     await self._call("unlock", subject, deadline_s=_LAST_WORD_S)
@@ -176,8 +187,17 @@ class DriverMethod:
         return max(sizes[0] + RESTORE_MARGIN_BYTES, planned_bytes)
 
     async def _see_it_gone(self, subject: Subject) -> None:
-        """The driver says so; that the GPU has its memory back is NVML's to show."""
-        await self._until_shown(subject, there=False)
+        """What is said to be done is looked at: by the driver's state, and by NVML, which shows when memory is free."""
+        await self._expect(subject, "checkpoint", CHECKPOINTED)
+        with anyio.move_on_after(QUICK_S):
+            await self._until_shown(subject, there=False)
+            return
+        raise HegmError(
+            UNAVAILABLE,
+            f"the driver says that process {subject.pid} is off its GPU, and NVML still shows it there",
+            "it is looked at again; see hegmctl op, and dmesg for an Xid",
+            {"pid": subject.pid, "gpu": subject.gpu, "waited_s": QUICK_S},
+        )
 
     async def _keep_way_back(self, subject: Subject, need_bytes: int) -> int:
         """As far as it can be had: somebody may have been quicker, and the way on is still open then."""
@@ -194,8 +214,8 @@ class DriverMethod:
 
     async def restore(self, subject: Subject, gpu: str) -> str | None:
         """Never without the room having been held until the moment of the call, and seen to be free at that moment."""
-        await self._neighbours.let_be(subject.who)
         with self._having_in_hand(subject):
+            await self._neighbours.let_be(subject.who)
             uuid = await self._gpus.uuid_of(gpu)
             if await self._state(subject) != CHECKPOINTED:
                 await self._unlock(subject)
@@ -242,7 +262,9 @@ class DriverMethod:
             if held_bytes < subject.rest_bytes:
                 raise _no_room(subject, gpu, subject.rest_bytes, held_bytes, "held")
         others = await self._others(subject, rooms)
-        async with self._neighbours.held_still(others, but_for=self._in_hand, restored=subject.who) as loose:
+        async with self._neighbours.held_still(others, but_for=self._in_hand, restored=subject.who) as going:
+            # One of ours that is not locked yet goes on as well.
+            loose = [*going, *(who for who in others if who in self._in_hand - self._standing)]
             spare_bytes = CALM_BYTES if loose else 0
             for gpu in rooms:
                 free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
@@ -256,6 +278,11 @@ class DriverMethod:
                     await self._hold_again(subject, rooms.values())
                     raise _no_room(subject, gpu, subject.rest_bytes + spare_bytes, free_bytes, "free")
             await self._restore_to_its_end(subject, pairs)
+            try:
+                await self._expect(subject, "restore", LOCKED, RUNNING)
+            except Untrue:
+                await self._hold_again(subject, rooms.values())
+                raise
 
     async def _restore_to_its_end(self, subject: Subject, pairs: list[list[str]]) -> None:
         """However the call ends, by an operation that is cut off or a helper that is killed, the driver's step is over
@@ -406,6 +433,7 @@ class DriverMethod:
             yield
         finally:
             self._in_hand.discard(subject.who)
+            self._standing.discard(subject.who)
 
     async def _state(self, subject: Subject) -> str:
         answer = await self._call("state", subject, deadline_s=STATE_S)
@@ -415,6 +443,18 @@ class DriverMethod:
         """Fine for one that runs already: the driver refuses the wrong order and changes nothing."""
         if await self._state(subject) == LOCKED:
             await self._call("unlock", subject, deadline_s=QUICK_S)
+            await self._expect(subject, "unlock", RUNNING)
+
+    async def _expect(self, subject: Subject, op: str, *wanted: str) -> None:
+        """Success counts when the process is seen to be in one of these states. Raises Untrue."""
+        state = await self._state(subject)
+        if state not in wanted:
+            raise Untrue(
+                UNAVAILABLE,
+                f"{op} of process {subject.pid} is said to be done, and the process is {state}",
+                "it is tried again, or brought back; see hegmctl op, and dmesg for an Xid",
+                {"pid": subject.pid, "asked": op, "state": state},
+            )
 
     async def _call(
         self, op: str, subject: Subject, args: Mapping[str, object] | None = None, *, deadline_s: float
@@ -425,7 +465,7 @@ class DriverMethod:
                 "there is nothing left to move; see hegmctl ps",
                 {"pid": subject.pid, "asked": op},
             )
-        if is_stopped(subject.pid):
+        if self._neighbours.is_stopped(subject.pid):
             raise Refused(
                 f"process {subject.pid} is stopped by a signal, and the driver would wait for it without end",
                 f"let it go on first: kill -CONT {subject.pid}",

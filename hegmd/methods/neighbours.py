@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Container, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import anyio
 import anyio.to_thread
 
 from hegmd.errors import HegmError
-from hegmd.helper.link import HelperLost, Link
+from hegmd.helper.link import DriverFailed, HelperLost, Link
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ _UNLOCK_WITHIN_S = 30.0
 _AGAIN_S = 1.0
 # A state is answered when no step is under way any more; a restore goes at 8 GB/s, or 1 at worst.
 _STEP_OVER_S = 300.0
+# Errors of the driver that were seen to change nothing; after any other, the process may be locked all the same.
+_NOTHING_DONE = frozenset((1, 3, 304, 401, 600))
 
 
 class Neighbours:
@@ -57,7 +59,7 @@ class Neighbours:
         self._helper = helper
         self._path = folder / FILE_NAME
         self._start_ticks = start_ticks
-        self._is_stopped = is_stopped
+        self.is_stopped = is_stopped
         self.still_s = still_s
         self._noted: dict[Who, Who | None] = {}  # for whose restore it is
         self._held: dict[Who, anyio.Event] = {}
@@ -75,7 +77,7 @@ class Neighbours:
         OSError, and HegmError when it cannot be seen whether they are there; then nothing was done.
         """
         there = [who for who in processes if who not in but_for and self.is_there(who)]
-        fit = [who for who in there if self.still_s and not self._is_stopped(who[0])]
+        fit = [who for who in there if self.still_s and not self.is_stopped(who[0])]
         await self._until_free(fit)
         chosen = [who for who in fit if who not in but_for]  # no step between here and the next line
         self._held.update({who: anyio.Event() for who in chosen})
@@ -157,13 +159,7 @@ class Neighbours:
 
     async def let_go(self) -> None:
         """Unlock those that an earlier run of the daemon has held still when it ended; who cannot be is for `run`."""
-        try:
-            noted = _parsed(self._path.read_bytes())
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, TypeError) as error:
-            logger.warning("it is not known whom an earlier hegmd has held still: %s", error)
-            return
+        noted = self._noted_before()
         there = [who for who in noted if self.may_be_there(who) and who not in self._held]
         self._held.update({who: anyio.Event() for who in there})
         self._noted.update({who: noted[who] for who in there})
@@ -179,7 +175,7 @@ class Neighbours:
         with anyio.move_on_after(_STEP_OVER_S):
             while self.may_be_there(who):
                 try:
-                    if not self._is_stopped(who[0]):
+                    if not self.is_stopped(who[0]):
                         await self._helper.call("state", {"pid": who[0]}, deadline_s=_STEP_OVER_S)
                         return
                 except HelperLost as error:
@@ -190,6 +186,15 @@ class Neighbours:
                 await anyio.sleep(_AGAIN_S)
             return
         logger.error("others are let go of after %g s, whatever becomes of process %d", _STEP_OVER_S, who[0])
+
+    def _noted_before(self) -> Mapping[Who, Who | None]:
+        try:
+            return _parsed(self._path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning("it is not known whom an earlier hegmd has held still: %s", error)
+            return {}
 
     def is_there(self, who: Who) -> bool:
         """Whether it is still that process, and not another that got its number. Raises HegmError if that is hidden."""
@@ -203,31 +208,36 @@ class Neighbours:
             return True
 
     async def _lock(self, who: Who, locked: list[Who], loose: list[Who]) -> None:
-        """One that somebody else has locked stays theirs; where the helper was lost, it may be ours, or go on."""
+        """One that somebody else has locked stays theirs; where it is not certain, it may be ours, or go on."""
         try:
             locked.append(who)
             await self._helper.call("lock", {"pid": who[0], "timeout_s": LOCK_S}, deadline_s=_DEADLINE_S)
-        except HelperLost as error:
-            loose.append(who)
-            logger.warning("process %d may be held still: %s", who[0], error.message)
+            if not await self._is_locked(who):  # what is said to be done is looked at
+                locked.remove(who)
+                loose.append(who)
         except HegmError as error:
-            locked.remove(who)
             if self.may_be_there(who):
                 loose.append(who)
-            logger.info("process %d is not held still: %s", who[0], error.message)
+            if isinstance(error, DriverFailed) and error.number in _NOTHING_DONE:
+                locked.remove(who)
+                logger.info("process %d is not held still: %s", who[0], error.message)
+            else:
+                logger.warning("process %d may be held still: %s", who[0], error.message)
 
     async def _unlock(self, who: Who) -> bool:
         """Whether it is certain that it is not held still by us any more."""
         try:
-            if not self.is_there(who):
+            if not self.is_there(who) or not await self._is_locked(who):
                 return True
-            state = await self._helper.call("state", {"pid": who[0]}, deadline_s=_DEADLINE_S)
-            if state.values["state"] == "locked":
-                await self._helper.call("unlock", {"pid": who[0]}, deadline_s=_DEADLINE_S)
+            await self._helper.call("unlock", {"pid": who[0]}, deadline_s=_DEADLINE_S)
+            return not await self._is_locked(who)
         except HegmError as error:
             logger.warning("process %d may still be held still: %s", who[0], error.message)
             return False
-        return True
+
+    async def _is_locked(self, who: Who) -> bool:
+        answer = await self._helper.call("state", {"pid": who[0]}, deadline_s=_DEADLINE_S)
+        return bool(answer.values["state"] == "locked")
 
     async def _note(self, whom: dict[Who, Who | None]) -> None:
         self._noted = whom  # before anything is waited for: whoever notes next goes on from here

@@ -2,6 +2,8 @@
 
 Owns what is believed after an event, and when an operation is turned round. Writes facts down and never asks for an
 effect: that follows from the facts, in course.py. An action that refuses raises and has changed nothing.
+
+Longer than 400 lines because there is one function here for each event, and each is read beside the others.
 """
 
 from __future__ import annotations
@@ -256,6 +258,11 @@ def dumped(op: Operation, worker: Worker, pending: Pending, event: events.Dumped
 
 def ended(op: Operation, worker: Worker, pending: Pending, event: events.Ended) -> Operation:
     return op.with_worker(_departed(worker, lost=False))
+
+
+def outgrown(op: Operation, worker: Worker, pending: Pending, event: events.Outgrown) -> Operation:
+    """It is tried again once this is on disk and room for it is held."""
+    return op.with_worker(worker.replace(rest_bytes=event.rest_bytes))
 
 
 def restored(op: Operation, worker: Worker, pending: Pending, event: events.Restored) -> Operation:

@@ -85,7 +85,7 @@ class Evacuate(Effect, tag="evacuate", ends=("evacuated",), on_cancel=FINISH):
     """Copy the storages' bytes to the worker's bytes of the pool, then free them in the process."""
 
 
-class Checkpoint(Effect, tag="checkpoint", ends=("checkpointed",), on_cancel=FINISH):
+class Checkpoint(Effect, tag="checkpoint", ends=("checkpointed", "outgrown"), on_cancel=FINISH):
     """Let the driver take what is left of the process off its GPU; nothing to do for a simulated one."""
 
 

@@ -150,6 +150,15 @@ class Checkpointed(Ending, tag="checkpointed"):
     )
 
 
+class Outgrown(Ending, tag="outgrown"):
+    """The process was not taken off: it has more on its GPU than was planned for, which has to be written down first.
+
+    Once it is off, nobody can ask any more what it needs.
+    """
+
+    rest_bytes: int = field("what it has there besides its storages, with a margin")
+
+
 class Dumped(Ending, tag="dumped"):
     """The image of the job is whole: it was read back, and has its name."""
 

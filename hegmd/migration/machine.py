@@ -29,7 +29,7 @@ What a runner has to keep to:
 | park | at, limit_s | parked(boundary), overran(boundary) | order park; instead of an earlier one; failed: withdrawn |
 | withdraw | | withdrawn | order withdraw, or release if it stands already |
 | evacuate | | evacuated(size_bytes) | order evacuate with the memory |
-| checkpoint | | checkpointed | nothing to do; the room there stays held |
+| checkpoint | | checkpointed, outgrown(rest_bytes) | nothing to do; the room there stays held |
 | dump | find | dumped | the image is written, read back and named; if the job goes on, its agents are called back |
 | end | | ended | the process is ended |
 | restore | gpu | restored | the room there becomes the worker's own |
@@ -190,6 +190,7 @@ _WRITES: dict[str, Callable[..., Operation]] = {
     "checkpointed": actions.checkpointed,
     "dumped": actions.dumped,
     "ended": actions.ended,
+    "outgrown": actions.outgrown,
     "restored": actions.restored,
     "refilled": actions.refilled,
     "released": actions.released,

@@ -16,7 +16,7 @@ import anyio
 
 from hegmd.errors import INTERNAL, TIMEOUT, UNAVAILABLE, Bug, HegmError, Refused
 from hegmd.log import error_ref, fields
-from hegmd.methods.base import Carrier, Method, NoRoom, Progress, Standing, Subject
+from hegmd.methods.base import Carrier, Method, NoRoom, Outgrown, Progress, Standing, Subject
 from hegmd.migration import effects, events
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
@@ -205,7 +205,10 @@ class Performer:
 
     async def _checkpoint(self, op: Operation, member: Member, effect: effects.Checkpoint, _: Progress) -> Event:
         began = anyio.current_time()
-        left = await self._method(member).checkpoint(self._subject(op, member))
+        try:
+            left = await self._method(member).checkpoint(self._subject(op, member))
+        except Outgrown as more:
+            return events.Outgrown(**_ends(effect), rest_bytes=more.rest_bytes)
         self._note_pace(member, BY_DRIVER, OUT, left.rest_bytes or 0, began)
         return events.Checkpointed(**_ends(effect), room_bytes=left.room_bytes, rest_bytes=left.rest_bytes)
 

@@ -18,7 +18,7 @@ from hegmd.errors import Refused
 from hegmd.events import EventLog
 from hegmd.helper.link import HelperLost, Link
 from hegmd.inventory import Inventory
-from hegmd.methods.base import NoRoom, Subject
+from hegmd.methods.base import NoRoom, Outgrown, Subject
 from hegmd.methods.driver import DriverMethod, is_stopped
 from hegmd.methods.gpus import Gpus
 from hegmd.methods.neighbours import FILE_NAME, Neighbours
@@ -32,7 +32,7 @@ from tests.stubs.nvml.node import NvidiaNode
 from tests.stubs.nvml.scenario import Scenario as NvmlScenario
 from tests.unit.moving_node import start_ticks
 
-REST_BYTES = 576 * MIB + RESTORE_MARGIN_BYTES
+REST_BYTES = 577 * MIB + RESTORE_MARGIN_BYTES
 # As many questions as somebody has time in to do what he must not.
 QUESTIONS = 20
 
@@ -238,6 +238,27 @@ async def test_neighbours_stand_while_storages_are_made_and_not_for_as_long_as_a
         with pytest.raises(Refused, match="the agent could not"):
             async with rig.method.making(mine):
                 raise Refused("the agent could not", "ask again")
+
+
+async def test_a_process_that_has_grown_is_left_alone_until_that_is_written_down(parts: Parts) -> None:
+    """Once it was taken off, and a daemon killed before its record brought it back where there was too little room."""
+    async with rigged(parts) as rig:
+        assert rig.moved.ask("alloc 64") == "allocated"
+        await rig.method.hold_room(rig.subject, "gpu1", REST_BYTES)
+        with pytest.raises(Outgrown) as grown:
+            await rig.method.checkpoint(rig.subject)
+        assert grown.value.rest_bytes > REST_BYTES
+        assert await rig.state(rig.moved) == "running"
+        written = replace(rig.subject, rest_bytes=grown.value.rest_bytes)
+        assert (await rig.method.checkpoint(written)).rest_bytes == grown.value.rest_bytes
+
+
+async def test_a_checkpoint_that_waits_for_its_turn_is_told_to_whoever_looks(parts: Parts) -> None:
+    """Once it was found to run, so that its operation ended, and then it was taken off with nobody to bring it back."""
+    async with rigged(parts) as rig, anyio.create_task_group() as tasks, rig.neighbours.apart(rig.subject.who):
+        tasks.start_soon(rig.method.checkpoint, rig.subject)
+        await anyio.wait_all_tasks_blocked()
+        assert (await rig.method.inspect(rig.subject)).busy
 
 
 async def test_a_process_that_got_the_number_of_one_that_ended_is_not_touched(parts: Parts) -> None:

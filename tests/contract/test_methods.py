@@ -72,7 +72,7 @@ async def test_the_driver_keeps_the_contract(tmp_path: Path, monkeypatch: pytest
         memory = VideoMemory(link)
         neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
         gpus = Gpus(inventory.refresh, inventory.expire)
-        moved = subject(owner.pid, rest_bytes=576 * MIB + RESTORE_MARGIN_BYTES)
+        moved = subject(owner.pid, rest_bytes=577 * MIB + RESTORE_MARGIN_BYTES)
         await check_method(DriverMethod(link, memory, gpus, neighbours), moved, "gpu1", total_bytes=16 * GIB)
         assert memory.by_owner() == {}
         memory.close()

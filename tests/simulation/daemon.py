@@ -20,6 +20,7 @@ from hegmd.migration.journal import History
 from hegmd.migration.journal_file import NAME, OPERATION_BYTES, JournalFile
 from hegmd.migration.operation import Operation
 from tests.simulation.disk import ModelDisk
+from tests.simulation.driven import DrivenHands, Means
 from tests.simulation.hands import ORDERS, Hands, Running, failure
 from tests.simulation.node import Node, Process, Violation
 
@@ -33,6 +34,7 @@ class Parts:
 
     handle: Handle = machine.handle
     hands: type[Hands] = Hands
+    means: Means | None = None  # of lives without agents, in place of the hands; all lives are such if it is named
     disk: type[ModelDisk] = ModelDisk
     journal_file: type[JournalFile] = JournalFile
     acts_before_sync: bool = False
@@ -67,7 +69,12 @@ class Daemon:
     points: Callable[[Daemon, str], bool] | None = None
 
     def __post_init__(self) -> None:
-        self.hands = self.parts.hands(self, self.random)
+        alone = self.node.alone
+        self.hands = (
+            DrivenHands(self, self.random, self.parts.means or Means())
+            if alone
+            else self.parts.hands(self, self.random)
+        )
         self.disk = self.parts.disk(self.random)
         self.file = self._opened()
 
@@ -175,6 +182,7 @@ class Daemon:
             return
         if not self.parts.acts_before_sync:
             self.running += started
+        self.hands.drop_what_is_not_awaited(after)
         if after.created_utc in self.refused and after.phase not in machine.TERMINAL:
             raise Violation(f"{op_id} is {after.phase}, though whoever asked for it was told that it is refused")
         self._must_have_a_path(after)
@@ -276,7 +284,8 @@ class Daemon:
         """The daemon dies and is started again: the journal is read, connections and the room it held are gone."""
         self.crashes += 1
         self.tell("the power is cut" if power else "crash")
-        for running in self.running:
+        self.hands.fall()
+        for running in self.running if not self.node.alone else ():
             process = self.node.processes[running.effect.worker]
             if running.effect.in_worker:
                 if process.connected:
@@ -288,7 +297,7 @@ class Daemon:
         self.file.close()
         self._forget()
         for process in self.node.processes.values():
-            process.connected = False
+            process.connected = not process.has_agent
         self.node.lose_daemon(kept=self.node.keeper and not self.parts.forgets_descriptors, random=self.random)
         if power:
             self._lose_everybody()
@@ -312,11 +321,15 @@ class Daemon:
             self.node.pool_free += self.node.pool.pop(name, 0)
             self.node.copies.pop(name, None)
             process.connected = False
+        for held in self.node.holds.values() if self.node.alone else ():
+            held.clear()
+        self.node.strangers.clear()
         self.now = 0.0
 
     def restart(self) -> None:
         """Read the journal, and tell every operation that is not over."""
         self.file = self._opened()
+        self.hands.rise()
         for op_id, history in self.reading.histories.items():
             self.know(history.operation)
             self.durable_seq[op_id] = history.operation.seq

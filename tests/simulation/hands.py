@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hegmd.migration import events
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import BROKEN, DISCONNECTED, REFUSED, Event, Failed
+from hegmd.migration.operation import Operation
 from tests.simulation.driver import CallRefused, Driver, HelperLost
 from tests.simulation.node import CHECKPOINTED, LOCKED, Process, Violation
 
@@ -130,6 +131,31 @@ class Hands:
             if late and process.alive and not process.parked and not process.stopped:
                 process.asked_at = None
                 daemon.finish(running, failure(running.effect, REFUSED))
+
+    # ---- what there is of a daemon besides its operations ------------------------------------------------------------
+
+    def rise(self) -> None:
+        """The daemon has been started."""
+
+    def fall(self) -> None:
+        """It has been killed."""
+
+    def close(self) -> None:
+        """Its life has been lived."""
+
+    def go_on(self) -> None:
+        """What is done for effects that have begun comes on."""
+
+    def calm_down(self) -> None:
+        """Nothing hangs any more."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is done besides effects."""
+        return True
+
+    def drop_what_is_not_awaited(self, op: Operation) -> None:
+        """Effects that the operation does not wait for any more end without an event, if they may be cut."""
 
     # ---- one effect --------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from hegmd.migration.journal_file import JournalFile
 from hegmd.migration.operation import BACK, Operation, Worker
 from tests.simulation.daemon import Parts
 from tests.simulation.disk import ModelDisk
+from tests.simulation.driven_mutants import MEANS
 from tests.simulation.hands import Hands, Running
 from tests.simulation.node import Process
 
@@ -270,5 +271,6 @@ MUTANTS: dict[str, Mutant] = {
     "takes_a_lost_helper_for_done": Mutant(Parts(hands=TakesALostHelperForDone), {"helper": 0.2}),
     "leaves_processes_locked": Mutant(Parts(hands=LeavesProcessesLocked), {"helper": 0.2}),
     "orders_another_program": Mutant(Parts(hands=OrdersAnotherProgram), {"exec": 0.02}),
+    **{name: Mutant(Parts(means=means), odds) for name, (means, odds) in MEANS.items()},
     "looks_while_bytes_are_moving": Mutant(Parts(hands=LooksWhileBytesAreMoving), {"disconnect": 0.05}),
 }

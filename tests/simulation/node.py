@@ -7,10 +7,12 @@ the driver does to a process is in driver.py; what must hold between any two ste
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 
+# What one process takes at once, at most, while room on its GPU changes hands: so much is allowed for by the method.
+AT_ONCE_BYTES = 2048 << 20
 RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
 
 
@@ -43,6 +45,13 @@ class Process:
     memory_bytes: int = 0  # of the descriptor that came with that order
     driver: str = RUNNING
     finishing: bool = False  # it ends a call of the driver by itself whose caller was killed; until then no query ends
+    ending: Callable[[], None] | None = None  # the same, of one whose step is still to be done
+    came_from: str | None = None  # the GPU that the driver took it off last
+    ruined: bool = False  # the driver has lost it by itself, and nobody could have known
+
+    @property
+    def has_agent(self) -> bool:
+        return bool(self.token)
 
     @property
     def runs(self) -> bool:
@@ -54,6 +63,7 @@ class Node:
     """The whole of it. `capacity` and `holds` are in bytes, by GPU; a hold belongs to a worker or to somebody else.
 
     `driven` GPUs are moved by a driver that frees and takes real memory; on others a process can go on without one.
+    `alone` says that nobody has an agent, and only the driver a hold on them; then `strangers` use the GPUs as well.
     `keeper` says that what the daemon holds by descriptor outlives it. Without one, agents keep their own bytes.
     """
 
@@ -63,6 +73,10 @@ class Node:
     pool_free: int
     driven: bool
     keeper: bool
+    alone: bool = False
+    strangers: dict[str, Process] = field(default_factory=dict)
+    noted: dict[tuple[int, int], tuple[int, int] | None] = field(default_factory=dict)  # on disk: who is held still
+    changing: dict[str, int] = field(default_factory=dict)  # what others took since room there began to change hands
     holds: dict[str, dict[str, int]] = field(default_factory=dict)
     pool: dict[str, int] = field(default_factory=dict)
     copies: dict[str, int] = field(default_factory=dict)
@@ -80,6 +94,56 @@ class Node:
         """The living processes of that one's job, itself among them."""
         job = self.processes[name].job
         return [process for process in self.processes.values() if process.job == job and process.alive]
+
+    # ---- video memory of those that the driver alone has a hold on ---------------------------------------------------
+
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        """What the driver calls the GPUs: their own names."""
+        return tuple(self.capacity)
+
+    def find(self, pid: int) -> Process | None:
+        """The living process of that number, whose ever it is."""
+        for process in (*self.processes.values(), *self.strangers.values()):
+            if process.pid == pid and process.alive:
+                return process
+        return None
+
+    def pieces_of(self, owner: str) -> dict[str, int]:
+        return {gpu: held[owner] for gpu, held in self.holds.items() if owner in held}
+
+    def hold_piece(self, owner: str, gpu: str, size_bytes: int) -> bool:
+        held = self.holds.setdefault(gpu, {})
+        if size_bytes - held.get(owner, 0) > self.free(gpu):
+            return False
+        held[owner] = max(size_bytes, held.get(owner, 0))
+        return True
+
+    def give_piece(self, owner: str, gpu: str) -> None:
+        """Room that the driver is to have, of one who is off its GPU, is changing hands from now on."""
+        if self.holds.get(gpu, {}).pop(owner, 0) and self.processes[owner.split(".")[1]].driver == CHECKPOINTED:
+            self.changing[gpu] = 0
+
+    def grow(self, process: Process, size_bytes: int) -> bool:
+        """It takes more memory on its GPU, if it can: one that is held still takes none."""
+        gpu = process.gpu
+        if gpu is None or not process.runs or self.free(gpu) < size_bytes:
+            return False
+        if gpu in self.changing:
+            if self.changing[gpu] + size_bytes > AT_ONCE_BYTES:
+                return False
+            self.changing[gpu] += size_bytes
+        process.size_bytes += size_bytes
+        self.holds[gpu][process.name] = process.size_bytes
+        return True
+
+    def snatch(self, gpu: str) -> Process | None:
+        """Somebody there takes all that one may take at once, in the very moment in which room changes hands."""
+        size_bytes = min(self.free(gpu), AT_ONCE_BYTES - self.changing[gpu])
+        for process in (*self.strangers.values(), *self.processes.values()):
+            if size_bytes > 0 and process.gpu == gpu and self.grow(process, size_bytes):
+                return process
+        return None
 
     # ---- what the daemon does itself --------------------------------------------------------------------------------
 
@@ -234,7 +298,7 @@ class Node:
         process = self.processes[name]
         process.alive = process.connected = process.parked = process.stopped = process.finishing = False
         process.under_way = process.asked_at = None
-        process.driver = RUNNING
+        process.driver, process.ending = RUNNING, None
         self.unclaimed.discard(name)
         self.own_copies.discard(name)
         if name not in self.pool:
@@ -252,6 +316,8 @@ class Node:
             self._drop_pool(name)
         for gpu, held in self.holds.items() if random.random() < 0.5 else ():
             for name in list(held):
+                if "." in name:  # a piece of video memory
+                    del held[name]
                 process = self.processes.get(name)
                 if process is not None and (process.gpu != gpu or not process.alive):
                     del held[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hegmd.migration import journal, machine
 from hegmd.migration.journal_file import NAME
 from tests.simulation.daemon import Daemon
+from tests.simulation.driven import START_TICKS
 from tests.simulation.node import RUNNING, Process, Violation
 
 
@@ -21,6 +22,9 @@ def check(daemon: Daemon) -> None:
         for worker in op.workers:
             if not worker.gone and claimed.setdefault(worker.name, op.id) != op.id:
                 raise Violation(f"{worker.name} is in the hands of {claimed[worker.name]} and of {op.id}")
+    for stranger in node.strangers.values():
+        if stranger.driver != RUNNING and (stranger.pid, START_TICKS) not in node.noted:
+            raise Violation(f"{stranger.name} is held still, and nobody will know after a crash")
     for process in node.processes.values():
         if process.alive:
             _check_process(daemon, process, claimed.get(process.name))
@@ -32,6 +36,8 @@ def _check_process(daemon: Daemon, process: Process, claimed_by: str | None) -> 
         raise Violation(f"the bytes of {name} are nowhere")
     if process.gpu and node.held(name, process.gpu) < process.size_bytes:
         raise Violation(f"{name} is on {process.gpu} without room that is its own")
+    if process.ruined or (process.pid, START_TICKS) in node.noted:  # who is to let go of it is on disk
+        return
     stands = process.parked or process.asked_at is not None or process.driver != RUNNING
     if stands and claimed_by is None and name not in node.unclaimed:
         raise Violation(f"{name} stands, and no operation has it that would bring it back")
@@ -49,6 +55,12 @@ def judge(daemon: Daemon) -> None:
             _judge_living(daemon, process, last.get(name))
         elif any(name in held for held in node.holds.values()):
             raise Violation(f"room of {name} is held though it has ended")
+    pieces = {owner for held in node.holds.values() for owner in held if "." in owner}
+    if pieces:
+        raise Violation(f"video memory is still held: {sorted(pieces)}")
+    standing = [stranger.name for stranger in node.strangers.values() if stranger.driver != RUNNING]
+    if standing:
+        raise Violation(f"others are still held still: {standing}")
     if node.pool or node.copies or node.own_copies:
         raise Violation(f"the pool still holds {node.pool}, agents {sorted(node.own_copies)}")
     _judge_journal(daemon)
@@ -56,6 +68,9 @@ def judge(daemon: Daemon) -> None:
 
 def _judge_living(daemon: Daemon, process: Process, op_id: str | None) -> None:
     node, name = daemon.node, process.name
+    if process.ruined:
+        _judge_ruined(daemon, process, op_id)
+        return
     if not (process.runs and process.has_bytes):
         raise Violation(f"{name} does not train at the end")
     if process.gpu is None and not node.driven and op_id is None:
@@ -72,8 +87,18 @@ def _judge_living(daemon: Daemon, process: Process, op_id: str | None) -> None:
         raise Violation(f"{name} is alive and {op_id} takes it for gone")
     if process.gpu not in (worker.goal, worker.at) or worker.goal != worker.at:
         raise Violation(f"{name} is on {process.gpu}; {op_id} has it on {worker.at} and wants it on {worker.goal}")
-    if daemon.ops[op_id or ""].phase == "done" and worker.touched and not process.proven:
+    proven = process.proven or not process.has_agent
+    if daemon.ops[op_id or ""].phase == "done" and worker.touched and not proven:
         raise Violation(f"{name} was called done before it had passed a boundary")
+
+
+def _judge_ruined(daemon: Daemon, process: Process, op_id: str | None) -> None:
+    """The driver has lost it, and nobody could have known: that is said, and nothing is held for it."""
+    worker = None if op_id is None else daemon.ops[op_id].worker(process.name)
+    if worker is None or not worker.lost:
+        raise Violation(f"{process.name} can never come back, and {op_id} does not say so")
+    if any(process.name in owner.split(".") for held in daemon.node.holds.values() for owner in held):
+        raise Violation(f"room is held for {process.name}, which can never come back")
 
 
 def _judge_journal(daemon: Daemon) -> None:

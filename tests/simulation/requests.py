@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from random import Random
 
+from hegmd.methods.driver import DriverMethod
 from hegmd.migration import events
 from hegmd.migration.adoption import Standing, adopted
-from hegmd.migration.operation import CHECKPOINT, MIGRATE, SUSPEND, Handoff, Limits, Operation, Worker
+from hegmd.migration.operation import (
+    BY_DRIVER,
+    CHECKPOINT,
+    MIGRATE,
+    SIMULATED,
+    SUSPEND,
+    Handoff,
+    Limits,
+    Operation,
+    Worker,
+)
+from hegmd.pieces import RESTORE_MARGIN_BYTES
 from tests.simulation.daemon import Daemon
 from tests.simulation.node import Process
 
@@ -47,6 +59,8 @@ def begin(daemon: Daemon, random: Random, members: list[Process]) -> None:
     if any(process.asked_at is not None for process in members):
         return
     kind = random.choice((MIGRATE, MIGRATE, MIGRATE, SUSPEND, SUSPEND, CHECKPOINT))
+    if kind == CHECKPOINT and daemon.node.alone:
+        kind = SUSPEND
     same = _any_gpu(daemon, random)
     apart = random.random() < 0.2
     workers = []
@@ -120,16 +134,20 @@ def _any_gpu(daemon: Daemon, random: Random) -> str:
 
 def _worker(process: Process, goal: str | None) -> Worker:
     gpu = process.gpu
+    alone = not process.has_agent
     return Worker(
         name=process.name,
         pid=process.pid,
         start_ticks=7,
         token=process.token,
+        method=DriverMethod.name if alone else SIMULATED,
+        carrier=BY_DRIVER if alone else "worker",
         origin=gpu,
         was_on=gpu,
         goal=goal,
         at=gpu,
-        size_bytes=process.size_bytes,
+        size_bytes=0 if alone else process.size_bytes,
+        rest_bytes=process.size_bytes + RESTORE_MARGIN_BYTES if alone else 0,
         rooms={} if gpu is None else {gpu: process.size_bytes},
     )
 

@@ -17,7 +17,10 @@ from tests.simulation import requests, weather
 from tests.simulation.daemon import Daemon, Parts
 from tests.simulation.node import Node, Process, Violation
 from tests.simulation.promises import check, judge
+from tests.simulation.weather import UNIT_BYTES
 
+# How processes are moved in a life: by books, by the driver beside an agent, or by the driver alone.
+SIMULATED, DRIVEN, ALONE = "simulated", "driven", "alone"
 STORM_STEPS = 160
 CALM_STEPS = 1500
 
@@ -55,6 +58,7 @@ def live(
         judge(daemon)
     except Violation as violation:
         life.violation = str(violation)
+    daemon.hands.close()
     return life
 
 
@@ -71,17 +75,35 @@ def _born(random: Random, parts: Parts) -> Daemon:
             gpu = random.choice(("gpu0", "gpu0", "gpu1")) if processes else "gpu0"
             processes[name] = Process(name, pid, f"agent of {name}", job, gpu, size)
             holds[gpu][name] = size
-    driven = random.random() < 0.5
+    drawn = random.choice((SIMULATED, SIMULATED, DRIVEN, ALONE))
+    kind = ALONE if parts.means is not None else drawn
     node = Node(
         dict.fromkeys(holds, 90),
         processes,
         lockstep,
         pool_free=random.choice((30, 120, 120)),
-        driven=driven,
-        keeper=driven or random.random() < 0.5,
+        driven=kind != SIMULATED,
+        keeper=kind != SIMULATED or random.random() < 0.5,
         holds=holds,
     )
+    if kind == ALONE:
+        _leave_alone(node, random)
     return Daemon(node, random, weather.draw_odds(random), parts)
+
+
+def _leave_alone(node: Node, random: Random) -> None:
+    """Nobody has an agent, and others use the GPUs; sizes are such as the driver's margins have a say in."""
+    node.alone = True
+    for gpu, held in node.holds.items():
+        node.capacity[gpu] = random.choice((50, 90)) * UNIT_BYTES
+        held.clear()
+    for process in node.processes.values():
+        process.token, process.size_bytes = "", process.size_bytes * UNIT_BYTES
+        node.holds[str(process.gpu)][process.name] = process.size_bytes
+    node.lockstep = dict.fromkeys(node.lockstep, False)
+    for index in range(random.choice((0, 1, 2, 3))):
+        gpu = random.choice(list(node.capacity))
+        node.strangers[f"other{index}"] = Process(f"other{index}", 900 + index, "", -1, gpu, 0)
 
 
 def _storm(daemon: Daemon, random: Random) -> None:
@@ -100,6 +122,8 @@ def _storm(daemon: Daemon, random: Random) -> None:
 def _one_step(daemon: Daemon, random: Random) -> None:
     """Something that is under way goes on."""
     daemon.hands.overdue_parks()
+    if random.random() < 0.7:
+        daemon.hands.go_on()
     choice = random.randrange(10)
     if choice < 4 and daemon.queue:
         late = daemon.luck("late")
@@ -118,6 +142,8 @@ def _go_on(daemon: Daemon, process: Process, eager: bool) -> None:
         return
     if process.finishing and eager:
         process.finishing = False
+    elif process.ending is not None and eager:
+        process.ending()
     elif process.under_way and eager and (process.connected or daemon.random.random() < 0.5):
         daemon.go_on_alone(process)
     elif process.replaced and eager:
@@ -141,6 +167,7 @@ def _calm(daemon: Daemon) -> None:
     daemon.queue += daemon.unwritten.items()
     daemon.unwritten.clear()
     for step in range(CALM_STEPS):
+        daemon.hands.go_on()
         if not daemon.queue and not daemon.running:
             if _is_over(daemon):
                 return
@@ -157,7 +184,7 @@ def _calm(daemon: Daemon) -> None:
 
 
 def _is_over(daemon: Daemon) -> bool:
-    return not any(daemon.live_ops()) and not daemon.node.unclaimed
+    return not any(daemon.live_ops()) and not daemon.node.unclaimed and daemon.hands.is_idle
 
 
 def _all_go_on(daemon: Daemon) -> None:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(180)  # seconds of work each on a machine that 
 SEEDS = 5000
 CHUNK = 250
 # A bug has to be found among so many seeds; most are in the first hundred.
-ENOUGH = 400
+ENOUGH = 600
 # No bad luck at all, and nothing asked for after the first.
 QUIET = dict.fromkeys(draw_odds(live(0).daemon.random), 0.0)
 
@@ -74,7 +74,7 @@ def test_every_kind_of_bad_luck_strikes() -> None:
     for seed in range(250):
         struck |= live(seed).daemon.struck
     for seed in range(150):  # of some kinds there is little: most lives keep their journals, and nobody has to adopt
-        struck |= live(seed, odds={"amnesia": 0.02, "busy": 0.1}).daemon.struck
+        struck |= live(seed, odds={"amnesia": 0.02, "busy": 0.1, "ruin": 0.1}).daemon.struck
     assert struck == QUIET.keys()
 
 
@@ -101,7 +101,7 @@ def test_the_events_in_a_journal_lead_to_the_same_operations_again() -> None:
     assert replayed > 500
 
 
-QUIET_SEEDS = range(1, 11)
+QUIET_SEEDS = range(2, 14)
 
 
 class Point:
@@ -149,7 +149,7 @@ def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_life_breaks_no_promise(
         assert life.violation is None, f"killed at {what}, point {at}\n{life}"
 
 
-@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("seed", [4, 11])
 def test_a_daemon_that_is_killed_again_while_it_recovers_breaks_no_promise(seed: int) -> None:
     for at in range(0, len(_quiet(seed).seen), 4):
         for later in (1, 2, 3, 5, 8):

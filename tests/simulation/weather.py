@@ -8,8 +8,11 @@ from __future__ import annotations
 from random import Random
 
 from hegmd.migration import events
+from hegmd.pieces import RESTORE_MARGIN_BYTES
 from tests.simulation.daemon import Daemon
 from tests.simulation.node import Process
+
+UNIT_BYTES = RESTORE_MARGIN_BYTES
 
 
 def draw_odds(random: Random) -> dict[str, float]:
@@ -39,6 +42,11 @@ def draw_odds(random: Random) -> dict[str, float]:
         "helper": odds(0.0, 0.05, 0.2),
         "busy": odds(0.0, 0.4),
         "grab": odds(0.0, 0.3),
+        "hang": odds(0.0, 0.0, 0.05),
+        "lie": odds(0.0, 0.0, 0.05),
+        "ruin": odds(0.0, 0.0, 0.05),
+        "snatch": odds(0.0, 0.5),
+        "blind": odds(0.0, 0.0, 0.1),
         # of the node and its workers
         "die": odds(0.0, 0.0, 0.004),
         "exec": odds(0.0, 0.0, 0.003),
@@ -58,9 +66,12 @@ def draw_odds(random: Random) -> dict[str, float]:
 def strike(daemon: Daemon, random: Random) -> None:
     """Whatever goes wrong in this moment."""
     process = random.choice(list(daemon.node.processes.values()))
-    if process.alive:
-        _strike_worker(daemon, process)
-    _strike_gpus(daemon, random)
+    if daemon.node.alone:
+        _strike_alone(daemon, random, process)
+    else:
+        if process.alive:
+            _strike_worker(daemon, process)
+        _strike_gpus(daemon, random)
     _strike_disk(daemon)
     if daemon.luck("jump"):
         daemon.now += random.choice((100.0, 4000.0))
@@ -105,6 +116,42 @@ def _strike_worker(daemon: Daemon, process: Process) -> None:
         size = process.size_bytes + daemon.random.randrange(1, 4)
         if node.take_room(process.name, process.gpu, size):
             process.size_bytes = size
+
+
+def _strike_alone(daemon: Daemon, random: Random, process: Process) -> None:
+    """Those without an agent, and strangers on their GPUs, who come, grow, go, and may be held still like others."""
+    node = daemon.node
+    _settle_changes(daemon)
+    if process.alive and daemon.luck("die"):
+        daemon.tell(f"{process.name} dies")
+        node.die(process.name)
+        daemon.hear(process.name, events.WorkerGone(worker=process.name))
+    if daemon.luck("stop") and process.alive:
+        process.stopped = not process.stopped
+        daemon.tell(f"{process.name} {'is stopped' if process.stopped else 'goes on'} by a signal")
+    if process.alive and daemon.luck("grow"):
+        node.grow(process, random.randrange(1, 4) * UNIT_BYTES)
+    stranger = random.choice(list(node.strangers.values())) if node.strangers else None
+    if stranger is None or stranger.gpu is None:
+        return
+    if daemon.luck("fill"):
+        few = random.randrange(1, 5) * UNIT_BYTES
+        much = node.free(stranger.gpu) - random.randrange(5) * UNIT_BYTES
+        if node.grow(stranger, few if stranger.gpu in node.changing else max(few, much)):
+            daemon.tell(f"{stranger.name} has {stranger.size_bytes >> 20} MiB on {stranger.gpu}")
+    elif daemon.luck("fill") and stranger.runs:
+        stranger.size_bytes = 0
+        node.holds[stranger.gpu][stranger.name] = 0
+
+
+def _settle_changes(daemon: Daemon) -> None:
+    """Room that changes hands does so for as long as a restore is under way there."""
+    node = daemon.node
+    if any(process.ending is not None for process in node.processes.values()):
+        return
+    under_way = {running.effect.gpu for running in daemon.running if running.effect.tag == "restore"}
+    for gpu in node.changing.keys() - under_way:
+        del node.changing[gpu]
 
 
 def _strike_gpus(daemon: Daemon, random: Random) -> None:
@@ -153,6 +200,10 @@ def calm_down(daemon: Daemon) -> None:
     node = daemon.node
     for process in node.processes.values():
         process.stopped = False
+    daemon.hands.calm_down()
+    for gpu in node.capacity if node.alone else ():  # so that whoever waits for room has it at last
+        node.capacity[gpu] *= 2
+    strange = "other", "quicker"
     for held in node.holds.values():
-        for name in [name for name in held if name not in node.processes]:
+        for name in [name for name in held if name.startswith(strange)]:
             del held[name]

@@ -183,3 +183,14 @@ def test_an_inspection_knows_where_a_process_was_taken_off_in_the_middle_of_a_cr
     drive.wanted.clear()
     drive.feed(ending(inspect, parked=False, gpu=None, rooms={}))
     assert drive.op.workers[0].left == "gpu0"
+
+
+def test_what_has_grown_is_written_down_and_has_its_room_before_it_is_taken_off() -> None:
+    drive = Drive(operation(bare()))
+    drive.on(lambda: "checkpoint" in tags(drive.wanted))
+    (checkpoint,) = drive.wanted
+    (wanted,) = drive.feed(events.Outgrown(effect=checkpoint.number, worker="a", rest_bytes=25))
+    assert (drive.op.workers[0].rest_bytes, drive.op.workers[0].at) == (25, "gpu0")
+    assert (wanted.tag, wanted.to_plain()["size_bytes"]) == ("take-room", 25)
+    drive.wanted.remove(checkpoint)
+    assert tags(drive.end()) == ["checkpoint"]

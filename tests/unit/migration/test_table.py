@@ -26,6 +26,7 @@ def _some(tag: str) -> Event:
         "gpu": "gpu0",
         "rooms": {"gpu0": 10},
         "pool_bytes": 0,
+        "rest_bytes": 1,
         "fault": "broken",
         "message": "it failed",
         "hint": "wait",

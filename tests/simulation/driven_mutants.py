@@ -1,0 +1,148 @@
+"""Bugs put into the real parts that move processes without an agent; see mutants.py.
+
+Each is the real class with one method of it made wrong, as it was once, or as somebody could write it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator, Container, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+
+from hegmd.errors import HegmError
+from hegmd.methods.base import Left, Standing, Subject
+from hegmd.methods.driver import DriverMethod
+from hegmd.methods.gpus import Gpus, rest_of
+from hegmd.methods.neighbours import Who
+from hegmd.pieces import RESTORE_MARGIN_BYTES
+from tests.simulation.driven import Means, ModelNeighbours
+
+EVERYTHING_BYTES = 1 << 60
+
+
+class RestoresWithoutHolding(DriverMethod):
+    async def _restore_in_room(self, subject: Subject, rooms: Mapping[str, str], pairs: list[list[str]]) -> None:
+        await self._restore_to_its_end(subject, pairs)
+        for uuid in rooms.values():
+            await self._memory.give(rest_of(subject), uuid)
+
+
+class DoesNotLookOnceMore(DriverMethod):
+    """What was held is believed to be free when it has been let go of."""
+
+    async def _restore_in_room(self, subject: Subject, rooms: Mapping[str, str], pairs: list[list[str]]) -> None:
+        for uuid in rooms.values():
+            await self._memory.give(rest_of(subject), uuid)
+        async with self._neighbours.held_still(await self._others(subject, rooms)):
+            await self._restore_to_its_end(subject, pairs)
+
+
+class MapsTwoGpus(DriverMethod):
+    async def _pairs(self, subject: Subject, to: str) -> list[list[str]]:
+        return [pair for pair in await super()._pairs(subject, to) if pair[0] != pair[1]]
+
+
+class BelievesSuccess(DriverMethod):
+    async def _expect(self, subject: Subject, op: str, *wanted: str) -> None:
+        return
+
+
+class CountsTheOldFigure(DriverMethod):
+    """What it has grown to is known to nobody before it is off."""
+
+    async def checkpoint(self, subject: Subject) -> Left:
+        return await super().checkpoint(dataclasses.replace(subject, rest_bytes=EVERYTHING_BYTES))
+
+
+class ForgetsTheMargin(DriverMethod):
+    async def _needed(self, subject: Subject) -> int:
+        return await super()._needed(subject) - RESTORE_MARGIN_BYTES
+
+    async def restore(self, subject: Subject, gpu: str) -> None:
+        await super().restore(dataclasses.replace(subject, rest_bytes=subject.rest_bytes - RESTORE_MARGIN_BYTES), gpu)
+
+
+class TakesALostRestoreForOver(DriverMethod):
+    async def _until_over(self, subject: Subject) -> None:
+        return
+
+
+class CountsOnTheRuined(DriverMethod):
+    async def inspect(self, subject: Subject) -> Standing:
+        return dataclasses.replace(await super().inspect(subject), failed="")
+
+
+class LeavesTheLocked(DriverMethod):
+    """Whoever an earlier daemon has locked is found to run."""
+
+    async def _unlock(self, subject: Subject) -> None:
+        return
+
+
+class HasNoTurns(Gpus):
+    def turn(self, name: str) -> anyio.Lock:
+        return anyio.Lock()
+
+
+class LetsNeighboursGoOn(ModelNeighbours):
+    @asynccontextmanager
+    async def held_still(
+        self, processes: Sequence[Who], *, but_for: Container[Who] = (), restored: Who | None = None
+    ) -> AsyncGenerator[Sequence[Who]]:
+        yield []
+
+
+class CountsOnWhoIsLoose(ModelNeighbours):
+    """One that could not be locked is believed to stand."""
+
+    @asynccontextmanager
+    async def held_still(
+        self, processes: Sequence[Who], *, but_for: Container[Who] = (), restored: Who | None = None
+    ) -> AsyncGenerator[Sequence[Who]]:
+        async with super().held_still(processes, but_for=but_for, restored=restored):
+            yield []
+
+
+class NotesNobody(ModelNeighbours):
+    async def _note(self, whom: dict[Who, Who | None]) -> None:
+        self._noted = whom
+
+
+class BelievesAnUnlock(ModelNeighbours):
+    async def _unlock(self, who: Who) -> bool:
+        try:
+            await self._helper.call("unlock", {"pid": who[0]}, deadline_s=10.0)
+        except HegmError:
+            return False
+        return True
+
+
+class GivesUpOnWhoStands(ModelNeighbours):
+    def _leave(self, whom: set[Who]) -> None:
+        for who in whom:
+            self._held.pop(who).set()
+
+
+_GROWING = {"grow": 0.2, "fill": 0.2, "snatch": 0.8}
+MEANS: dict[str, tuple[Means, dict[str, float]]] = {
+    "restores_without_holding": (Means(method=RestoresWithoutHolding), _GROWING),
+    "does_not_look_once_more": (Means(method=DoesNotLookOnceMore), {"crash": 0.05, **_GROWING}),
+    "maps_two_gpus_of_three": (Means(method=MapsTwoGpus), {}),
+    "believes_success": (Means(method=BelievesSuccess), {"lie": 0.2}),
+    "counts_the_old_figure": (Means(method=CountsTheOldFigure), {"crash": 0.05, **_GROWING}),
+    "forgets_the_margin": (Means(method=ForgetsTheMargin), _GROWING),
+    "takes_a_lost_restore_for_over": (
+        Means(method=TakesALostRestoreForOver),
+        {"helper": 0.05, "begin": 0.3, "fill": 0.5, "snatch": 1.0},
+    ),
+    "counts_on_the_ruined": (Means(method=CountsOnTheRuined), {"ruin": 0.5}),
+    "leaves_the_locked": (Means(method=LeavesTheLocked), {"helper": 0.1}),
+    "has_no_turns": (Means(gpus=HasNoTurns), {"begin": 0.2, **_GROWING}),
+    "lets_neighbours_go_on": (Means(neighbours=LetsNeighboursGoOn), _GROWING),
+    "counts_on_who_is_loose": (Means(neighbours=CountsOnWhoIsLoose), {"busy": 0.5, **_GROWING}),
+    "notes_nobody": (Means(neighbours=NotesNobody), {"crash": 0.05}),
+    "believes_an_unlock": (Means(neighbours=BelievesAnUnlock), {"lie": 0.2}),
+    "gives_up_on_who_stands": (Means(neighbours=GivesUpOnWhoStands), {"helper": 0.1}),
+}

@@ -1,0 +1,65 @@
+"""An event loop for lives: its time is the life's, it waits for nothing, and nothing in it comes from outside.
+
+`settle` lets everything go on that can, until all tasks wait for something that the life has not let happen yet. So the
+real, asynchronous parts of the product run inside a life that is drawn from a seed, one step after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tests.simulation.node import Violation
+
+MOST_TURNS = 1000
+
+
+class _Nothing:
+    """In the place of a selector: no descriptor is ever ready, and who would wait has settled."""
+
+    def __init__(self, loop: asyncio.BaseEventLoop) -> None:
+        self._loop = loop
+
+    def select(self, timeout_s: float | None) -> list[object]:
+        if timeout_s is None or timeout_s > 0:
+            self._loop.stop()
+        return []
+
+
+class StillLoop(asyncio.BaseEventLoop):
+    """The loop of one daemon's life."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock = clock
+        self._selector = _Nothing(self)
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    def time(self) -> float:
+        return self._clock()
+
+    def _process_events(self, event_list: list[object]) -> None:
+        """There are none."""
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have it done, from the next `settle` on."""
+        task = self.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def settle(self) -> None:
+        """Until nobody can go on."""
+        self.run_forever()
+
+    def end(self) -> None:
+        """As a process ends: whatever is asked for by those who clean up, they are ended too."""
+        for _ in range(MOST_TURNS):
+            if not self.tasks:
+                break
+            for task in self.tasks:
+                task.cancel()
+            self.settle()
+        else:
+            raise Violation(f"tasks that do not end with the daemon: {self.tasks}")
+        self.close()
