@@ -79,7 +79,16 @@ def _fields(value: object, record: type[Record]) -> None:
 
 
 ONE_DOCUMENT = PRINTED[0][2]
-NEEDS_MORE = ("simulate hold", "simulate fault", "op", "cancel", "adopt --drop")
+NEEDS_MORE = (
+    "simulate hold",
+    "simulate fault",
+    "op",
+    "cancel",
+    "adopt --drop",
+    "images show",
+    "images verify",
+    "images rm",
+)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +271,7 @@ def test_a_users_own_daemon_is_found_without_being_named(tmp_path: Path, socket_
             process.communicate()
 
 
+@pytest.mark.xdist_group("demonstration")
 def test_the_demonstration_goes_as_it_tells_and_leaves_nothing_behind() -> None:
     left = set(Path("/tmp").glob("hegm-demo-*"))
     ran = subprocess.run(
@@ -279,6 +289,7 @@ def test_the_demonstration_goes_as_it_tells_and_leaves_nothing_behind() -> None:
     assert set(Path("/tmp").glob("hegm-demo-*")) == left
 
 
+@pytest.mark.xdist_group("demonstration")
 @pytest.mark.parametrize(("interrupt", "status"), [(False, 0), (True, 128 + signal.SIGINT)])
 def test_a_demonstration_that_is_cut_short_is_no_failure(interrupt: bool, status: int) -> None:
     """`make demo | head` told that the demonstration had failed, and Ctrl-C had a traceback for an answer."""
