@@ -106,6 +106,11 @@ class Lent:
         """The empty directory that CRIU is to write its files into. Stays this object's."""
         return self._criu_dir_fd if self._private is None else self._private.fd
 
+    @property
+    def hand_pid(self) -> int | None:
+        """The process that writes it."""
+        return self._hand.pid
+
     async def begin(self) -> None:
         """Have the directory made. Raises HegmError, with nothing there."""
         answer = await self._hand.call("make", {"path": self.path})

@@ -7,7 +7,6 @@ it read-only from outside.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing_extensions import Self
 from hegmctl.connection import connect
 from tests.e2e.agented import undisturbed
 from tests.e2e.daemon import RunningDaemon
+from tests.e2e.mounting import NAMESPACE, why_no_mounts
 from tests.e2e.test_moving import Job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -45,17 +45,6 @@ while epochs < most and not told.exists():
     epochs += 1
 """
 SIZE = "256k"
-NAMESPACE = ("unshare", "--mount", "--propagation", "private")
-
-
-def _why_not() -> str | None:
-    """Why this machine cannot do it, if it cannot."""
-    if os.geteuid():
-        return "mounting takes root"
-    if shutil.which("unshare") is None or shutil.which("nsenter") is None:
-        return "util-linux has no unshare or nsenter here"
-    tried = subprocess.run([*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
-    return None if tried.returncode == 0 else f"nothing can be mounted here: {tried.stderr.decode().strip()}"
 
 
 class SmallDisk(RunningDaemon):
@@ -130,7 +119,7 @@ class Training(Job):
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[SmallDisk]:
-    why = _why_not()
+    why = why_no_mounts()
     if why is not None:
         pytest.skip(why)
     with SmallDisk(tmp_path) as running:
