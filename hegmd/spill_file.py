@@ -84,6 +84,7 @@ class SpillFolder:
                 self._refuse_without_space(folder, name, size_bytes)
                 try:
                     with opened(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd=folder) as file:
+                        self._refuse_if_not_ours(file)
                         os.posix_fallocate(file, 0, _file_bytes(size_bytes))
                         sums = _copy_out(fd, file, size_bytes, unwanted, progress)
                         _write_ends(file, _mark_of(name), size_bytes, sums)
@@ -180,6 +181,15 @@ class SpillFolder:
             raise Refused(
                 f"{self.folder} can be written by others (uid {status.st_uid}, {stat.S_IMODE(status.st_mode):04o})",
                 f"chown {os.geteuid()} {self.folder} && chmod 0700 {self.folder}",
+            )
+
+    def _refuse_if_not_ours(self, file: int) -> None:
+        """What would not be believed when it is read is not written: some file systems know no owners and modes."""
+        why_not = why_not_ours(os.fstat(file))
+        if why_not:
+            raise Refused(
+                f"a new file in {self.folder} is not its maker's alone: {why_not}",
+                "name a directory on a disk that keeps owners and modes, as pool.spill_dir",
             )
 
     def _refuse_without_space(self, folder: int, name: str, size_bytes: int) -> None:
