@@ -35,6 +35,7 @@ class StillLoop(asyncio.BaseEventLoop):
         self._clock = clock
         self._selector = _Nothing(self)
         self.tasks: set[asyncio.Task[Any]] = set()
+        self._broken: list[BaseException] = []
 
     def time(self) -> float:
         return self._clock()
@@ -46,11 +47,18 @@ class StillLoop(asyncio.BaseEventLoop):
         """Have it done, from the next `settle` on."""
         task = self.create_task(work)
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._broken.append(error)
 
     def settle(self) -> None:
-        """Until nobody can go on."""
+        """Until nobody can go on. What a part raises that nobody was to see is raised."""
         self.run_forever()
+        if self._broken:
+            raise self._broken.pop()
 
     def end(self) -> None:
         """As a process ends: whatever is asked for by those who clean up, they are ended too."""
