@@ -9,21 +9,23 @@ nothing that a caller could change meanwhile. It trusts whoever is at its socket
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from hegmd.blocks import Progress
 from hegmd.descriptors import Descriptors
-from hegmd.errors import Bug
+from hegmd.errors import CANCELLED, Bug, HegmError
 from hegmd.helper.child import run
 from hegmd.helper.wire import Answer, Handler, Request
 from hegmd.image.folder import MANIFEST, SEAL, Folder, after, find, listed, make, opened_plain, summed, told
 from hegmd.image.plain_file import copy
+from hegmd.image.seal import read_manifest
 from hegmd.image.shelf import manifest_in, remove, sweep
-from hegmd.protocol.images import Manifest
 from hegmd.protocol.record import plain_value
 
 _PR_SET_DUMPABLE = 4
@@ -35,6 +37,9 @@ class Work:
 
     def __init__(self) -> None:
         self._folder: Folder | None = None
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._unwanted = False
 
     def requests(self) -> Mapping[str, Handler]:
         """Each request by its name."""
@@ -64,6 +69,32 @@ class Work:
             raise Bug("an image is spoken of that was not opened")
         return self._folder
 
+    @contextlib.contextmanager
+    def _busy(self) -> Generator[None]:
+        """Something is written meanwhile: the directory is not to be taken away under it."""
+        with self._changed:
+            self._require_wanted()
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def _wanted(self, progress: Progress) -> Progress:
+        """That progress, which ends what is under way once nobody wants it."""
+
+        def tell(done_bytes: int) -> None:
+            self._require_wanted()
+            progress(done_bytes)
+
+        return tell
+
+    def _require_wanted(self) -> None:
+        if self._unwanted:
+            raise HegmError(CANCELLED, "the image is not wanted any more", "nothing is left of it")
+
     # -- writing one ---------------------------------------------------------------------------------------------------
 
     def make(self, request: Request) -> Answer:
@@ -75,31 +106,35 @@ class Work:
         """Bytes from the memory that came along."""
         (memory_fd,) = request.fds.view()
         name, size_bytes = str(request.args["name"]), int(request.args["size_bytes"])
-        file = self.folder.byte_file(name, str(request.args["id"]))
-        with told(self.folder.path, "written"):
-            stored_bytes, total = file.write(memory_fd, size_bytes, progress_of(request))
+        with self._busy(), told(self.folder.path, "written"):
+            file = self.folder.byte_file(name, str(request.args["id"]))
+            stored_bytes, total = file.write(memory_fd, size_bytes, self._wanted(progress_of(request)))
         return Answer({"stored_bytes": stored_bytes, "sum": total})
 
     def take(self, request: Request) -> Answer:
         """CRIU's files, as descriptors, into the image."""
-        with told(self.folder.path, "written"):
-            return _copied(request, self.folder.criu_fd, request.fds.view())
+        with self._busy(), told(self.folder.path, "written"):
+            return _copied(request, self.folder.criu_fd, request.fds.view(), self._wanted(progress_of(request)))
 
     def sum(self, request: Request) -> Answer:
         """What CRIU has written into the image itself."""
-        with told(self.folder.path, "read"):
-            return Answer({"files": plain_value(self.folder.sum_criu_files(progress_of(request)))})
+        with self._busy(), told(self.folder.path, "read"):
+            return Answer({"files": plain_value(self.folder.sum_criu_files(self._wanted(progress_of(request))))})
 
     def finish(self, request: Request) -> Answer:
         """Read it back, and give it its manifest and its name."""
-        manifest, seal = bytes(request.args["manifest"]), bytes(request.args["seal"])
-        with told(self.folder.path, "written"):
-            self.folder.verify(Manifest.from_plain(request.args["plain"], "manifest"), progress_of(request))
-            self.folder.publish(manifest, seal)
+        data, seal = bytes(request.args["manifest"]), bytes(request.args["seal"])
+        with self._busy(), told(self.folder.path, "written"):
+            manifest = read_manifest(self.folder.path, data, seal)
+            self.folder.verify(manifest, self._wanted(progress_of(request)))
+            self.folder.publish(data, seal)
         return Answer({})
 
     def discard(self, request: Request) -> Answer:
-        """Leave nothing of it."""
+        """Leave nothing of it. What is under way for somebody who no longer waits is ended first."""
+        with self._changed:
+            self._unwanted = True
+            self._changed.wait_for(lambda: not self._under_way)
         folder, self._folder = self.folder, None
         unnamed = os.path.join(os.path.dirname(folder.path), folder.name)
         folder.close()
@@ -124,9 +159,10 @@ class Work:
         return Answer({"manifest": data, "seal": seal}, Descriptors([os.dup(folder.criu_fd)]))
 
     def verify(self, request: Request) -> Answer:
-        """Every byte of it."""
+        """Every byte of it, or of what CRIU is to read."""
         with told(self.folder.path, "read"):
-            self.folder.verify(manifest_in(self.folder), progress_of(request))
+            verify = self.folder.verify_criu_files if request.args.get("only_criu") else self.folder.verify
+            verify(manifest_in(self.folder), progress_of(request))
         return Answer({})
 
     def read(self, request: Request) -> Answer:
@@ -161,7 +197,7 @@ class Work:
         """Files into the private folder that came along first."""
         dir_fd, *files = request.fds.view()
         with told("the daemon's private folder", "written"):
-            return _copied(request, dir_fd, tuple(files))
+            return _copied(request, dir_fd, tuple(files), progress_of(request))
 
     def sum_of(self, request: Request) -> Answer:
         """What CRIU has written into the private folder that came along."""
@@ -172,9 +208,8 @@ class Work:
             return Answer({"files": plain_value(files), "sizes": sizes})
 
 
-def _copied(request: Request, dir_fd: int, files: tuple[int, ...]) -> Answer:
+def _copied(request: Request, dir_fd: int, files: tuple[int, ...], tell: Progress) -> Answer:
     """The files under their names; the sum of what was written of each."""
-    tell = progress_of(request)
     sums: list[str] = []
     before_bytes = 0
     for fd, (name, size_bytes) in zip(files, request.args["files"], strict=True):

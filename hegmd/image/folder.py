@@ -30,6 +30,7 @@ from hegmd.blocks import Progress, opened
 from hegmd.errors import BUSY, DENIED, NOT_FOUND, UNAVAILABLE, HegmError, Refused
 from hegmd.image.byte_file import ByteFile
 from hegmd.image.plain_file import sum_of
+from hegmd.image.seal import MOST_BYTES
 from hegmd.protocol.images import ImageFile, Manifest
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 MANIFEST, SEAL, LOCK, CRIU, BYTES = "manifest.json", "seal", "lock", "criu", "bytes"
 KNOWN = frozenset((MANIFEST, SEAL, LOCK, CRIU, BYTES))
 NEW, OLD = "hegm-new", "hegm-old"
-MOST_MANIFEST_BYTES = 8 << 20
 
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -124,8 +124,8 @@ class Folder:
     def read_small(self, name: str) -> bytes:
         """A file at the top, whole. Raises OSError, and Refused when it is larger than any manifest."""
         with opened_plain(name, self.fd) as fd:
-            if os.fstat(fd).st_size > MOST_MANIFEST_BYTES:
-                raise Refused(f"{self.path}/{name} has over {MOST_MANIFEST_BYTES} bytes", "this is no image of hegmd's")
+            if os.fstat(fd).st_size > MOST_BYTES:
+                raise Refused(f"{self.path}/{name} has over {MOST_BYTES} bytes", "this is no image of hegmd's")
             with open(fd, "rb", closefd=False) as file:
                 return file.read()
 
@@ -153,6 +153,16 @@ class Folder:
             before_bytes += file.size_bytes
         for file in manifest.byte_files:
             self.byte_file(file.name, manifest.id).verify(file.size_bytes, file.sum, after(before_bytes, progress))
+            before_bytes += file.size_bytes
+
+    def verify_criu_files(self, manifest: Manifest, progress: Progress) -> None:
+        """The same for CRIU's files alone, and so that CRIU finds them in the page cache then."""
+        self.require_whole(manifest)
+        before_bytes = 0
+        for file in manifest.criu_files:
+            with opened_plain(file.name, self.criu_fd) as fd:
+                if sum_of(fd, file.size_bytes, after(before_bytes, progress), from_disk=False) != file.sum:
+                    raise self._broken(f"{CRIU}/{file.name} does not fit its checksum")
             before_bytes += file.size_bytes
 
     def byte_file(self, name: str, image_id: str) -> ByteFile:

@@ -39,6 +39,8 @@ from hegmd.protocol.record import as_list
 Progress = Callable[[int], object]
 
 PRIVATE_NAME = "images"
+# A disk that does not answer keeps nobody for good.
+DISCARD_WITHIN_S = 30.0
 _FILES_IN_A_MESSAGE = MOST_IN_A_MESSAGE - 13
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -145,16 +147,20 @@ class Lent:
             byte_files=tuple(self._byte_files[name] for name in sorted(self._byte_files)),
         )
         data = written(manifest)
-        args = {"manifest": data, "seal": self._key.seal(data), "plain": manifest.to_plain()}
+        args = {"manifest": data, "seal": self._key.seal(data)}
         await self._hand.call("finish", args, on_progress=_so_far(on_progress))
         await self.end()
         return manifest
 
     async def discard(self) -> None:
-        """Leave nothing of it, as far as that can be done; what stays is known as left over. Never raises."""
-        with contextlib.suppress(HegmError):
-            await self._hand.call("discard")
-        await self.end()
+        """Leave nothing of it, as far as that can be done in some time; what stays is known as left over.
+
+        Never raises; goes on when its caller is cancelled.
+        """
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(DISCARD_WITHIN_S), contextlib.suppress(HegmError):
+                await self._hand.call("discard")
+            await self.end()
 
     async def end(self) -> None:
         """Let go of it: without `finish` it stays as a left-over. Twice is fine; cannot be cancelled half-way."""
@@ -186,7 +192,7 @@ class Image:
         self.manifest = manifest
         self._hand, self._own, self._private = hand, own, private
         self._criu_dir_fd = criu_dir_fd
-        self._is_copied = False
+        self._is_good = False
 
     async def verify(self, on_progress: Progress = ignore) -> None:
         """Read every byte and compare it with its checksum. Raises HegmError."""
@@ -207,12 +213,15 @@ class Image:
         It is the image's own where the caller is who the daemon is, and else a copy that nobody else can reach.
         """
         if self._private is None or self._own is None:
+            if not self._is_good:
+                await self._hand.call("verify", {"only_criu": True}, on_progress=_so_far(on_progress))
+                self._is_good = True
             return self._criu_dir_fd
-        if not self._is_copied:
+        if not self._is_good:
             self._require_room(self._private)
             for some in _batches(self.manifest.criu_files):
                 await self._copy(some, self._own, self._private, on_progress)
-            self._is_copied = True
+            self._is_good = True
         return self._private.fd
 
     async def _copy(self, some: Sequence[ImageFile], own: Hand, private: Private, on_progress: Progress) -> None:
@@ -271,7 +280,7 @@ class Images:
         try:
             await lent.begin()
         except BaseException:
-            await lent.end()
+            await lent.discard()
             raise
         return lent
 

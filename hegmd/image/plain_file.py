@@ -17,9 +17,10 @@ from hegmd.errors import UNAVAILABLE, HegmError
 THREADS = 8
 
 
-def sum_of(file: int, size_bytes: int, progress: Progress) -> str:
-    """The sum of that file's first bytes, from the disk. Raises HegmError when it has fewer, and OSError."""
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+def sum_of(file: int, size_bytes: int, progress: Progress, *, from_disk: bool = True) -> str:
+    """The sum of that file's first bytes, from the disk or from wherever they are. Raises HegmError and OSError."""
+    if from_disk:
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     return _each(file, size_bytes, lambda _place, _view, _length: None, progress)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -18,10 +21,11 @@ from hegmd.errors import BUSY, DENIED, HegmError
 from hegmd.external import Rights
 from hegmd.helper.session import HelperLost
 from hegmd.image.images import Images, Lent
-from hegmd.image.shelf import look_into
+from hegmd.image.shelf import look_into, sweep
 from hegmd.protocol.images import ImageProcess, Manifest
 from tests.unit.image.directory import flip
 
+ROOT = Path(__file__).resolve().parents[3]
 CHUNK_BYTES = 8 << 20
 SIZE_BYTES = 2 * CHUNK_BYTES + 4096 + 17
 SELF = Rights(os.geteuid(), os.getegid(), tuple(os.getgroups()))
@@ -245,6 +249,47 @@ async def test_a_hand_that_is_killed_leaves_what_is_known_as_left_over(
         (left,) = await images.sweep(str(tmp_path / "image"), SELF)
         assert "hegm-new" in left
     assert entries(tmp_path) == ["state", "state/image.key", "state/images"]
+
+
+async def test_an_image_that_is_cancelled_while_it_is_written_leaves_nothing(
+    tmp_path: Path, memory: tuple[int, bytes]
+) -> None:
+    async with room(tmp_path / "state") as images:
+        lent = await images.lend(str(tmp_path / "image"), SELF)
+        async with anyio.create_task_group() as tasks:
+
+            async def write(name: str) -> None:
+                await lent.write_bytes(name, memory[0], SIZE_BYTES, lambda _done_bytes: tasks.cancel_scope.cancel())
+
+            for number in range(4):
+                tasks.start_soon(write, f"4711.{number}")
+        assert tasks.cancel_scope.cancelled_caught
+        await lent.discard()
+    assert entries(tmp_path) == ["state", "state/image.key", "state/images"]
+
+
+async def test_criu_is_given_nothing_that_is_damaged(tmp_path: Path, memory: tuple[int, bytes]) -> None:
+    async with room(tmp_path / "state") as images:
+        await made(images, tmp_path / "image", memory[0])
+        flip(tmp_path / "image" / "criu" / "pages-1.img", CHUNK_BYTES)
+        image = await images.open(str(tmp_path / "image"), SELF)
+        with pytest.raises(HegmError, match=r"criu/pages-1\.img does not fit its checksum"):
+            await image.private_criu_dir()
+        await image.end()
+
+
+def test_a_daemon_that_is_killed_takes_the_hand_with_it_and_leaves_no_image(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    words = [sys.executable, "-m", "tests.unit.image.writing", str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as daemon:
+        assert daemon.stdout is not None
+        hand = os.pidfd_open(int(daemon.stdout.readline()))
+        daemon.kill()
+    assert select.select([hand], [], [], 10)[0], "it still runs"
+    os.close(hand)
+    assert [seen.state for seen in look_into(str(tmp_path))] == ["left-over"]
+    assert len(sweep(str(tmp_path / "image"))) == 1
+    assert not (tmp_path / "image").exists()
 
 
 async def test_memory_that_somebody_cut_harms_the_hand_alone(tmp_path: Path, memory: tuple[int, bytes]) -> None:
