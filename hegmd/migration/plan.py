@@ -126,6 +126,13 @@ def _place(draft: Draft, candidate: Candidate) -> None:
 
 def _place_simulated(draft: Draft, candidate: Candidate, to: str | None) -> None:
     agent = candidate.agent
+    asked = draft.request.carrier
+    if asked not in {None, carriage.WORKER}:
+        message = (
+            f"{str(asked)[:40]} cannot carry process {candidate.pid}: on simulated GPUs its bytes go by its own hands"
+        )
+        draft.against(REFUSED, message, f"ask for {carriage.WORKER}, or leave the choice to hegmd", pid=candidate.pid)
+        return
     size_bytes = 0 if agent is None else agent.size_bytes or 0
     draft.choices[candidate.pid] = Choice(carriage.WORKER, pool_bytes=size_bytes)
     draft.workers.append(

@@ -167,6 +167,7 @@ def _op(phase: str = "refilling") -> Operation:
             "pool.budget_bytes",
         ),
         (_snapshot(pool=PoolRoom(budget_bytes=4 * GIB, free_bytes=GIB)), _suspend(), "busy", "1.0 GiB", "hegmctl ops"),
+        (_snapshot(), _to().replace(carrier="host"), "refused", "host cannot carry process 4711", "ask for worker"),
         (
             _snapshot(_process(agent=_agent(size_bytes=GIB // 2, left_alone=(LEFT,)))),
             _suspend(),
