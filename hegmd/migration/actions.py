@@ -370,7 +370,8 @@ def _waiting_for_room(op: Operation, worker: Worker, pending: Pending, event: ev
     without any held, nor are storages asked for, but for those that are made in rounds, some of which may be there."""
     is_whole = pending.effect != effects.Refill.tag or not worker.overlap_bytes
     rooms = {**worker.rooms, str(pending.gpu or worker.at): 0} if is_whole else worker.rooms
-    lacks = Failure(code=event.code, message=event.message, hint=event.hint)
+    by_itself = f"free video memory on {worker.at}: it comes back by itself when there is room"
+    lacks = Failure(code=event.code, message=event.message, hint=by_itself if worker.at else event.hint)
     return op.replace(lacks=lacks).with_worker(worker.replace(rooms=rooms, unsure=True, waits=FOR_RETRY))
 
 

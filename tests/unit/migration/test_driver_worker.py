@@ -118,6 +118,7 @@ def test_a_job_whose_storages_found_no_room_stood_until_somebody_resumed_it_by_h
         waits = waiting(drive.op)
         assert waits is not None
         assert "failed" in waits.why
+        assert waits.next == "free video memory on gpu0: it comes back by itself when there is room"
         _after_a_while(drive)
         (taken,) = drive.wanted
         assert (taken.tag, taken.to_plain()["gpu"], taken.to_plain()["size_bytes"]) == ("take-room", "gpu0", 12)
