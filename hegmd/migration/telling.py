@@ -88,7 +88,7 @@ HAPPENINGS = {
     "operation.turned-back": "it will not get to what was asked; the job is brought back to how it was",
     "operation.held": "neither way is open; the job stands with its bytes held until it is resumed",
     "operation.recovered": "a daemon that was started has found it in the journal, and asks how its processes stand",
-    "operation.found": "how a process of it stood after that",
+    "operation.found": "how a process of it stood after that, or after a step of the driver's that was cut off",
     "operation.suspended": "its job is off the GPUs, its bytes held",
     "operation.done": "what was asked has been done, and a batch was seen after it",
     "operation.undone": "it ended with the job as it was",
