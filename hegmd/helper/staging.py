@@ -24,29 +24,38 @@ from hegmd.helper.allocations import IN, OUT, Allocations, Done, Place, joined
 from hegmd.helper.copying import chunks, end_stream
 from hegmd.helper.spaces import outside
 
-#: Smaller slots cost more calls than they save, larger ones leave the caches (24 to 53 GB/s were seen otherwise).
-SLOT_BYTES = 8 << 20
-#: Each copies at some 3.5 GB/s into memory that another engine is writing to; 8 of them are not enough for the link.
-MOST_STRANDS = 16
-_SLOTS_A_STRAND = 2
 _POPULATED_BYTES = 1 << 28
 # Telling of every slot costs the copies a fifth of their speed.
 _TOLD_BYTES = 1 << 30
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap of Python knows no name for it
 
 
-def strands() -> int:
-    """How many threads copy at once on this machine."""
-    return max(1, min(MOST_STRANDS, len(os.sched_getaffinity(0))))
+class Pace(NamedTuple):
+    """How much is pinned, and how it is shared out; a benchmark tries others."""
+
+    #: Each copies at some 3.5 GB/s beside an engine that writes to the same memory; 8 are not enough for the link.
+    most_strands: int = 16
+    slots_a_strand: int = 2
+    #: Smaller slots cost more calls than they save, larger ones leave the caches (24 to 53 GB/s were seen).
+    slot_bytes: int = 8 << 20
+
+    @property
+    def strands(self) -> int:
+        """How many threads copy at once on this machine."""
+        return max(1, min(self.most_strands, len(os.sched_getaffinity(0))))
+
+
+PACE = Pace()
 
 
 class Ring:
     """Pinned memory in slots, for one copy at a time; all GPUs may copy to it and from it."""
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, pace: Pace) -> None:
         """Raises CudaError or OSError, with nothing held then."""
         self._context = context
-        size_bytes = strands() * _SLOTS_A_STRAND * SLOT_BYTES
+        self.pace = pace
+        size_bytes = pace.strands * pace.slots_a_strand * pace.slot_bytes
         self._map = mmap.mmap(-1, size_bytes)
         self._map.madvise(mmap.MADV_HUGEPAGE)
         self._anchor: Any = ctypes.c_char.from_buffer(self._map)
@@ -61,8 +70,8 @@ class Ring:
 
     def slots(self, strand: int) -> list[int]:
         """Where the slots of that thread begin."""
-        first = strand * _SLOTS_A_STRAND
-        return [self._start + slot * SLOT_BYTES for slot in range(first, first + _SLOTS_A_STRAND)]
+        first = strand * self.pace.slots_a_strand
+        return [self._start + slot * self.pace.slot_bytes for slot in range(first, first + self.pace.slots_a_strand)]
 
     def close(self) -> None:
         cuda.use(self._context)
@@ -82,7 +91,7 @@ class HostSpace:
     The piece belongs to a descriptor that the daemon holds: what is filled stays, whatever becomes of this process.
     """
 
-    def __init__(self, context: Any, fd: int, size_bytes: int) -> None:
+    def __init__(self, context: Any, fd: int, size_bytes: int, pace: Pace = PACE) -> None:
         """The descriptor stays the caller's. Raises CudaError or OSError, with nothing mapped then."""
         self._size_bytes = size_bytes
         with ExitStack() as undo:
@@ -91,7 +100,7 @@ class HostSpace:
             self._anchor: Any = ctypes.c_char.from_buffer(self._map)
             self._start = ctypes.addressof(self._anchor)
             self._make_page_tables()
-            self.ring = Ring(context)
+            self.ring = Ring(context, pace)
             undo.pop_all()
 
     def _make_page_tables(self) -> None:
@@ -102,7 +111,9 @@ class HostSpace:
             size_bytes = min(_POPULATED_BYTES, self._size_bytes - at)
             libc.madvise(ctypes.c_void_p(self._start + at), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
 
-        share_out(range(0, self._size_bytes, _POPULATED_BYTES), lambda: populate, threads=strands(), name="page tables")
+        share_out(
+            range(0, self._size_bytes, _POPULATED_BYTES), lambda: populate, threads=PACE.strands, name="page tables"
+        )
 
     def address(self, at: int, size_bytes: int) -> int:
         """Where that part is. Raises Bug outside."""
@@ -160,12 +171,17 @@ class StagedCopy:
 
     def run(self, places: Iterable[Sequence[int]], tell: Callable[[int], None]) -> Done:
         """Copy it all; `tell` hears how many bytes are done. Raises CudaError; nothing stays open or queued then."""
-        self._left = loads(joined(places, len(self._allocations)), SLOT_BYTES)
+        pace = self._host.ring.pace
+        self._left = loads(joined(places, len(self._allocations)), pace.slot_bytes)
         with ExitStack() as undo:
             undo.callback(self._allocations.close)
             started = time.monotonic()
-            count = strands()
-            share_out(range(count), lambda: lambda strand: self._work(strand, tell), threads=count, name="staging")
+            share_out(
+                range(pace.strands),
+                lambda: lambda strand: self._work(strand, tell),
+                threads=pace.strands,
+                name="staging",
+            )
             tell(self._done_bytes)
             copy_s = time.monotonic() - started
             started = time.monotonic()

@@ -13,7 +13,7 @@ import pytest
 from hegmd.descriptors import Descriptors
 from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost
-from hegmd.helper.staging import strands
+from hegmd.helper.staging import PACE
 from hegmd.vram import VideoMemory
 from tests.contract.helped import GIB, MIB, SIZE_BYTES, SOON_S, Owner, ask, carry, hold, linked, places
 from tests.stubs.cuda.node import CudaNode
@@ -186,7 +186,7 @@ async def test_bytes_go_to_host_memory_and_come_back(node: CudaNode, owner: Owne
 
 async def test_more_bytes_than_the_ring_has_slots_for_go_to_host_memory_and_come_back(node: CudaNode) -> None:
     """And small places beside large ones: they share a slot, and a slot is used again as soon as it is empty."""
-    gpu, sizes_mib = node.uuids[0], (1, *[3] * 5, strands() * 32 + 3, 1)
+    gpu, sizes_mib = node.uuids[0], (1, *[3] * 5, PACE.strands * 32 + 3, 1)
     size_bytes = sum(sizes_mib) * MIB
     owner = Owner(node, 0, *sizes_mib)
     try:

@@ -1,4 +1,4 @@
-"""How copies to video memory are best cut and spread: `copy_sweep.py SIZE_BYTES`. Prints rates; judges nothing."""
+"""How copies are best cut and spread: `copy_sweep.py SIZE_BYTES`. Prints rates; judges nothing."""
 
 # ruff: noqa: T201 - printing is what this program is for
 
@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 
 from hegmd.helper import cuda
+from hegmd.helper.allocations import Done
 from hegmd.helper.copying import Copy, Pace
 from hegmd.helper.lane import Contexts
 from hegmd.helper.spaces import VideoSpace
+from hegmd.helper.staging import HostSpace, StagedCopy
+from hegmd.helper.staging import Pace as Staging
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -23,6 +26,16 @@ PACES = [
     for chunk_mib in (16, 64, 256, 1024)
     for streams in (1, 2, 4)
 ]
+
+STAGED = [
+    Staging(strands, slots, slot_mib * MIB) for strands in (16, 24, 32) for slots in (2, 3) for slot_mib in (4, 8)
+]
+
+
+def show(name: str, done: Done) -> None:
+    """One line."""
+    rate = done.copied_bytes / done.copy_s / 1e9
+    print(f"    {name:50} {rate:7.1f} GB/s  open {done.open_s * 1e3:6.1f} ms  close {done.close_s * 1e3:6.1f} ms")
 
 
 def video(contexts: Contexts, ordinals: list[int], size_bytes: int) -> VideoSpace:
@@ -58,13 +71,19 @@ def main() -> None:
         for pace in PACES:
             for direction in ("out", "in"):
                 done = Copy(held[0], space, direction, handles, pace).run(places, lambda _: None)
-                print(
-                    f"    {direction:3}  chunk {pace.chunk_bytes // MIB:5} MiB,"
-                    f" {pace.streams_a_group} streams a group"
-                    f"  {done.copied_bytes / done.copy_s / 1e9:7.1f} GB/s  open {done.open_s * 1e3:6.1f} ms"
-                    f"  close {done.close_s * 1e3:6.1f} ms"
-                )
+                cut = f"{pace.chunk_bytes // MIB} MiB, {pace.streams_a_group} streams a group"
+                show(f"video {direction:3} {cut}", done)
         space.close()
+        fd = os.memfd_create("pool")
+        os.ftruncate(fd, size_bytes)
+        for staging in STAGED:
+            host = HostSpace(held[0], fd, size_bytes, staging)
+            for direction in ("out", "in"):
+                done = StagedCopy(held[0], host, direction, handles).run(places, lambda _: None)
+                cut = f"{staging.slots_a_strand} slots of {staging.slot_bytes // MIB} MiB"
+                show(f"host {direction:3} {staging.strands} strands, {cut}", done)
+            host.close()
+        os.close(fd)
         owner.kill()
 
 
