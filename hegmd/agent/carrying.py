@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 
-from . import torch_state
-from .cuda_state import Showable
+from . import cuda_state, torch_state
 from .notes import note
 from .refusals import refusal
 
@@ -31,7 +30,7 @@ class Carrying:
     def __init__(self) -> None:
         self._evacuated: Evacuated | None = None
         self._shown: Shown | None = None
-        self._showable = Showable()
+        self._showable = cuda_state.Showable()
 
     @property
     def out(self) -> Evacuated | Shown | None:
@@ -70,6 +69,12 @@ class Carrying:
         self._showable.forget()
         if self._shown is not None and not self._shown.out:
             self._shown = None
+
+    def note_restored(self) -> None:
+        """The driver has brought back what this process has now, and it cannot be shown to others any more."""
+        torch = cuda_state.in_use()
+        if torch is not None:
+            self._showable.note_restored(cuda_state.Segments(torch).all)
 
     def room_bytes(self, found: Found) -> int:
         """What has to be held for these storages, by the way that needs more."""

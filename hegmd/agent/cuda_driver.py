@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 HANDLE_BYTES = 64
+# What a context keeps for the stack of each thread, unless it is told otherwise.
+USUAL_STACK_BYTES = 1024
 _OUT_OF_MEMORY = 2  # of CUresult
 _LIMIT_STACK_SIZE = 0  # of CUlimit
 

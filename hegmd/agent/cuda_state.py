@@ -55,13 +55,20 @@ class Showable:
 
     def __init__(self) -> None:
         self._known: set[tuple[int, int]] = set()
+        self._restored: set[tuple[int, int]] = set()
 
     def forget(self) -> None:
         """Ask of each anew."""
         self._known.clear()
 
+    def note_restored(self, segments: list[Segment]) -> None:
+        """The driver has brought these back. It may give handles for them, which nobody can open (error 800)."""
+        self._restored = {(segment.address, segment.size_bytes) for segment in segments}
+
     def has_all(self, torch: Any, segments: list[Segment]) -> bool:
         """Whether all of these can be shown to another process; what the driver has brought back cannot (580.159)."""
+        if any((segment.address, segment.size_bytes) in self._restored for segment in segments):
+            return False
         unknown = [segment for segment in segments if (segment.address, segment.size_bytes) not in self._known]
         try:
             for device in sorted({segment.device for segment in unknown}):
@@ -147,8 +154,24 @@ def facts(
         or (segments.allocator == "native" and not showable.has_all(torch, segments.all)),
         reserved_bytes=sum(int(torch.cuda.memory_reserved(device)) for device in used),
         largest_bytes=max((max(several) for several in sizes.values()), default=0),
+        stacks_bytes=sum(_stacks_bytes(torch, device) for device in used),
         hazards=tuple(hazards),
     )
+
+
+def _stacks_bytes(torch: Any, device: int) -> int:
+    """What the context on that GPU keeps for the stacks of its threads; 0 where it is told to keep more than usual."""
+    try:
+        from .cuda_driver import USUAL_STACK_BYTES, Driver
+
+        with torch.cuda.device(device):  # and back: this may be the training thread
+            kept_bytes = Driver().stack_bytes()
+    except (HegmError, ImportError) as error:
+        note(f"the stacks of GPU {device} are not known: {error}")
+        return 0
+    properties = torch.cuda.get_device_properties(device)
+    threads = int(properties.multi_processor_count) * int(getattr(properties, "max_threads_per_multi_processor", 2048))
+    return threads * kept_bytes if kept_bytes <= USUAL_STACK_BYTES else 0
 
 
 def give_back(torch: Any) -> None:

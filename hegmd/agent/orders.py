@@ -256,6 +256,8 @@ class Orders:
             raise refusal("the bytes of this process are out of it", "refill it first")
         self._require_parked("release")
         self._carrying.forget()
+        if order.restored:
+            self._carrying.note_restored()
         self._found = None
         self._resting = False
         self._wait_for(order, order.limit_s)

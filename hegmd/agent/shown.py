@@ -17,7 +17,7 @@ from ..errors import HegmError
 from ..protocol.messages import Place
 from . import cuda_state
 from .copying import round_up
-from .cuda_driver import Driver
+from .cuda_driver import USUAL_STACK_BYTES, Driver
 from .notes import note
 from .refusals import not_made, refusal
 
@@ -25,8 +25,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-# What a context keeps for the stack of each thread, unless it is told otherwise.
-USUAL_STACK_BYTES = 1024
 # Where the next storage begins in the one space in which all lie: what copies on a GPU like best.
 BORDER_BYTES = 512
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from hegmd.errors import HegmError, Refused
-from hegmd.helper.link import HelperLost, Link
+from hegmd.helper.link import DriverFailed, HelperLost, Link
 from hegmd.helper.route import Place, Route
 from hegmd.methods.base import Making, Progress, Subject
 from hegmd.methods.gpus import Gpus
@@ -33,6 +33,7 @@ ROUND_BYTES = 1 << 30
 # A helper that is lost so often at one thing will be lost again.
 _ATTEMPTS = 3
 _ALIGNED_BYTES = 512
+_OPEN_CALL = "cuIpcOpenMemHandle"
 
 
 class CopyingCarrier:
@@ -132,8 +133,18 @@ class CopyingCarrier:
             done = await route.copy(gpu, direction, report.handles, places, on_progress)
             logger.info("copied %s: %s", direction, done)
 
-        if places:
+        if not places:
+            return
+        try:
             await self._with_route(subject, copy)
+        except DriverFailed as error:
+            if error.call != _OPEN_CALL:
+                raise
+            raise Refused(
+                f"the driver lets nobody else open memory of process {subject.pid}: {error.message}",
+                "it does so with memory that it has brought back itself; ask with --carrier worker",
+                {**error.facts, "pid": subject.pid},
+            ) from error
 
     async def _with_route(self, subject: Subject, work: Callable[[Route], Awaitable[T]]) -> T:
         """Do it over the route, which is opened if it is not, and again if its helper has gone."""

@@ -181,10 +181,7 @@ class DriverMethod:
                 "see hegmctl ps; without that figure no room can be held for it",
                 {"pid": subject.pid, "gpus": [use.gpu for use in uses]},
             )
-        # An agent whose storages are out has given the stacks of its context back too, and takes them again: what was
-        # planned has them in it.
-        planned_bytes = subject.rest_bytes if subject.storage_room_bytes else 0
-        return max(sizes[0] + RESTORE_MARGIN_BYTES, planned_bytes)
+        return sizes[0] + RESTORE_MARGIN_BYTES
 
     async def _see_it_gone(self, subject: Subject) -> None:
         """What is said to be done is looked at: by the driver's state, and by NVML, which shows when memory is free."""

@@ -17,6 +17,8 @@ from hegmd.migration.wording import gigabytes
 from hegmd.pieces import CONTEXT_BYTES, whole_size
 
 PEER, HOST, WORKER = "peer", "host", "worker"
+# Carriers for which the agent shows its storages and the helper copies.
+SHOWN = frozenset((PEER, HOST))
 CARRIERS = (PEER, HOST, WORKER, BY_DRIVER)
 # With peer, storages and their copies need room for a moment; where there is not room for both, they go in rounds.
 ROUND_BYTES = 1 << 30
@@ -116,7 +118,7 @@ def _against(
         yield "its agent vouches for no storages"
     if "graphs" in told.hazards:
         yield "it has captured CUDA graphs, whose addresses have to stay"
-    if carrier in {PEER, HOST}:
+    if carrier in SHOWN:
         if not snapshot.outlived:  # the bytes would be in no place but its memory
             yield "nobody would keep the bytes if hegmd were killed: there is no store of descriptors"
         if told.expandable or told.allocator != _NATIVE:
@@ -162,6 +164,6 @@ def estimate_s(kind: str, carrier: str, size_bytes: int, rest_bytes: int, rates:
         }[carrier]
         out_s += size_bytes / speeds[0] + rates.exchange_s / 2
         in_s += size_bytes / speeds[1] + rates.exchange_s / 2
-        if kind == RESUME and carrier in {PEER, HOST}:
+        if kind == RESUME and carrier in SHOWN:
             in_s += rates.arm_s
     return (0.0 if kind == RESUME else out_s) + (0.0 if kind in (SUSPEND, CHECKPOINT) else in_s)

@@ -122,6 +122,12 @@ def rest_of(candidate: Candidate) -> int:
     return max(0, held_bytes - gone_bytes) + RESTORE_MARGIN_BYTES
 
 
+def stacks_of(candidate: Candidate) -> int:
+    """What its agent gives back of its contexts while its storages are out, where it shows these."""
+    cuda = None if candidate.agent is None else candidate.agent.cuda
+    return 0 if cuda is None else cuda.stacks_bytes
+
+
 def major_of(version: str | None) -> int | None:
     """The driver's branch; None when it is not known."""
     head = (version or "").partition(".")[0]

@@ -242,7 +242,7 @@ class Performer:
 
     async def _release(self, op: Operation, member: Member, effect: effects.Release, _: Progress) -> Event:
         worker = self._worker(member)
-        self._released[_who(member)] = await worker.give("release")
+        self._released[_who(member)] = await worker.give("release", restored=_was_restored(member))
         worker.parked = False
         return events.Released(**_ends(effect))
 
@@ -361,3 +361,8 @@ def _ends(effect: Effect) -> dict[str, Any]:
 
 def _who(member: Member) -> tuple[int, int]:
     return member.pid, member.start_ticks
+
+
+def _was_restored(member: Member) -> bool:
+    """Whether the driver has carried its storages too, and they are somewhere else now or were away."""
+    return member.method != SIMULATED and member.carrier == BY_DRIVER and member.left is not None

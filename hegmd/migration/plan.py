@@ -162,6 +162,7 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: GpuRoom, to: str |
     vouched_bytes = 0 if candidate.agent is None else candidate.agent.size_bytes or 0
     by_driver = choice.carrier == BY_DRIVER
     rest_bytes = driver_rules.rest_of(candidate) + (vouched_bytes if by_driver and candidate.agent is not None else 0)
+    stacks_bytes = driver_rules.stacks_of(candidate) if choice.carrier in carriage.SHOWN else 0
     for reason in () if stays else driver_rules.against_memory(draft.snapshot, candidate, rest_bytes):
         draft.against(*reason, pid=candidate.pid)
     draft.choices[candidate.pid] = choice
@@ -174,7 +175,8 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: GpuRoom, to: str |
             size_bytes=candidate.vram_bytes or 0 if by_driver else vouched_bytes,
             carrier="none" if stays else choice.carrier,
             method=DRIVER,
-            rest_bytes=rest_bytes,
+            rest_bytes=max(0, rest_bytes - stacks_bytes),
+            stacks_bytes=stacks_bytes,
             overlap_bytes=choice.overlap_bytes,
         )
     )
@@ -228,7 +230,7 @@ def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate) -> None
     for reason in driver_rules.against_moving(left) if left is not None and worker.left != to else ():
         if worker.method == DRIVER:
             draft.against(*reason, pid=candidate.pid, gpu=to)
-    helped = worker.carrier in {carriage.PEER, carriage.HOST}
+    helped = worker.carrier in carriage.SHOWN
     draft.choices[worker.pid] = Choice(worker.carrier, target_bytes=CONTEXT_BYTES if helped else 0)
     draft.workers.append(
         PlannedProcess(
@@ -240,6 +242,7 @@ def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate) -> None
             carrier=worker.carrier,
             method=worker.method,
             rest_bytes=worker.rest_bytes,
+            stacks_bytes=worker.stacks_bytes,
             overlap_bytes=worker.overlap_bytes,
         )
     )

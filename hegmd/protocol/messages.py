@@ -419,6 +419,9 @@ class Order(Record):
     first: int | None = field("filled: the first storage that has its bytes again, counted from 0", default=None)
     count: int | None = field("filled: how many have, from that one on", default=None)
     path: str | None = field("aside: the meeting place, a file", default=None)
+    restored: bool = field(
+        "release: the driver has brought its storages back, which cannot be shown to others from then on", default=False
+    )
 
 
 class AgentDismissed(Record):
@@ -474,6 +477,9 @@ class CudaFacts(Record):
     )
     reserved_bytes: int = field("what the allocator has of the driver, cached memory included", default=0)
     largest_bytes: int = field("bytes of the largest storage that it vouches for", default=0)
+    stacks_bytes: int = field(
+        "what its contexts keep for the stacks of their threads, and are without while storages are out", default=0
+    )
     hazards: tuple[str, ...] = field(
         "graphs: CUDA graphs were captured, so addresses must stay; nccl-p2p: live communicators that may use "
         "peer-to-peer; ipc-shared: storages are shared with another process; managed: managed memory is in use",

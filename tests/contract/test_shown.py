@@ -161,6 +161,20 @@ def asks_of_each_segment_once_until_the_thread_has_stood(state: Path) -> None:
     assert more.content() == b"more"
 
 
+def knows_that_what_the_driver_has_brought_back_cannot_be_shown_though_it_gives_handles(state: Path) -> None:
+    """On two H200 a handle was given, and opening it answered 800."""
+    job = Job()
+    showable = cuda_state.Showable()
+    assert showable.has_all(job.torch, job.segments.all)
+    showable.note_restored(job.segments.all)
+    showable.forget()
+    assert not showable.has_all(job.torch, job.segments.all)
+    job.shown.free()
+    job.shown.make(None)
+    fresh = [segment for segment in cuda_state.Segments(job.torch).all if segment not in job.segments.all]
+    assert len(fresh) == 3
+
+
 def knows_the_stream_and_the_owner_of_every_address(_state: Path) -> None:
     job = Job()
     for number, storage in enumerate(job.storages):
@@ -187,6 +201,7 @@ CASES: dict[str, Callable[[Path], None]] = {
         frees_all_and_makes_them_again_on_their_streams,
         makes_them_in_rounds_and_says_where_each_round_begins,
         says_for_how_much_its_gpu_has_no_room_and_keeps_none_of_it,
+        knows_that_what_the_driver_has_brought_back_cannot_be_shown_though_it_gives_handles,
         gives_the_stacks_of_its_context_back_and_takes_them_before_anything_else,
         leaves_the_stacks_of_a_script_that_asked_for_more,
         says_nothing_of_room_where_something_else_failed,
