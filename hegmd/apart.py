@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from hegmd.detached import run_detached
@@ -25,7 +23,7 @@ from hegmd.external import SYSTEM_PATH
 __all__ = ["Started", "start_apart"]
 
 _FIRST_FD = 256  # above whatever the program wants to open under numbers of its own
-_END_GRACE_S = 5.0
+_END_GRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +38,9 @@ class Started:
 async def start_apart(argv_for: Callable[[int], Sequence[str]], *, deadline_s: float) -> Started:
     """Start the program and wait until it says on a descriptor that it is ready, or ends.
 
-    `argv_for` gets that descriptor's number. Without either within the deadline, or on cancellation, it is killed,
-    alone: what it has started is the caller's to find. Raises ExternalError when it cannot be started.
+    `argv_for` gets that descriptor's number. Without either within the deadline, or on cancellation, it gets SIGTERM,
+    on which it has to end what it has started, and SIGKILL, alone, if it does not end. Raises ExternalError when it
+    cannot be started.
     """
     return await run_detached(
         lambda unwanted: _start(argv_for, time.monotonic() + deadline_s, unwanted),
@@ -73,11 +72,13 @@ def _start(argv_for: Callable[[int], Sequence[str]], deadline: float, unwanted: 
     if word:
         threading.Thread(target=process.wait, name=f"reaper {process.pid}", daemon=True).start()
         return Started(process.pid, word, None)
-    ended = _wait(process, min(1.0, max(0.0, deadline - time.monotonic())))
+    # Its end of the pipe is closed a moment before it has ended.
+    ended = not _is_readable(unwanted) and _wait(process, max(0.0, deadline - time.monotonic()))
     if not ended:
-        with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.terminate()
+        if not _wait(process, _END_GRACE_S):
+            process.kill()
+            process.wait()
     return Started(process.pid, b"", process.returncode if ended else None)
 
 
@@ -107,6 +108,10 @@ def _first_word(ours: int, unwanted: socket.socket, deadline: float) -> bytes:
     poll.register(unwanted, select.POLLIN)
     ready = {fd for fd, _ in poll.poll(left_ms)}
     return os.read(ours, 256) if ours in ready else b""
+
+
+def _is_readable(unwanted: socket.socket) -> bool:
+    return bool(select.select([unwanted], [], [], 0)[0])
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:

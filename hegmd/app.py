@@ -27,6 +27,7 @@ from hegmd import __version__
 from hegmd.audit import Audit
 from hegmd.audit_file import check_openable
 from hegmd.config import Config, after_reload, changes
+from hegmd.criu.program import candidates
 from hegmd.detached import run_detached
 from hegmd.devices.base import PROVIDERS, DeviceProvider
 from hegmd.devices.node_spec import Topology
@@ -35,7 +36,7 @@ from hegmd.doctor.facts import NodeFacts
 from hegmd.doctor.run import run_checks
 from hegmd.errors import TIMEOUT, HegmError
 from hegmd.events import EventLog
-from hegmd.external import find_program, start_keeper
+from hegmd.external import start_keeper
 from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.keeper.client import KeeperStore
 from hegmd.log import LogSetup, fields
@@ -107,7 +108,7 @@ def node_facts(
 
 def node_means() -> NodeMeans:
     """What there is to move processes with; looked up anew each time, since doctor's advice may have been followed."""
-    return NodeMeans(uid=os.geteuid(), criu_path=find_program("criu"))
+    return NodeMeans(uid=os.geteuid(), criu_path=next(iter(candidates()), None))
 
 
 async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:

@@ -6,18 +6,24 @@ and it is the one to end, to reap and to show what runs there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from hegmd.detached import run_detached
-from hegmd.errors import ExternalError
+from hegmd.errors import ExternalError, Refused
 from hegmd.external import SYSTEM_PATH, Completed, find_program, missing, run
 
-__all__ = ["start_unit", "stop_unit", "systemd_run"]
+__all__ = ["UnitTaken", "start_unit", "stop_unit", "systemd_run"]
 
 STOP_DEADLINE_S = 30.0
+_TAKEN = re.compile(r"[Uu]nit \S+ (?:already exists|was already loaded)")
 # For systemd itself, on a busy node.
 _SLACK_S = 5.0
+
+
+class UnitTaken(Refused):
+    """There is a unit of that name, and it is not touched."""
 
 
 async def systemd_run(argv: Sequence[str], *, deadline_s: float, path: str = SYSTEM_PATH) -> Completed:
@@ -43,7 +49,8 @@ async def start_unit(
 ) -> Completed:
     """Start a service whose program leaves others behind and ends, the main one named in `pid_file`; how that went.
 
-    The service goes on after this, until they have ended: systemd is their parent and shows them. Raises ExternalError.
+    The service goes on after this, until they have ended: systemd is their parent and shows them. Raises UnitTaken when
+    there is one of that name, and ExternalError.
     """
     program = await _program(argv[0], path)
     if program is None:
@@ -58,7 +65,10 @@ async def start_unit(
     whole = ["systemd-run", "--quiet", "--collect", f"--unit={name}", "--service-type=forking"]
     whole += [f"--description={description or name}", *_environment(path)]
     whole += [f"--property={key}={value}" for key, value in given.items()]
-    return await run([*whole, "--", program, *argv[1:]], deadline_s=deadline_s + _SLACK_S, path=path)
+    done = await run([*whole, "--", program, *argv[1:]], deadline_s=deadline_s + _SLACK_S, path=path)
+    if done.status != 0 and _TAKEN.search(done.stderr) is not None:
+        raise UnitTaken(f"there is a unit {name} already", f"see what runs in it: systemctl status {name}")
+    return done
 
 
 async def stop_unit(name: str, path: str = SYSTEM_PATH) -> None:

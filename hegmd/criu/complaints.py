@@ -76,7 +76,7 @@ _TABLE: tuple[_Row, ...] = (
         "start it without a terminal (setsid, nohup, a unit), or checkpoint what started it",
     ),
     _Row(
-        r"cg: .*(?:failed|can't|error|not found|fail)",
+        r"cg: .*(?i:fail|can't|error|not found)",
         "CRIU cannot deal with the job's control groups",
         "hegmd tells CRIU to leave them alone: see that no --manage-cgroups stands in the configuration of CRIU",
     ),
@@ -109,6 +109,11 @@ _TABLE: tuple[_Row, ...] = (
         r"Can't dump file (?P<fd>\d+) of that type \[(?P<mode>\w+)\] \((?P<what>.*)\)",
         "the job has something open that CRIU cannot dump: descriptor {fd}, {what}",
         _DUMP_AGAIN,
+    ),
+    _Row(
+        r"Can't create ghost regfile: File exists",
+        "a restore that was cut off has left a file there that it had made for a deleted one",
+        "remove the files that end in .cr.N.ghost, beside where the job's deleted files were, then restore again",
     ),
     _Row(
         r"No space left on device",

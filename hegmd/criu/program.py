@@ -20,7 +20,10 @@ __all__ = ["BESIDE", "INSTALL_STEP", "WANTED", "Candidate", "Criu", "check", "fi
 
 WANTED = (4, 1)
 BESIDE = "/usr/local/lib/hegm-criu/bin/criu"
-INSTALL_STEP = "sudo contrib/criu/install.sh (in hegmd's sources), or apt-get install criu on Debian 13 and newer"
+INSTALL_STEP = (
+    "sudo contrib/criu/install.sh (packages have it as /usr/lib/hegm/share/get-criu), or apt-get install criu on "
+    "Debian 13 and newer"
+)
 
 VERSION_DEADLINE_S = 5.0
 

@@ -1,13 +1,13 @@
 """Dumping and restoring a tree of processes: CRIU is run, outside of the daemon's sandbox, and its outcome told.
 
 Under a service manager CRIU is a transient unit, and a restored job is a unit of its own that `systemctl status` shows:
-it has the full rights of the node, which the sandbox does not. Without one, CRIU has a session of its own, and stays as
-the restored job's parent (attendant.py), so that somebody reaps it.
+it has the full rights of the node, which the sandbox does not. Without one, CRIU has a session of its own, and a
+restored job a parent of ours (attendant.py) that stays with it and reaps it.
 
 A dump is never cut off: it is waited for, also when nobody wants it any more, because CRIU works inside the job's
 processes and its end by force could come at an instruction at which they cannot do without it. After a failed dump the
-processes are looked at, and whoever was left stopped goes on. A restore may be ended at any time: the image is whole,
-and what was half made of it is ended too.
+processes are looked at, and whoever was left stopped goes on. A restore that nobody wants any more is waited for too,
+because CRIU that is cut off leaves files behind; then what it made is ended.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 
 from hegmd.apart import start_apart
 from hegmd.criu.complaints import failure
 from hegmd.criu.needs import Needs
 from hegmd.criu.orders import DUMP_LOG, RESTORE_LOG, dump_order, opened, place_of, restore_order
-from hegmd.criu.population import Population, end_all, let_go, population_of, wait_until_free
+from hegmd.criu.population import let_go, population_of, wait_until_free
 from hegmd.criu.program import Criu
 from hegmd.detached import run_detached
 from hegmd.errors import HegmError, Refused
 from hegmd.external import run
-from hegmd.units import start_unit, stop_unit, systemd_run
+from hegmd.units import UnitTaken, start_unit, stop_unit, systemd_run
 
 __all__ = ["DUMP_DEADLINE_S", "RESTORE_DEADLINE_S", "Dumped", "Revived", "dump", "restore"]
 
@@ -112,37 +113,41 @@ async def restore(
     """
     started = time.monotonic()
     await _take_numbers(needs)
-    since_ticks = _now_ticks()
     order = restore_order(criu.path, place_of(images_dir_fd), place_of(log_dir_fd), needs)
-    order += ["--log-file", RESTORE_LOG]
+    order += ["--log-file", RESTORE_LOG, "--restore-detached"]
     files = opened(needs, {key: place_of(fd) for key, fd in (outlets or {}).items()})
+    if unit_name is not None:
+        await _restore_in_unit(order, files, unit_name, description, log_dir_fd, deadline_s)
+    else:
+        begun = await start_apart(
+            lambda told: [*_PYTHON, "tend", str(told), str(needs.pids[0]), *files, "--", *order], deadline_s=deadline_s
+        )
+        if not begun.word:
+            raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", begun.status)
+    revived = await run_detached(lambda _: population_of(needs.pids), name="look at the job")
+    if needs.pids[0] not in revived.start_ticks:
+        raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", 0)
+    return Revived(needs.pids[0], revived.start_ticks, unit_name, time.monotonic() - started)
+
+
+async def _restore_in_unit(
+    order: Sequence[str], files: Sequence[str], name: str, description: str, log_dir_fd: int, deadline_s: float
+) -> None:
+    """The same in a unit of that name, which is ended again with all that is in it if that fails."""
+    pid_file = f"/run/{name}.pid"
+    argv = [*_PYTHON, "start", *files, "--", *order, "--pidfile", pid_file]
     try:
-        if unit_name is not None:
-            pid_file = f"/run/{unit_name}.pid"
-            argv = [*_PYTHON, "start", *files, "--", *order, "--restore-detached", "--pidfile", pid_file]
-            done = await start_unit(argv, unit_name, pid_file=pid_file, description=description, deadline_s=deadline_s)
-            status: int | None = done.status
-        else:
-            begun = await start_apart(
-                lambda told: [
-                    *(*_PYTHON, "start", *files, "--", *order),
-                    *("--exec-cmd", "--", *_PYTHON, "stay", str(told), str(needs.pids[0])),
-                ],
-                deadline_s=deadline_s,
-            )
-            status = 0 if begun.word else begun.status
-        if status != 0:
-            raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", status)
-        revived = await run_detached(lambda _: population_of(needs.pids), name="look at the job")
-        if needs.pids[0] not in revived.start_ticks:
-            raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", status)
+        with anyio.CancelScope(shield=True):
+            done = await start_unit(argv, name, pid_file=pid_file, description=description, deadline_s=deadline_s)
+            if done.status != 0:
+                raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", done.status)
+        await anyio.lowlevel.checkpoint()  # whoever does not want it any more is seen here
+    except UnitTaken:
+        raise  # somebody else's
     except BaseException:
         with anyio.CancelScope(shield=True):
-            if unit_name is not None:
-                await stop_unit(unit_name)
-            await run_detached(lambda _: end_half_made(needs.pids, since_ticks), name="end what was half made")
+            await stop_unit(name)
         raise
-    return Revived(needs.pids[0], revived.start_ticks, unit_name, time.monotonic() - started)
 
 
 async def _take_numbers(needs: Needs) -> None:
@@ -156,17 +161,6 @@ async def _take_numbers(needs: Needs) -> None:
             "end what has it (ps -eo pid,pgid,sid,stat,args), or restore in a fresh pid namespace: "
             "unshare --pid --fork --mount-proc",
         )
-
-
-def end_half_made(pids: Iterable[int], since_ticks: int) -> None:
-    """End what a restore that failed has left under those numbers; who was there before it is somebody else."""
-    found = population_of(pids)
-    young = {pid: ticks for pid, ticks in found.start_ticks.items() if ticks >= since_ticks}
-    end_all(Population(young, found.stopped))
-
-
-def _now_ticks() -> int:
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def _log(dir_fd: int, name: str) -> str:

@@ -19,7 +19,7 @@ from hegmd.external import ProgramMissing
 _CHECK_DEADLINE_S = 8.0
 
 _LEAST = ".".join(str(number) for number in WANTED)
-_BESIDE_STEP = "sudo contrib/criu/install.sh (in hegmd's sources)"
+_BESIDE_STEP = "sudo contrib/criu/install.sh, which packages have as /usr/lib/hegm/share/get-criu"
 _STEPS = {
     "ubuntu": "sudo add-apt-repository ppa:criu/ppa && sudo apt install criu",
     "debian": f"sudo apt install criu (Debian 13 or newer), or {_BESIDE_STEP}",

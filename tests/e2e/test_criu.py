@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
+import anyio
 import pytest
 
-from hegmd.criu import runs
+from hegmd.criu import attendant, runs
 from hegmd.criu.needs import Needs
 from hegmd.criu.population import end_all, let_go, population_of
 from hegmd.criu.tree import read_tree
@@ -14,6 +17,8 @@ from hegmd.errors import HegmError
 from tests.e2e.real_criu import criu_or_skip, directory, ended_after, ends, job, pipe, python, tell
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+ATTENDANT = Path(str(attendant.__file__))
 
 # Counts its cues into a file and onto its standard output.
 COUNTER = """
@@ -99,3 +104,91 @@ async def test_a_restore_under_numbers_that_are_taken_leaves_those_alone(tmp_pat
         assert "unshare --pid" in failed.value.hint
         tell(counter.pid)
         assert counter.line() == "0"
+
+
+# Has one of each of what needs an option or is easily lost, and on its cue looks whether all of it still works.
+RICH = """
+import fcntl, mmap, os, select, signal, socket, sys, threading
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+folder = sys.argv[1]
+gone = open(folder + "/gone", "w+"); gone.write("x" * 3_000_000); gone.flush(); os.unlink(gone.name)
+other = open(folder + "/first", "w+"); other.write("kept"); other.flush()
+os.link(other.name, folder + "/second"); os.unlink(other.name)
+locked = open(folder + "/locked", "w"); fcntl.flock(locked, fcntl.LOCK_EX)
+listening = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(listening.getsockname()); server, _ = listening.accept()
+client.sendall(b"in flight")
+left, right = socket.socketpair(); left.sendall(b"waiting")
+reader, writer = os.pipe(); os.write(writer, b"in the pipe")
+memory = mmap.mmap(-1, 1 << 20); memory[:6] = b"shared"
+polled = select.epoll(); polled.register(reader, select.EPOLLIN)
+asked, answered = threading.Event(), threading.Event()
+threading.Thread(target=lambda: (asked.wait(), answered.set()), daemon=True).start()
+child = os.fork()
+if child == 0:
+    signal.sigwait([signal.SIGUSR1])
+    memory[:6] = b"worked"
+    os._exit(3)
+print("ready", os.isatty(1), flush=True)
+signal.sigwait([signal.SIGUSR1])
+os.kill(child, signal.SIGUSR1)
+asked.set()
+gone.seek(0); other.seek(0)
+found = [
+    os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3, memory[:6] == b"worked", answered.wait(20),
+    len(gone.read()) == 3_000_000, other.read() == "kept", server.recv(9) == b"in flight", right.recv(7) == b"waiting",
+    [fd for fd, _ in polled.poll(0)] == [reader], os.read(reader, 11) == b"in the pipe",
+]
+with open(folder + "/locked") as again:
+    try:
+        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found.append(False)
+    except BlockingIOError:
+        found.append(True)
+print(all(found), found, os.isatty(1), flush=True)
+"""
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
+async def test_whatever_a_job_has_open_works_after_its_restore(terminal: bool, tmp_path: Path) -> None:
+    criu = criu_or_skip()
+    ours, theirs = os.openpty()
+    given = {"stdout": theirs, "stdin": theirs, "stderr": theirs} if terminal else {}
+    with os.fdopen(ours) as seen, job([*python(RICH), str(tmp_path)], **given) as rich:
+        os.close(theirs)
+        with directory(tmp_path / "image") as images:
+            said = seen.readline().strip() if terminal else rich.line()
+            assert said == f"ready {terminal}"
+            needs = rich.needs()
+            assert needs.reasons == ()
+            assert {"--file-locks", "--ghost-limit", "--link-remap", "--tcp-established"} <= set(needs.dump_options)
+            await runs.dump(criu, rich.pid, images, needs, leave_stopped=True, in_unit=False)
+            end_all(population_of(needs.pids))
+            rich.gone()
+            with ended_after(needs.pids), pipe() as (more, output):
+                outlets = {outlet.key: output for outlet in needs.outlets}
+                await runs.restore(criu, images, needs, log_dir_fd=images, unit_name=None, outlets=outlets)
+                tell(rich.pid)
+                assert more.readline().split()[0] == "True"
+                assert ends(rich.pid)
+
+
+async def test_an_attendant_ends_as_its_job_does_and_takes_half_made_ones_with_it(tmp_path: Path) -> None:
+    """A stand-in for CRIU leaves a child behind and succeeds, or fails, or is killed by somebody."""
+    told, tells = os.pipe()
+    child = tmp_path / "child"
+    statuses = []
+    for ending in ("exit 0", "exit 5", "kill -9 $$"):
+        text = f"(trap 'exit 9' USR1; echo $BASHPID > {child}; while :; do sleep 0.05; done) & "
+        text += f"until [ -s {child} ]; do :; done; {ending}"
+        argv = [sys.executable, "-SE", str(ATTENDANT), "tend", str(tells), "0", "--", "/bin/bash", "-c", text]
+        process = await anyio.open_process(argv, stdin=None, stdout=None, stderr=None, pass_fds=(tells,))
+        if ending == "exit 0":
+            assert os.read(told, 64) == b"restored"
+            tell(int(child.read_text()))
+        statuses.append(await process.wait())
+        assert population_of([int(child.read_text())]).start_ticks == {}
+        child.unlink()
+    os.close(told)
+    os.close(tells)
+    assert statuses == [0, 5, 137]

@@ -96,7 +96,7 @@ async def test_a_dump_that_is_cancelled_is_finished_first(tmp_path: Path) -> Non
 
 
 async def test_a_restore_that_is_cancelled_leaves_nothing_of_the_job(tmp_path: Path) -> None:
-    """The image is whole, so it can be ended at any moment: here when its first process is there."""
+    """Cut off at once, CRIU left a file that stood for a deleted one, and no restore could be had any more."""
     criu = criu_or_skip()
     with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:
         assert busy.line() == "ready"

@@ -52,6 +52,16 @@ AFTER = "(00.072246) Error (criu/cr-restore.c:2331): Restoring FAILED.\n"
             "have the script close it",
         ),
         (
+            "(00.07) Error (criu/files-reg.c:352): Can't create ghost regfile: File exists",
+            "has left a file there",
+            ".ghost",
+        ),
+        (
+            "(00.07) Error (criu/cgroup.c:741): cg: Failed walking /sys/fs/cgroup for empty cgroups",
+            "the job's control groups",
+            "--manage-cgroups",
+        ),
+        (
             "(00.07) Error (criu/image.c:112): write failed: No space left on device",
             "no room left",
             "make room",
