@@ -32,6 +32,7 @@ from hegmd.blocks import (
     Progress,
     chunks_of,
     each_chunk,
+    is_direct,
     opened,
     read_whole,
     rounded_up,
@@ -58,6 +59,15 @@ Table = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """What was written: how much is stored, the sum of the table, and whether it went past the page cache."""
+
+    stored_bytes: int
+    sum: str
+    direct: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ByteFile:
     """A file in that folder: its name, and the mark that ties it to its image."""
 
@@ -65,8 +75,8 @@ class ByteFile:
     name: str
     mark: str
 
-    def write(self, memory_fd: int, size_bytes: int, progress: Progress) -> tuple[int, str]:
-        """Have the memory's first bytes in a new file, synced; how many are stored, and the sum of its table.
+    def write(self, memory_fd: int, size_bytes: int, progress: Progress) -> Written:
+        """Have the memory's first bytes in a new file, synced.
 
         Raises HegmError and OSError; the file is the caller's to take away.
         """
@@ -83,7 +93,8 @@ class ByteFile:
             packed = b"".join(_ENTRY.pack(*entry) for entry in table)
             self._write_ends(file, size_bytes, packed)
             os.fsync(file)
-        return sum(stored for stored, _ in table), hashlib.sha256(packed).hexdigest()
+            direct = is_direct(file)
+        return Written(sum(stored for stored, _ in table), hashlib.sha256(packed).hexdigest(), direct)
 
     def read(self, size_bytes: int, table_sum: str, memory_fd: int, progress: Progress) -> None:
         """Have the bytes in that memory, every chunk found right. Raises HegmError and OSError."""

@@ -108,8 +108,8 @@ class Work:
         name, size_bytes = str(request.args["name"]), int(request.args["size_bytes"])
         with self._busy(), told(self.folder.path, "written"):
             file = self.folder.byte_file(name, str(request.args["id"]))
-            stored_bytes, total = file.write(memory_fd, size_bytes, self._wanted(progress_of(request)))
-        return Answer({"stored_bytes": stored_bytes, "sum": total})
+            written = file.write(memory_fd, size_bytes, self._wanted(progress_of(request)))
+        return Answer({"stored_bytes": written.stored_bytes, "sum": written.sum, "direct": written.direct})
 
     def take(self, request: Request) -> Answer:
         """CRIU's files, as descriptors, into the image."""

@@ -14,6 +14,7 @@ Belongs to the event loop. `Images.run` has to be running. Whoever has a Lent or
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import secrets
@@ -35,6 +36,8 @@ from hegmd.image.hands import Hand, Hands
 from hegmd.image.seal import KEY_NAME, Key, load_key, read_manifest, written
 from hegmd.protocol.images import ImageFile, Manifest
 from hegmd.protocol.record import as_list
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int], object]
 
@@ -124,6 +127,8 @@ class Lent:
         args = {"name": name, "size_bytes": size_bytes, "id": self.id}
         answer = await self._hand.call("write", args, fds=[piece_fd], on_progress=_so_far(on_progress))
         stored_bytes, total = int(answer.values["stored_bytes"]), str(answer.values["sum"])
+        if not answer.values["direct"]:
+            logger.info("%s is written by the page cache: its file system takes no O_DIRECT", self.path)
         self._byte_files[name] = ImageFile(name=name, size_bytes=size_bytes, stored_bytes=stored_bytes, sum=total)
 
     async def finish(self, manifest: Manifest, on_progress: Progress = ignore) -> Manifest:

@@ -37,10 +37,12 @@ def built(
                 with open(os.open(name, os.O_WRONLY | os.O_CREAT, 0o666, dir_fd=folder.criu_fd), "wb") as file:
                     file.write(content)
             file_of_bytes = folder.byte_file("4711.0", manifest.id)
-            stored_bytes, total = file_of_bytes.write(memory, size_bytes, ignore)
+            stored = file_of_bytes.write(memory, size_bytes, ignore)
             manifest = manifest.replace(
                 criu_files=tuple(folder.sum_criu_files(ignore)),
-                byte_files=(ImageFile(name="4711.0", size_bytes=size_bytes, stored_bytes=stored_bytes, sum=total),),
+                byte_files=(
+                    ImageFile(name="4711.0", size_bytes=size_bytes, stored_bytes=stored.stored_bytes, sum=stored.sum),
+                ),
             )
             text = written(manifest)
             folder.publish(text, sealed(text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 from pathlib import Path
@@ -46,6 +47,25 @@ def test_bytes_of_any_length_come_back(tmp_path: Path, size_bytes: int, byte: by
         folder.byte_file(file.name, manifest.id).read(size_bytes, file.sum, fd, ignore)
     assert os.pread(fd, size_bytes + 1, 0) == byte * size_bytes + b"\xff"
     os.close(fd)
+
+
+def test_huge_pages_which_know_no_write_are_read_into(tmp_path: Path) -> None:
+    size_bytes, page_bytes = (2 << 20) + 5, 2 << 20
+    memory = os.memfd_create("huge", os.MFD_HUGETLB | os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(memory, 2 * page_bytes)
+        try:
+            mmap.mmap(memory, 2 * page_bytes).close()
+        except OSError:
+            pytest.skip("the node has no two huge pages to spare")
+        data = os.urandom(size_bytes)
+        manifest = built(tmp_path / "image", data, size_bytes=size_bytes)
+        (file,) = manifest.byte_files
+        with find(str(tmp_path / "image")) as folder:
+            folder.byte_file(file.name, manifest.id).read(size_bytes, file.sum, memory, ignore)
+        assert os.pread(memory, size_bytes, 0) == data
+    finally:
+        os.close(memory)
 
 
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
