@@ -56,7 +56,7 @@ async def _measured(name: str, folder: Path) -> list[Row]:
         images = Images(_made(folder / "state"), in_unit=False)
         await tasks.start(images.run)
         for _ in range(ROUNDS):
-            took("dd", await anyio.to_thread.run_sync(_dd_s, folder))
+            took("dd", await anyio.to_thread.run_sync(_dd_s, folder, memory))
             await _one_round(images, str(folder / "image"), (memory, into, zeros), took)
         tasks.cancel_scope.cancel()
     for fd in (memory, into, zeros):
@@ -118,9 +118,17 @@ def _memory(*, random: bool) -> int:
     return fd
 
 
-def _dd_s(folder: Path) -> float:
+def _dd_s(folder: Path, memory: int) -> float:
+    """From the same memory: zeros are something else to a virtual disk."""
     target = folder / "dd"
-    argv = ["dd", "if=/dev/zero", f"of={target}", "bs=8M", f"count={SIZE_BYTES >> 23}", "conv=fsync"]
+    argv = [
+        "dd",
+        f"if=/proc/{os.getpid()}/fd/{memory}",
+        f"of={target}",
+        "bs=8M",
+        f"count={SIZE_BYTES >> 23}",
+        "conv=fsync",
+    ]
     for flags in (["oflag=direct"], []):  # a tmpfs of older kernels knows no O_DIRECT
         done = subprocess.run(
             [*argv, *flags],
