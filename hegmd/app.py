@@ -41,7 +41,7 @@ from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.keeper.client import KeeperStore
 from hegmd.log import LogSetup, fields
 from hegmd.metrics import Build, Counters, Tallies, read_own_process, render
-from hegmd.moving import Moving
+from hegmd.moving import ImageMeans, Moving
 from hegmd.pool import Keep, Pool
 from hegmd.pool_places import Place, find_places
 from hegmd.processes import ProcessTable
@@ -67,6 +67,8 @@ logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "hegmd"  # FileDescriptorName= in hegmd.socket
 GOODBYE_S = 3.0
+# Where systemd is the node's own manager, as sd_booted(3) has it: it alone starts units, whoever told us to say ready.
+SYSTEMD_RUNS = "/run/systemd/system"
 # How long a daemon that was started for a job waits for the next one before it ends.
 LINGER_S = 2.0
 READ_CONFIG_S = 5.0
@@ -357,6 +359,12 @@ class App:
             start_ticks=start_ticks_of,
             spill=self._config.pool.spill,
             still_s=self._config.neighbours.still_s,
+            images_by=ImageMeans(
+                self._config.daemon.socket,
+                in_unit=self._manager.present and os.path.isdir(SYSTEMD_RUNS),
+                criu=self._config.images.criu,
+                key_file=self._config.images.key_file,
+            ),
         )
 
     def _simulator(self) -> SimulatedProvider | None:
@@ -376,6 +384,7 @@ class App:
             workers=self._workers,
             operations=self._moving.operations,
             sequences=self._moving.sequences,
+            checkpoints=self._moving.checkpoints,
             strays=self._moving.strays,
             simulator=self._simulator(),
             limits=Limits(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight),

@@ -6,20 +6,29 @@ attends) and on the way down. Holds no rule of its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.abc
 import anyio.to_thread
 
 from hegmd.attendance import Attendance
+from hegmd.checkpoints import Checkpoints
+from hegmd.criu.program import Criu, find, rights_missing
 from hegmd.devices.simulated import SimulatedProvider
 from hegmd.driver_strays import DriverStrays
+from hegmd.errors import Bug
 from hegmd.events import EventLog
+from hegmd.handoff import Handoff
 from hegmd.helper.link import Link
+from hegmd.image.images import Images
 from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.lookout import Lookout
+from hegmd.meeting import MeetingPlaces
 from hegmd.methods.base import Carrier, Method
 from hegmd.methods.driver import DriverCarrier, DriverMethod, is_stopped
 from hegmd.methods.gpus import Gpus
@@ -31,16 +40,28 @@ from hegmd.methods.worker import WorkerCarrier
 from hegmd.migration.course import TERMINAL
 from hegmd.migration.performer import Performer
 from hegmd.migration.runner import Runner, rooms_to_restore
-from hegmd.operations import Operations
+from hegmd.operations import Operations, refusal
 from hegmd.pool import Keep, Key, Pool
 from hegmd.pool_found import find_pieces
 from hegmd.protocol.snapshots import Gpu
 from hegmd.resting import ASKED, Resting
+from hegmd.reviving import Reviving
 from hegmd.rooms import Rooms
 from hegmd.sequences import Sequences
 from hegmd.strays import DistrustedStrays, PieceStrays, Source, StandingStrays, Strays, VideoStrays
 from hegmd.vram import VideoMemory
 from hegmd.workers import Workers
+
+
+@dataclass(frozen=True, slots=True)
+class ImageMeans:
+    """What images of jobs are made with: where agents are met, a CRIU and a key if others than the usual are wanted."""
+
+    socket_path: Path
+    #: Whether the service manager can be asked for units, outside of the daemon's own.
+    in_unit: bool = False
+    criu: Path | None = None
+    key_file: Path | None = None
 
 
 class Moving:
@@ -58,7 +79,10 @@ class Moving:
         start_ticks: Callable[[int], int | None],
         spill: str = ASKED,
         still_s: float = STILL_S,
+        images_by: ImageMeans | None = None,
     ) -> None:
+        self._state_dir = state_dir
+        self._images_by = images_by or ImageMeans(state_dir / "hegmd.sock")
         self._workers = workers
         self._start_ticks = start_ticks
         self._inventory = inventory
@@ -70,20 +94,19 @@ class Moving:
             self.helper, state_dir, start_ticks=start_ticks, is_stopped=is_stopped, still_s=still_s
         )
         methods, carriers = self._means(simulated=simulator is not None)
-        performer = Performer(workers, methods, carriers, start_ticks=start_ticks)
+        handoff, self._reviving = self._make_imaging(simulated=simulator is not None)
+        performer = Performer(workers, methods, carriers, start_ticks=start_ticks, imager=handoff)
         self.runner = Runner(state_dir, performer, events)
         self.attendance = Attendance(
             workers,
             self.rooms,
-            in_hand=lambda pid: self.runner.of_process(pid) is not None,
+            in_hand=self._is_in_hand,
             last_place=self.runner.last_place,
             out_bytes=self.runner.held_bytes,
             changed=inventory.expire,
         )
         self._by_driver = self._driver_strays() if simulator is None else None
-        self._standing = StandingStrays(
-            workers, lambda pid: self.runner.of_process(pid) is not None, by_driver=self._by_driver
-        )
+        self._standing = StandingStrays(workers, self._is_in_hand, by_driver=self._by_driver)
         self._distrusted = DistrustedStrays()
         self.strays = self._make_strays(events)
         self.resting = Resting(workers, pool, self.runner, events, when=spill)
@@ -101,6 +124,7 @@ class Moving:
             inventory, workers, lookout, self.runner, pool=pool, resting=self.resting, standing=self._standing
         )
         self.sequences = Sequences(lookout, self.operations)
+        self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving)
         for listener in (self.attendance.hear, self.runner.hear, self.resting.hear, self.strays.hear):
             workers.listen(listener)
 
@@ -141,6 +165,31 @@ class Moving:
             asking, self._neighbours, self._look, is_taken=is_taken, own_pids=lambda: (self.helper.pid, asking.pid)
         )
 
+    def _make_imaging(self, *, simulated: bool) -> tuple[Handoff, Reviving]:
+        """Who hands jobs over to images, and who brings them back."""
+        self._images: Images | None = None
+        self.places = MeetingPlaces(self._images_by.socket_path)
+        parts = (self._opened_images, self.places, self._workers, self.pool)
+        by: dict[str, Any] = {"criu": self._criu, "look": self._look, "in_unit": self._images_by.in_unit}
+        return Handoff(*parts, **by), Reviving(*parts, **by, simulated=simulated)
+
+    def _is_in_hand(self, pid: int) -> bool:
+        """Whether an operation has that process, or is about to."""
+        return self.runner.of_process(pid) is not None or self._reviving.is_coming(pid)
+
+    def _opened_images(self) -> Images:
+        if self._images is None:
+            raise Bug("images are asked for before the state directory is open")
+        return self._images
+
+    async def _criu(self) -> Criu:
+        """The CRIU to use, looked for anew each time: doctor's advice may have been followed. Raises HegmError."""
+        missing, criu = rights_missing(os.geteuid()), self._images_by.criu
+        found = (missing,) if missing is not None else await find(None if criu is None else str(criu))
+        if isinstance(found, Criu):
+            return found
+        raise refusal(found)
+
     async def _look(self) -> NodeSnapshot:
         """What is done to real processes rests on what is so now."""
         self._inventory.expire()
@@ -164,6 +213,8 @@ class Moving:
         A simulated driver forgets with the daemon what was held on its GPUs. Bytes that no operation owns are kept.
         """
         await anyio.to_thread.run_sync(self.runner.open)
+        self._images = Images(self._state_dir, in_unit=self._images_by.in_unit, key_file=self._images_by.key_file)
+        self.places.open()
         findings = await find_pieces(self.pool.keep, self.memory.adopt)
         self.pool.enter(findings.pieces, self._owned)
         self._distrusted.found = findings.distrusted
@@ -197,6 +248,7 @@ class Moving:
                 async with anyio.create_task_group() as inner:
                     inner.start_soon(self._neighbours.run)
                     await inner.start(self._workers.run)
+                    await inner.start(self._opened_images().run)
                     await inner.start(self.runner.run)
                     await inner.start(self.resting.run)
                     await inner.start(self.sequences.run)

@@ -19,7 +19,7 @@ from hegmd.migration import events
 from hegmd.migration.adoption import adopted, adopted_of_driver
 from hegmd.migration.candidates import Candidate, Plan, Request, Snapshot
 from hegmd.migration.course import SUSPENDED
-from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits, Operation
+from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Handoff, Limits, Operation
 from hegmd.migration.plan import planned, planned_resume
 from hegmd.migration.runner import Runner
 from hegmd.pool import Key, Pool
@@ -180,6 +180,10 @@ class Operations:
         await self._claim_for(op)
         return await self._go_on(op.id, plan, asked)
 
+    async def go_on_with(self, op: Operation, plan: Plan, asked: Asked) -> Answer:
+        """Have a suspended operation resumed by a plan that was made before it began. Raises HegmError."""
+        return await self._go_on(op.id, plan, asked)
+
     async def _plan_resume(self, op: Operation, to: str | None, *unlisted: Candidate) -> Plan:
         snapshot = await self._lookout.snapshot([])
         listed = {candidate.pid for candidate in snapshot.candidates}
@@ -212,8 +216,10 @@ class Operations:
         snapshot = await self._lookout.snapshot(request.pids)
         return await self.carry_out(plan_or_raise(planned(snapshot, request)), snapshot, asked, spill=spill)
 
-    async def carry_out(self, plan: Plan, snapshot: Snapshot, asked: Asked, *, spill: bool = False) -> Answer:
-        """Have a plan of a migration or a suspension carried out that was just made from that snapshot."""
+    async def carry_out(
+        self, plan: Plan, snapshot: Snapshot, asked: Asked, *, spill: bool = False, handoff: Handoff | None = None
+    ) -> Answer:
+        """Have a plan of anything but a resume carried out that was just made from that snapshot."""
         self.check(asked, [worker.pid for worker in plan.workers])
         if asked.dry_run:
             return Answer(None, told_plan(plan))
@@ -223,7 +229,7 @@ class Operations:
             self._refuse_if_taken(worker.pid)
         op_id = self.runner.next_id()
         op = plan.operation(op_id, snapshot.candidates, chips, limits=limits, utc=self._utc())
-        await self.runner.begin(op.replace(spill=spill))
+        await self.runner.begin(op.replace(spill=spill, handoff=handoff))
         self._resting.watch(op_id)
         return await self._outcome(op_id, plan, asked)
 

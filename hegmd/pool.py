@@ -99,6 +99,13 @@ class Pool:
         piece = self._held.get(key)
         return 0 if piece is None else piece.usable_bytes
 
+    def outlives(self, key: Key) -> bool:
+        """Whether that owner's bytes are anywhere that the daemon's end leaves alone."""
+        piece = self._held.get(key)
+        if piece is None:
+            return False
+        return piece.memory is None or piece.memory.place is not None or self.keep.store is not None
+
     def by_owner(self) -> Mapping[Key, Piece]:
         """Every piece that has an owner."""
         return dict(self._held)

@@ -418,6 +418,12 @@ class ImagesSettings:
         "The key that signs images, to be shared by nodes that restore one another's; \"\" for one of this node's own.",
         reloads=False,
     )
+    criu: Path | None = setting(
+        PathName(optional=True),
+        "",
+        'The CRIU to use; "" for the system\'s own, or the one that contrib/criu/install.sh has unpacked.',
+        reloads=False,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

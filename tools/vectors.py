@@ -85,6 +85,8 @@ def message_vectors() -> Iterator[dict[str, Any]]:
         m.Migrate(pids=(4711,), to="gpu1", limit_s=60.0),
         m.Suspend(pids=(4711, 4712), dry_run=True),
         m.Resume(pid=4711),
+        m.Checkpoint(pid=4711, path="/images/train", leave_running=True),
+        m.Restore(path="/images/train", to="gpu1"),
         m.Drain(gpu="gpu0", to=("gpu1",)),
         m.Swap(first=4711, second=4720),
         m.Operations(),

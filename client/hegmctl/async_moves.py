@@ -64,6 +64,43 @@ class AsyncMoves:
         request = m.Resume(pid=pid, to=to, wait=wait, dry_run=dry_run)
         return await self.converse(request, OperationProgress, m.OperationReply, on_progress)
 
+    async def checkpoint(
+        self,
+        pid: int,
+        path: str,
+        *,
+        leave_running: bool = False,
+        on_progress: OnProgress = None,
+        wait: bool = True,
+        dry_run: bool = False,
+        limit_s: float | None = None,
+        carrier: str | None = None,
+    ) -> m.OperationReply:
+        """Write a job into an image at that absolute path, then end it, or let it go on."""
+        request = m.Checkpoint(
+            pid=pid,
+            path=path,
+            leave_running=leave_running,
+            wait=wait,
+            dry_run=dry_run,
+            limit_s=limit_s,
+            carrier=carrier,
+        )
+        return await self.converse(request, OperationProgress, m.OperationReply, on_progress)
+
+    async def restore(
+        self,
+        path: str,
+        to: str | None = None,
+        *,
+        on_progress: OnProgress = None,
+        wait: bool = True,
+        dry_run: bool = False,
+    ) -> m.OperationReply:
+        """Bring a job back from the image at that absolute path, where it was or on another GPU."""
+        request = m.Restore(path=path, to=to, wait=wait, dry_run=dry_run)
+        return await self.converse(request, OperationProgress, m.OperationReply, on_progress)
+
     async def drain(
         self,
         gpu: str,

@@ -2,6 +2,8 @@
 
 What a command needs beyond the connection it imports itself, so that no command pays for another. Errors are not
 handled here: they go up to `cli`, which tells the user and knows the exit status of each.
+
+Longer than 400 lines because it is one list of commands, most of them a call of what does the work.
 """
 
 from __future__ import annotations
@@ -261,6 +263,20 @@ def resume(session: Session) -> int:
     return operating.resume(session)
 
 
+def checkpoint(session: Session) -> int:
+    """`hegmctl checkpoint`."""
+    from hegmctl import imaging
+
+    return imaging.checkpoint(session)
+
+
+def restore(session: Session) -> int:
+    """`hegmctl restore`."""
+    from hegmctl import imaging
+
+    return imaging.restore(session)
+
+
 def drain(session: Session) -> int:
     """`hegmctl drain`."""
     from hegmctl import operating
@@ -382,6 +398,8 @@ COMMANDS: dict[str, Command] = {
     "migrate": migrate,
     "suspend": suspend,
     "resume": resume,
+    "checkpoint": checkpoint,
+    "restore": restore,
     "drain": drain,
     "swap": swap,
     "ops": ops,

@@ -14,7 +14,7 @@ _NEEDED_START = {
 }
 
 # What these begin is in the daemon's journal.
-_BEGINS = frozenset(("migrate", "suspend", "resume", "drain", "swap", "adopt"))
+_BEGINS = frozenset(("migrate", "suspend", "resume", "drain", "swap", "adopt", "checkpoint"))
 
 
 def silent(path: str, what: str, timeout_s: float | None) -> HegmError:

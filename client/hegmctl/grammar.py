@@ -339,6 +339,47 @@ _VERBS = (
         examples=(("hegmctl resume 4711 --to gpu1", "let it go on, on gpu1"),),
     ),
     Verb(
+        "checkpoint",
+        "write a running job into an image on disk",
+        "Stops the job between two batches, writes its processes and the bytes that it had on GPUs into DIR, reads all "
+        "of it back, and then ends the job. The image is written with the caller's own rights and is the caller's; it "
+        "holds all memory of the job. Whatever fails, the job goes on where it was. `restore` brings it back, also "
+        "after a reboot, or on another node with the same chip and the same files.",
+        options=(
+            Option("--leave-running", doc="let the job go on after it, instead of ending it"),
+            _CARRIER,
+            _DRY_RUN,
+            _WAIT,
+            _NO_WAIT,
+        ),
+        arguments=(
+            Argument("PID", kind=PID, complete=PIDS, doc="a process of the job"),
+            Argument("DIR", complete=FILES, doc="the directory that the image is to have; it must not be there yet"),
+        ),
+        examples=(
+            ("hegmctl checkpoint 4711 /images/train", "have job 4711 on disk, and its GPU free"),
+            ("hegmctl checkpoint --leave-running 4711 /images/train", "and let it go on"),
+        ),
+    ),
+    Verb(
+        "restore",
+        "bring a job back from an image",
+        "Reads the image, has CRIU make the processes again, under the numbers that they had, and puts their bytes "
+        "back; done means that the next batch was seen. What fails before the processes are there leaves nothing but "
+        "the image; after that it leaves a suspended job, which `resume` brings back.",
+        options=(
+            Option("--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go on at; else where it was"),
+            Option(
+                "--truncate-outputs",
+                doc="cut files that have grown since back to where the job was, with the caller's rights",
+            ),
+            _DRY_RUN,
+            _NO_WAIT,
+        ),
+        arguments=(Argument("DIR", complete=FILES, doc="the image"),),
+        examples=(("hegmctl restore /images/train --to gpu1", "let it go on, on gpu1"),),
+    ),
+    Verb(
         "drain",
         "move everything off a GPU",
         "One job after the other, each to a GPU that takes it, with a summary at the end. Only processes on that GPU "

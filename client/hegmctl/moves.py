@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from hegmd.protocol.messages import (
     CancelOperation,
+    Checkpoint,
     Drain,
     Drained,
     Migrate,
@@ -16,6 +17,7 @@ from hegmd.protocol.messages import (
     Operations,
     OperationsReply,
     Request,
+    Restore,
     Resume,
     Story,
     StoryReply,
@@ -78,6 +80,43 @@ class Moves:
     ) -> OperationReply:
         """Let a suspended job go on, where it was or on another GPU."""
         return self._watch(Resume(pid=pid, to=to, wait=wait, dry_run=dry_run), OperationReply, on_progress)
+
+    def checkpoint(
+        self,
+        pid: int,
+        path: str,
+        *,
+        leave_running: bool = False,
+        on_progress: OnProgress = None,
+        wait: bool = True,
+        dry_run: bool = False,
+        limit_s: float | None = None,
+        carrier: str | None = None,
+    ) -> OperationReply:
+        """Write a job into an image at that absolute path, then end it, or let it go on."""
+        request = Checkpoint(
+            pid=pid,
+            path=path,
+            leave_running=leave_running,
+            wait=wait,
+            dry_run=dry_run,
+            limit_s=limit_s,
+            carrier=carrier,
+        )
+        return self._watch(request, OperationReply, on_progress)
+
+    def restore(
+        self,
+        path: str,
+        to: str | None = None,
+        *,
+        on_progress: OnProgress = None,
+        wait: bool = True,
+        dry_run: bool = False,
+    ) -> OperationReply:
+        """Bring a job back from the image at that absolute path, where it was or on another GPU."""
+        request = Restore(path=path, to=to, wait=wait, dry_run=dry_run)
+        return self._watch(request, OperationReply, on_progress)
 
     def drain(
         self,

@@ -65,7 +65,7 @@ def migrate(session: Session) -> int:
         dry_run=arguments.flag("dry-run"),
         carrier=arguments.text("carrier"),
     )
-    return _run_one(session, request)
+    return run_one(session, request)
 
 
 def suspend(session: Session) -> int:
@@ -79,7 +79,7 @@ def suspend(session: Session) -> int:
         carrier=arguments.text("carrier"),
         spill=arguments.flag("spill"),
     )
-    return _run_one(session, request)
+    return run_one(session, request)
 
 
 def resume(session: Session) -> int:
@@ -91,7 +91,7 @@ def resume(session: Session) -> int:
         wait=not arguments.flag("no-wait"),
         dry_run=arguments.flag("dry-run"),
     )
-    return _run_one(session, request)
+    return run_one(session, request)
 
 
 def adopt(session: Session) -> int:
@@ -109,7 +109,7 @@ def adopt(session: Session) -> int:
             wait=not arguments.flag("no-wait"),
             dry_run=arguments.flag("dry-run"),
         )
-        return _run_one(session, request)
+        return run_one(session, request)
     with session.connect() as connection:
         reply = connection.call(Strays(), StraysReply)
     session.sink.answer(reply, strays_text)
@@ -184,7 +184,8 @@ def _pids(session: Session) -> tuple[int, ...]:
     return pids
 
 
-def _run_one(session: Session, request: Request) -> int:
+def run_one(session: Session, request: Request) -> int:
+    """Have one operation, show how it comes on and how it ended; the exit status."""
     with session.connect() as connection:
         reply = _watch(session, connection, request, OperationReply)
     if reply.operation is None:

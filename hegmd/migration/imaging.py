@@ -27,6 +27,6 @@ class Imager(Protocol):
         """See that the image is whole that was begun. Raises HegmError if not; what there was of it is gone then."""
         ...
 
-    async def end(self, member: Member) -> None:
-        """End a process that is in an image, and wait until it has ended. Raises HegmError."""
+    async def end(self, op: Operation, member: Member) -> None:
+        """End a process that is in an image, and all that belong to it; wait until they have. Raises HegmError."""
         ...

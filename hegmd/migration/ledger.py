@@ -40,6 +40,7 @@ class Ledger:
         self._histories: dict[str, History] = {}
         #: Operations whose first record is not on disk yet: a journal that is written anew must not have them already.
         self._opening: set[str] = set()
+        self._reserved = 0
         self._writing = anyio.Lock()
         self._told_of_trouble = False
 
@@ -75,7 +76,14 @@ class Ledger:
 
     def next_id(self) -> str:
         """An id that no operation here has."""
-        return str(1 + max((int(op_id) for op_id in self._histories if op_id.isdigit()), default=0))
+        known = (int(op_id) for op_id in self._histories if op_id.isdigit())
+        return str(1 + max(known, default=0) if not self._reserved else 1 + max(self._reserved, *known))
+
+    def reserve_id(self) -> str:
+        """An id for an operation that is made later; what is held for it until then is held under that id."""
+        op_id = self.next_id()
+        self._reserved = int(op_id)
+        return op_id
 
     async def enter(self, history: History, record: bytes) -> None:
         """Write a new operation's first record, and have room for more. Raises HegmError; it is not known then.

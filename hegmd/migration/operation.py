@@ -64,6 +64,8 @@ class Handoff(Record):
     uid: int = field("with whose rights it is written")
     gid: int = field("the group of these rights")
     groups: tuple[int, ...] = field("the other groups", default=())
+    root_pid: int = field("the process that is taken with all that descend from it", default=0)
+    root_ticks: int = field("its start time in clock ticks since boot", default=0)
     leave_running: bool = field("whether the job goes on after it; otherwise it ends", default=False)
     begun: bool = field("whether anything may have been written", default=False)
     whole: bool = field("whether the image has its name, and was read back", default=False)

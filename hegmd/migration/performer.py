@@ -218,7 +218,7 @@ class Performer:
         return events.Dumped(**_ends(effect))
 
     async def _end(self, op: Operation, member: Member, effect: effects.End, _: Progress) -> Event:
-        await self._imager_for(member).end(member)
+        await self._imager_for(member).end(op, member)
         return events.Ended(**_ends(effect))
 
     async def _restore(self, op: Operation, member: Member, effect: effects.Restore, tell: Progress) -> Event:

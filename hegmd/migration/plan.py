@@ -4,7 +4,8 @@ Owns the questions that are asked before anything is done, and the words of the 
 thing run the same code on the same snapshot, so they say the same. It promises nothing: room and pool are only looked
 at here and taken by the machine, which turns back when somebody was quicker. Who may ask is decided elsewhere, before.
 
-All reasons are given at once, each with the next step, so that nobody has to find them out one at a time.
+All reasons are given at once, each with the next step, so that nobody has to find them out one at a time. Longer than
+400 lines because the questions share one draft, and are to be read in the order in which they are asked.
 """
 
 from __future__ import annotations

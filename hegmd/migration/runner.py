@@ -138,6 +138,10 @@ class Runner:
         """An id that no operation in the journal has."""
         return self._ledger.next_id()
 
+    def reserve_id(self) -> str:
+        """The same, for an operation that begins later; nobody else gets it before the daemon ends."""
+        return self._ledger.reserve_id()
+
     async def begin(self, op: Operation) -> None:
         """Put an operation in the journal and start it. Raises HegmError; nothing has been done then."""
         utc = self._utc()

@@ -291,6 +291,39 @@ class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgre
     spill: bool = field("whether their bytes are to go to disk", default=False)
 
 
+class Checkpoint(Request, op="checkpoint", reply=OperationReply, event=OperationProgress, changes_state=True):
+    """Write a running job into an image, between two of its batches: its processes and the bytes that it had on GPUs.
+
+    The job ends then, once the image was read back; with `leave_running` it goes on instead, as whenever that fails.
+    For the owner of all its processes, and for root: an image holds their memory.
+    """
+
+    pid: int = field("one of its processes; the others come along")
+    path: str = field("the directory that the image is to have, absolute; written with the caller's rights")
+    leave_running: bool = field("whether the job is to go on after it", default=False)
+    limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
+    wait: bool = field("whether to wait for the end", default=True)
+    dry_run: bool = field("whether only the plan is wanted", default=False)
+    carrier: str | None = field("host, worker or driver, where the choice is not hegmd's", default=None)
+
+
+class Restore(Request, op="restore", reply=OperationReply, event=OperationProgress, changes_state=True):
+    """Bring a job back from an image, with its process ids, and let it go on from its next batch.
+
+    For the owner of an image that this node, or one with the same key, has made; and for root. What fails before its
+    processes are there leaves nothing but the image; what fails after it leaves a suspended job. Of files that the job
+    has open and that are longer than they were, a refusal's facts name path and former size, as `grown`.
+    """
+
+    path: str = field("the image's directory, absolute; read with the caller's rights")
+    to: str | None = field("the GPU to go on at; nil for where it was", default=None)
+    as_then: bool = field(
+        "whether to refuse it as well when files are longer to which the job only appends", default=False
+    )
+    wait: bool = field("whether to wait for the end", default=True)
+    dry_run: bool = field("whether only the plan is wanted", default=False)
+
+
 class Resume(Request, op="resume", reply=OperationReply, event=OperationProgress, changes_state=True):
     """Let a suspended job go on."""
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from hegmd import __version__
+from hegmd.checkpoints import Checkpoints
 from hegmd.devices.simulated import SimulatedProvider
 from hegmd.errors import INCOMPATIBLE, NOT_FOUND, HegmError
 from hegmd.events import EventLog, require_kinds
@@ -36,6 +37,7 @@ class Services:
     workers: Workers
     operations: Operations
     sequences: Sequences
+    checkpoints: Checkpoints
     strays: Strays
     simulator: SimulatedProvider | None
     limits: m.Limits
@@ -67,7 +69,9 @@ class Handlers:
             m.SimulateFault: self.simulate_fault,
             m.AgentAttend: self.agent_attend,
             m.AgentReport: self.agent_report,
-            **OperationHandlers(self._s.policy, self._s.operations, self._s.sequences, self._s.strays).table(),
+            **OperationHandlers(
+                self._s.policy, self._s.operations, self._s.sequences, self._s.checkpoints, self._s.strays
+            ).table(),
         }
 
     async def hello(self, call: Call, hello: m.Hello) -> m.Welcome:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hegmd.checkpoints import Checkpoints
+from hegmd.external import Rights
 from hegmd.operations import Answer, Asked, Operations
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import StoryLine
@@ -22,7 +24,15 @@ STRAYS_S = 20.0
 class OperationHandlers:
     """One method per message."""
 
-    def __init__(self, policy: Policy, operations: Operations, sequences: Sequences, strays: Strays) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        operations: Operations,
+        sequences: Sequences,
+        checkpoints: Checkpoints,
+        strays: Strays,
+    ) -> None:
+        self._checkpoints = checkpoints
         self._policy = policy
         self._operations = operations
         self._sequences = sequences
@@ -34,6 +44,8 @@ class OperationHandlers:
             m.Migrate: self.migrate,
             m.Suspend: self.suspend,
             m.Resume: self.resume,
+            m.Checkpoint: self.checkpoint,
+            m.Restore: self.restore,
             m.Drain: self.drain,
             m.Swap: self.swap,
             m.Operations: self.operations,
@@ -57,6 +69,20 @@ class OperationHandlers:
     async def resume(self, call: Call, request: m.Resume) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run)
         return _reply(await self._operations.resume(request.pid, request.to, asked))
+
+    async def checkpoint(self, call: Call, request: m.Checkpoint) -> m.OperationReply:
+        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        asked = replace(asked, carrier=request.carrier)
+        rights = _rights(call)
+        answer = await self._checkpoints.checkpoint(
+            request.pid, request.path, rights, asked, leave_running=request.leave_running
+        )
+        return _reply(answer)
+
+    async def restore(self, call: Call, request: m.Restore) -> m.OperationReply:
+        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run)
+        rights = _rights(call)
+        return _reply(await self._checkpoints.restore(request.path, request.to, rights, asked, as_then=request.as_then))
 
     async def drain(self, call: Call, request: m.Drain) -> m.Drained:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
@@ -100,6 +126,12 @@ class OperationHandlers:
 
         by = f"uid {call.peer.uid} (pid {call.peer.pid})"
         return Asked(by=by, may=may, emit=call.emit, wait=wait, dry_run=dry_run, limit_s=limit_s)
+
+
+def _rights(call: Call) -> Rights:
+    """The caller's, by the kernel's word: with them images are written and read."""
+    peer = call.peer
+    return Rights(peer.uid, peer.gid, tuple(sorted(peer.groups)))
 
 
 def _reply(answer: Answer) -> m.OperationReply:

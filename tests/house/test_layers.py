@@ -26,7 +26,7 @@ SEEN = ("hegmd.log", "hegmd.audit", "hegmd.metrics", "hegmd.events")
 # The node as it is: hardware, workers, and how programs are run on it.
 NODE = ("hegmd.devices", "hegmd.external", "hegmd.workers", "hegmd.workloads", "hegmd.ways")
 # Where operations, and what no operation has, are asked for.
-ASKED = ("hegmd.operations", "hegmd.sequences", "hegmd.strays", "hegmd.driver_strays")
+ASKED = ("hegmd.operations", "hegmd.sequences", "hegmd.checkpoints", "hegmd.strays", "hegmd.driver_strays")
 # What pieces of the pool are made of, and where.
 PIECES = (
     "hegmd.blocks",
@@ -37,6 +37,11 @@ PIECES = (
     "hegmd.spill_file",
 )
 POOLED = ("hegmd.errors", *PIECES, "hegmd.store")
+# What jobs go into images by, and come out of them.
+IMAGED = (
+    *("hegmd.agent_orders", "hegmd.criu", "hegmd.detached", "hegmd.external", "hegmd.image", "hegmd.inventory"),
+    *("hegmd.manifests", "hegmd.meeting", "hegmd.migration"),
+)
 # What operations are carried out with.
 MOVING = (*GROUND, "hegmd.log", "hegmd.workers", "hegmd.rooms", "hegmd.pool", "hegmd.methods")
 
@@ -133,6 +138,15 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *(*MOVING, "hegmd.inventory", "hegmd.lookout", "hegmd.migration", "hegmd.resting", "hegmd.strays"),
     ),
     "hegmd.sequences": (*GROUND, "hegmd.log", "hegmd.lookout", "hegmd.migration", "hegmd.operations"),
+    # Jobs into images and out of them
+    "hegmd.meeting": ("hegmd.errors",),
+    "hegmd.manifests": (*GROUND, "hegmd.criu", "hegmd.migration"),
+    "hegmd.handoff": (*MOVING, *IMAGED),
+    "hegmd.reviving": (*MOVING, *IMAGED, "hegmd.pieces"),
+    "hegmd.checkpoints": (
+        *(*GROUND, "hegmd.external", "hegmd.handoff", "hegmd.image", "hegmd.lookout", "hegmd.migration"),
+        *("hegmd.operations", "hegmd.reviving"),
+    ),
     # Those who ask
     "hegmd.server": (
         *(*GROUND, *SEEN, "hegmd.detached", "hegmd.descriptors", "hegmd.stream"),

@@ -52,6 +52,8 @@ PRINTED: tuple[tuple[str, type[Record], str], ...] = (
     ("simulate fault", FaultReply, _ONE),
     ("migrate", OperationReply, _AFTER_PROGRESS),
     ("suspend", OperationReply, _AFTER_PROGRESS),
+    ("checkpoint", OperationReply, _AFTER_PROGRESS),
+    ("restore", OperationReply, _AFTER_PROGRESS),
     ("resume", OperationReply, _AFTER_PROGRESS),
     ("drain", Drained, _AFTER_PROGRESS),
     ("swap", Drained, _AFTER_PROGRESS),

@@ -45,6 +45,12 @@ CALLS: list[tuple[Callable[[Any], Any], m.Request, Record]] = [
     ),
     (lambda face: face.resume(4711), m.Resume(pid=4711), REPLY),
     (lambda face: face.resume(4711, "gpu1", wait=False), m.Resume(pid=4711, to="gpu1", wait=False), REPLY),
+    (
+        lambda face: face.checkpoint(4711, "/images/one", leave_running=True, limit_s=5.0),
+        m.Checkpoint(pid=4711, path="/images/one", leave_running=True, limit_s=5.0),
+        REPLY,
+    ),
+    (lambda face: face.restore("/images/one", "gpu1"), m.Restore(path="/images/one", to="gpu1"), REPLY),
     (lambda face: face.drain("gpu0"), m.Drain(gpu="gpu0"), DRAINED),
     (
         lambda face: face.drain("gpu0", ["gpu1"], wait=False, dry_run=True, limit_s=5.0),

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from hegmd.checkpoints import Checkpoints
 from hegmd.descriptors import Descriptors
 from hegmd.metrics import Counters
 from hegmd.operations import Operations
@@ -51,6 +52,7 @@ def handlers_of(node: Node) -> Handlers:
         workers=Workers(),
         operations=cast(Operations, None),  # nothing is moved here
         sequences=cast(Sequences, None),
+        checkpoints=cast(Checkpoints, None),
         strays=Strays([], node.events),
         simulator=None,
         limits=Limits(frame_bytes=65_536, requests_in_flight=4),

@@ -1,0 +1,130 @@
+"""The desk at which images are asked for: a job into one, and a job out of one.
+
+Owns who may (the owner of all its processes, or root: an image holds their memory, which an administrator of hegmd has
+no other right to), what is said against it before anything is done, and the way from a job that came back to its
+operation. Handing over and bringing back are `handoff`'s and `reviving`'s.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import anyio
+
+from hegmd.errors import BAD_REQUEST, DENIED, HegmError
+from hegmd.external import Rights
+from hegmd.handoff import Handoff
+from hegmd.image.images import Image
+from hegmd.lookout import Lookout
+from hegmd.migration.candidates import Plan, Request, Snapshot
+from hegmd.migration.operation import CHECKPOINT, RESUME, Operation
+from hegmd.migration.operation import Handoff as Wish
+from hegmd.migration.plan import planned, planned_resume
+from hegmd.operations import Answer, Asked, Operations, plan_or_raise, refusal, told_plan
+from hegmd.protocol.images import Manifest
+from hegmd.protocol.operations import Reason
+from hegmd.reviving import Reviving
+
+
+class Checkpoints:
+    """What can be asked about images of jobs."""
+
+    def __init__(self, operations: Operations, lookout: Lookout, handoff: Handoff, reviving: Reviving) -> None:
+        self._operations = operations
+        self._lookout = lookout
+        self._handoff = handoff
+        self._reviving = reviving
+        self._restoring = anyio.Lock()
+
+    async def checkpoint(
+        self, pid: int, path: str, rights: Rights, asked: Asked, *, leave_running: bool = False
+    ) -> Answer:
+        """Have a job in an image at that path; then it ends, or goes on. Raises HegmError with every reason why not."""
+        _require_absolute(path)
+        self._operations.check(asked, [pid])
+        snapshot = await self._lookout.snapshot([pid])
+        plan = plan_or_raise(planned(snapshot, Request(kind=CHECKPOINT, pids=(pid,), carrier=asked.carrier)))
+        pids = [worker.pid for worker in plan.workers]
+        _require_own(snapshot, pids, rights)
+        root, ticks, reasons = await self._handoff.against(pids, rights)
+        if reasons:
+            raise refusal(reasons)
+        plan = _with_end(plan, leave_running=leave_running)
+        wish = Wish(
+            path=path,
+            uid=rights.uid,
+            gid=rights.gid,
+            groups=rights.groups,
+            root_pid=root,
+            root_ticks=ticks,
+            leave_running=leave_running,
+        )
+        return await self._operations.carry_out(plan, snapshot, asked, handoff=wish)
+
+    async def restore(
+        self, path: str, to: str | None, rights: Rights, asked: Asked, *, as_then: bool = False
+    ) -> Answer:
+        """Bring a job back from the image at that path. Raises HegmError with every reason why not.
+
+        Once its processes are there, it is a suspended job: what fails from there on leaves it that.
+        """
+        _require_absolute(path)
+        async with self._reviving.opened(path, rights) as image:
+            plan = await self._plan(image.manifest, to, rights, as_then=as_then)
+            if asked.dry_run:
+                return Answer(None, told_plan(plan))
+            op = await self._bring_back(image, asked)
+        return await self._operations.go_on_with(op, plan, replace(asked, dry_run=False))
+
+    async def _plan(self, manifest: Manifest, to: str | None, rights: Rights, *, as_then: bool) -> Plan:
+        snapshot, op = self._reviving.expected(await self._lookout.snapshot([]), manifest)
+        request = Request(kind=RESUME, pids=tuple([worker.pid for worker in op.workers]), to=to)
+        found = planned_resume(snapshot, request, op)
+        reasons: list[Reason] = [] if isinstance(found, Plan) else list(found)
+        objections = await self._reviving.against(manifest, rights, as_then=as_then)
+        reasons += objections.reasons
+        if reasons or not isinstance(found, Plan):
+            refused = refusal(reasons)
+            grown = [[file.path, file.size_bytes] for file in objections.grown]
+            raise HegmError(refused.code, refused.message, refused.hint, {**refused.facts, "grown": grown})
+        return found.replace(hazards=(*found.hazards, *objections.notes))
+
+    async def _bring_back(self, image: Image, asked: Asked) -> Operation:
+        """The job as an operation that has begun, at rest. Raises HegmError; nothing of it is there then."""
+        runner = self._operations.runner
+        manifest = image.manifest
+        async with self._restoring:  # two images may want one pool, and one pid
+            op_id = runner.reserve_id()
+            op = await self._reviving.bring_back(image, op_id, lambda _: None)
+            try:
+                await runner.begin(op)
+            except BaseException:
+                with anyio.CancelScope(shield=True):
+                    await self._reviving.undo(manifest, op)
+                raise
+            self._reviving.settled(manifest)
+            return op
+
+
+def _require_absolute(path: str) -> None:
+    if not os.path.isabs(path) or "\0" in path:
+        raise HegmError(BAD_REQUEST, f"{path[:200]!r} is no absolute path", "name the directory from the root on")
+
+
+def _require_own(snapshot: Snapshot, pids: Sequence[int], rights: Rights) -> None:
+    for candidate in snapshot.candidates:
+        if candidate.pid in pids and rights.uid not in (0, candidate.uid):
+            raise HegmError(
+                DENIED,
+                f"process {candidate.pid} belongs to uid {candidate.uid}, and its image would be yours",
+                "an image holds all of a process's memory: have its owner make it, or root",
+                {"pid": candidate.pid, "uid": candidate.uid},
+            )
+
+
+def _with_end(plan: Plan, *, leave_running: bool) -> Plan:
+    """The plan with its last step."""
+    last = "put the bytes back; let it go on; see a boundary" if leave_running else "end the job"
+    return plan.replace(steps=(*plan.steps, *last.split("; ")))

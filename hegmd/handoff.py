@@ -1,0 +1,345 @@
+"""Jobs that are handed to an image: agents step aside, CRIU dumps the processes, their bytes go beside that.
+
+Owns the order of these, and what is undone when any of it fails or is not wanted any more: the image is discarded, the
+processes go on, and their agents are called back before anybody hears of the failure. The bytes are written while CRIU
+dumps. A job that is to end stands still from the dump to its end, since a thread of it that is not parked would go on
+writing to files whose sizes are in the image. What is decided from the outcome is the machine's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import anyio
+
+from hegmd.agent_orders import AgentAway
+from hegmd.criu import runs
+from hegmd.criu.needs import Needs, needs_of
+from hegmd.criu.population import Population, end_all, let_go, population_of
+from hegmd.criu.program import Criu
+from hegmd.criu.tree import Tree, read_tree
+from hegmd.detached import run_detached
+from hegmd.errors import DENIED, NOT_FOUND, TIMEOUT, Bug, HegmError, Refused
+from hegmd.external import Rights
+from hegmd.image.images import Images, Lent
+from hegmd.inventory import NodeSnapshot
+from hegmd.manifests import byte_name, composed, is_of
+from hegmd.meeting import MeetingPlaces
+from hegmd.migration.operation import Handoff as Wish
+from hegmd.migration.operation import Operation
+from hegmd.migration.operation import Worker as Member
+from hegmd.pool import Key, Pool
+from hegmd.protocol.images import ImageWorker
+from hegmd.protocol.operations import Reason
+from hegmd.workers import Worker, Workers
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int], object]
+
+# An agent hangs up as soon as it has said that it will, and looks about thirty times a second whether to come back.
+HANGS_UP_WITHIN_S = 10.0
+COMES_BACK_WITHIN_S = 30.0
+# After this an agent comes back by itself, whatever has become of its daemon.
+ASIDE_LIMIT_S = 4 * 3600.0
+
+
+class Handoff:
+    """Makes images of jobs. `images` tells their room, `criu` finds the program, `look` sees the node.
+
+    `in_unit` runs CRIU as a unit of systemd's.
+    """
+
+    def __init__(
+        self,
+        images: Callable[[], Images],
+        places: MeetingPlaces,
+        workers: Workers,
+        pool: Pool,
+        *,
+        criu: Callable[[], Awaitable[Criu]],
+        look: Callable[[], Awaitable[NodeSnapshot]],
+        in_unit: bool,
+    ) -> None:
+        self._images = images
+        self._places = places
+        self._workers = workers
+        self._pool = pool
+        self._criu = criu
+        self._look = look
+        self._in_unit = in_unit
+        self._news = anyio.Event()
+        workers.listen(self._hear)
+
+    def _hear(self, _news: str, _worker: Worker) -> None:
+        self._news.set()
+        self._news = anyio.Event()
+
+    # -- before anything is begun --------------------------------------------------------------------------------------
+
+    async def against(self, pids: Sequence[int], rights: Rights) -> tuple[int, int, tuple[Reason, ...]]:
+        """The root of the tree that is taken with these processes, its start time, and all that is against it.
+
+        The processes run meanwhile, so what is found can be another thing a moment later: it is looked at again then.
+        """
+        reasons: list[Reason] = []
+        try:
+            await self._criu()
+        except HegmError as error:
+            reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
+        root, tree = await run_detached(lambda _: _tree_of(pids), name="hegmd-tree")
+        needs = needs_of(tree, gpu_pids=pids, agent_sockets=self._agent_sockets)
+        reasons += [*needs.reasons, *_not_theirs(tree, rights)]
+        return root, tree.member(root).start_ticks, tuple(reasons)
+
+    @property
+    def _agent_sockets(self) -> tuple[str, ...]:
+        return (str(self._places.socket_path),)
+
+    # -- the image -----------------------------------------------------------------------------------------------------
+
+    async def dump(self, op: Operation, on_progress: Progress) -> None:
+        """Raises HegmError; there is no image then, and the job is as it was. Cancelled, the same."""
+        wish = _wish_of(op)
+        lent: Lent | None = None
+        try:
+            criu = await self._criu()
+            lent = await self._images().lend(wish.path, _rights(wish))
+            await self._step_aside(op)
+            await self._write(op, wish, lent, criu, on_progress)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                if lent is not None:
+                    await lent.discard()
+                await self._go_on(op, wish)
+            raise
+        if wish.leave_running:
+            await self._go_on(op, wish)
+
+    async def _write(self, op: Operation, wish: Wish, lent: Lent, criu: Criu, on_progress: Progress) -> None:
+        tree = await run_detached(lambda _: read_tree(wish.root_pid), name="hegmd-tree")
+        if tree.member(wish.root_pid).start_ticks != wish.root_ticks:
+            raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "see the log of the job")
+        needs = needs_of(tree, gpu_pids=[member.pid for member in op.live])
+        against = [*needs.reasons, *_not_theirs(tree, _rights(wish))]
+        if against:
+            raise Refused("\n".join(reason.message for reason in against), against[0].hint)
+        manifest = composed(
+            op,
+            (await self._look()).gpus,
+            tree,
+            needs,
+            criu_version=criu.version,
+            meeting=str(self._places.folder),
+            attending={member.pid: self._told(member) for member in op.live},
+        )
+        await self._write_side_by_side(op, wish, lent, criu, needs, on_progress)
+        await lent.finish(manifest)
+
+    async def _write_side_by_side(
+        self, op: Operation, wish: Wish, lent: Lent, criu: Criu, needs: Needs, on_progress: Progress
+    ) -> None:
+        written: dict[str, int] = {}
+        failures: list[HegmError] = []
+
+        async def guarded(work: Awaitable[object]) -> None:
+            """The first failure ends the others, and is told as it is, without a group around it."""
+            try:
+                await work
+            except HegmError as error:
+                failures.append(error)
+                tasks.cancel_scope.cancel()
+
+        def progress_of(name: str) -> Progress:
+            def tell(so_far_bytes: int) -> None:
+                written[name] = so_far_bytes
+                on_progress(sum(written.values()))
+
+            return tell
+
+        async with anyio.create_task_group() as tasks:
+            for member in op.live:
+                if member.out:
+                    tasks.start_soon(guarded, self._write_bytes(op, member, lent, progress_of(member.name)))
+            stopped = not wish.leave_running
+            dump = runs.dump(criu, wish.root_pid, lent.criu_dir_fd, needs, leave_stopped=stopped, in_unit=self._in_unit)
+            tasks.start_soon(guarded, dump)
+        if failures:
+            raise failures[0]
+
+    async def _write_bytes(self, op: Operation, member: Member, lent: Lent, on_progress: Progress) -> None:
+        key = Key(op.id, member.name)
+        await self._pool.fetch(key)
+        memory = self._pool.memory(key)
+        await lent.write_bytes(byte_name(member), memory.fd, memory.size_bytes, on_progress)
+
+    def _told(self, member: Member) -> ImageWorker:
+        """What its agent has told of itself, and what its piece of the pool was made for."""
+        worker = self._workers.find(member.pid)
+        if worker is None:
+            raise AgentAway(member.pid, "it has ended")
+        about = worker.about
+        frameworks = {about.framework: about.framework_version or ""} if about.framework else {}
+        return ImageWorker(
+            pid=member.pid,
+            gpus=(),
+            carrier=None,
+            size_bytes=0,
+            rest_bytes=0,
+            bytes=(),
+            agent_version=worker.program.version,
+            frameworks={**frameworks, "python": about.python_version},
+        )
+
+    # -- agents --------------------------------------------------------------------------------------------------------
+
+    async def _step_aside(self, op: Operation) -> None:
+        """Have every agent of the job hang up and stay. Raises HegmError; some may have, and are to be called back."""
+        workers = [self._attending(op, member) for member in op.live]
+        for worker in workers:
+            place = self._places.hold(worker.token)
+            await worker.order("aside", path=place, limit_s=ASIDE_LIMIT_S)
+        with anyio.move_on_after(HANGS_UP_WITHIN_S):
+            await self._until(lambda: not any(worker.connected for worker in workers))
+            return
+        left = ", ".join(str(worker.pid) for worker in workers if worker.connected)
+        raise HegmError(
+            TIMEOUT, f"the agent of process {left} did not hang up", "see the log of the job, and ask again"
+        )
+
+    def _attending(self, op: Operation, member: Member) -> Worker:
+        worker = self._workers.find(member.pid)
+        if worker is None or worker.token != member.token or not worker.connected:
+            raise AgentAway(member.pid, "it cannot be told to step aside")
+        if member.out and not self._pool.outlives(Key(op.id, member.name)):
+            raise Refused(
+                f"the bytes of process {member.pid} are held by hegmd alone, and would be lost if it ended meanwhile",
+                "give hegmd a place that outlives it: hugetlbfs or /dev/shm, or start it by systemd",
+            )
+        return worker
+
+    async def _go_on(self, op: Operation, wish: Wish) -> None:
+        """Whoever was left stopped goes on, and the agents come back, as far as they are there. Raises nothing."""
+        with anyio.CancelScope(shield=True):
+            await run_detached(lambda _: _let_all_go(wish), name="hegmd-let-go")
+            members = list(op.live)
+            for member in members:
+                if member.token:
+                    self._places.leave(member.token)
+            with anyio.move_on_after(COMES_BACK_WITHIN_S):
+                await self._until(lambda: all(self._is_back(member) for member in members))
+
+    def _is_back(self, member: Member) -> bool:
+        """Whether its agent attends, or never will."""
+        worker = self._workers.find(member.pid)
+        return worker is None or worker.token != member.token or worker.connected
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            await self._news.wait()
+
+    # -- afterwards ----------------------------------------------------------------------------------------------------
+
+    async def find(self, op: Operation) -> None:
+        """After a restart: whether the image is whole. If it is not, what there is of it goes, and the job goes on."""
+        wish = _wish_of(op)
+        try:
+            image = await self._images().open(wish.path, _rights(wish))
+            try:
+                if not is_of(image.manifest, op):
+                    raise Refused(f"{wish.path} is another image", "nothing was done to it")
+            finally:
+                await image.end()
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                await self._go_on(op, wish)
+                with contextlib.suppress(HegmError):
+                    await self._images().sweep(wish.path, _rights(wish))
+            if not isinstance(error, HegmError):
+                raise
+            raise Refused(
+                f"hegmd was stopped before the image in {wish.path} was whole: {error.message}",
+                "ask for it again; the job goes on",
+            ) from error
+        if wish.leave_running:
+            await self._go_on(op, wish)
+
+    async def end(self, op: Operation, member: Member) -> None:
+        """End the whole tree, the process itself last, so that what is left of it can still be found from there."""
+        wish = _wish_of(op)
+        await run_detached(lambda _: _end_tree(wish, member), name="hegmd-end")
+        self._places.leave(member.token)
+
+
+def _wish_of(op: Operation) -> Wish:
+    if op.handoff is None:
+        raise Bug(f"operation {op.id} is to be handed over, and nobody has said where to")
+    return op.handoff
+
+
+def _rights(wish: Wish) -> Rights:
+    return Rights(wish.uid, wish.gid, wish.groups)
+
+
+# ---- processes; all of these block -----------------------------------------------------------------------------------
+
+
+def _tree_of(pids: Sequence[int]) -> tuple[int, Tree]:
+    """The root of the smallest tree that has all of these, and the tree. Raises HegmError."""
+    try:
+        lines = [_ancestors(pid) for pid in pids]
+        common = set(lines[0]).intersection(*lines[1:])
+        root = next((pid for pid in lines[0] if pid in common), None)
+        if root is None or root == 1:
+            raise Refused(
+                f"processes {', '.join(map(str, pids))} have no common parent that could be taken with them",
+                "start the ranks of a job by one launcher, as torchrun is",
+            )
+        return root, read_tree(root)
+    except (ProcessLookupError, FileNotFoundError) as error:
+        raise HegmError(NOT_FOUND, f"a process of the job has ended: {error}", "see the log of the job") from error
+
+
+def _ancestors(pid: int) -> list[int]:
+    """The process, its parent, and so on."""
+    line = [pid]
+    while line[-1] > 1:
+        fields = Path(f"/proc/{line[-1]}/stat").read_bytes().rpartition(b")")[2].split()
+        line.append(int(fields[1]))
+    return line
+
+
+def _not_theirs(tree: Tree, rights: Rights) -> list[Reason]:
+    """Against an image whose reader would get what is not theirs."""
+    if rights.uid == 0:
+        return []
+    return [
+        Reason(
+            code=DENIED.name,
+            message=f"process {member.pid} runs as uid {member.uid}, and its image would be yours, of uid {rights.uid}",
+            hint="an image holds all of a process's memory: have its owner make it, or root",
+            pid=member.pid,
+        )
+        for member in tree.members
+        if member.uid != rights.uid
+    ]
+
+
+def _let_all_go(wish: Wish) -> None:
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        found = population_of(read_tree(wish.root_pid).pids)
+        if found.start_ticks.get(wish.root_pid) == wish.root_ticks:
+            let_go(Population(found.start_ticks))
+
+
+def _end_tree(wish: Wish, member: Member) -> None:
+    pids: list[int] = [member.pid]
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        pids = [each.pid for each in read_tree(wish.root_pid).members]
+    found = population_of(pids).start_ticks
+    if found.get(wish.root_pid) != wish.root_ticks:  # it has ended, and another process may have its number
+        found = {pid: ticks for pid, ticks in found.items() if (pid, ticks) == (member.pid, member.start_ticks)}
+    end_all(Population({pid: found[pid] for pid in reversed(pids) if pid in found}))

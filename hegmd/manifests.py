@@ -1,0 +1,202 @@
+"""What an image says of its job: composed from an operation whose job is off its GPUs, and read into one again.
+
+Owns which facts go along and what is believed of them. A job that comes back is an operation as adoption makes them, of
+one that was suspended: its processes have other start times, and its GPUs may be others with other names. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hegmd.criu.needs import Needs
+from hegmd.criu.tree import Tree
+from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom
+from hegmd.migration.course import SUSPENDED
+from hegmd.migration.operation import SUSPEND, Operation
+from hegmd.migration.operation import Worker as Member
+from hegmd.protocol.images import ImageGpu, ImageProcess, ImageWorker, Manifest
+from hegmd.protocol.snapshots import Gpu
+
+_NOT_READ = "the image was written by another version of hegmd; restore it with that one"
+
+
+def byte_name(member: Member) -> str:
+    """What the file with that worker's bytes is called."""
+    return f"{member.pid}.0"
+
+
+def composed(
+    op: Operation,
+    gpus: Iterable[Gpu],
+    tree: Tree,
+    needs: Needs,
+    *,
+    criu_version: str,
+    meeting: str,
+    attending: Mapping[int, ImageWorker],
+    node: Mapping[str, object] | None = None,
+) -> Manifest:
+    """The manifest; what the writer of images knows by itself is left to it. `attending`: what agents told, by pid."""
+    known = {gpu.id: gpu for gpu in gpus}
+    used = [known[name] for name in dict.fromkeys(w.left or w.was_on for w in op.live) if name in known]
+    return Manifest(
+        vendor=used[0].vendor if used else None,
+        driver_version=used[0].driver_version if used else None,
+        gpus=tuple([_gpu(gpu) for gpu in used]),
+        criu_version=criu_version,
+        criu_options=needs.dump_options,
+        root_pid=tree.root,
+        processes=tuple(
+            [
+                ImageProcess(
+                    pid=member.pid,
+                    parent_pid=None if member.pid == tree.root else member.parent,
+                    uid=member.uid,
+                    command=" ".join(member.command),
+                )
+                for member in tree.members
+            ]
+        ),
+        workers=tuple([_worker(member, known, attending[member.pid]) for member in op.live]),
+        leave_running=op.handoff is not None and op.handoff.leave_running,
+        node=node,
+        more={
+            "operation": op.id,
+            "asked_utc": op.created_utc,
+            "lockstep": op.lockstep,
+            "meeting": meeting,
+            "needs": needs.plain(),
+            "all_gpus": [[gpu.id, gpu.uuid] for gpu in known.values()],
+        },
+    )
+
+
+def _gpu(gpu: Gpu) -> ImageGpu:
+    return ImageGpu(id=gpu.id, uuid=gpu.uuid, chip=gpu.chip, memory_bytes=gpu.memory_total_bytes)
+
+
+def _worker(member: Member, known: Mapping[str, Gpu], told: ImageWorker) -> ImageWorker:
+    left = member.left or member.was_on or ""
+    return told.replace(
+        pid=member.pid,
+        gpus=(known[left].uuid,) if left in known else (),
+        carrier=member.carrier,
+        size_bytes=member.size_bytes,
+        rest_bytes=member.rest_bytes,
+        bytes=(byte_name(member),) if member.out else (),
+        token=member.token,
+        boundary=member.boundary,
+        more={**(told.more or {}), "method": member.method, "rank": member.rank, "chip": member.chip, "gpu": left},
+    )
+
+
+# ---- and back --------------------------------------------------------------------------------------------------------
+
+
+def is_of(manifest: Manifest, op: Operation) -> bool:
+    """Whether it is the image that this operation has begun, and not one of the same path from before."""
+    more = manifest.more or {}
+    return more.get("operation") == op.id and more.get("asked_utc") == op.created_utc
+
+
+def needs_in(manifest: Manifest) -> Needs:
+    """What CRIU has to be told. Raises HegmError."""
+    plain: Any = (manifest.more or {}).get("needs")
+    try:
+        return Needs.from_plain(plain)
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"the image does not say what CRIU needs for its processes: {type(error).__name__} {error}"
+        raise HegmError(UNAVAILABLE, message, _NOT_READ) from error
+
+
+def meeting_in(manifest: Manifest) -> str:
+    """The folder in which its agents look for whom to come to. Raises HegmError."""
+    found = (manifest.more or {}).get("meeting")
+    if not isinstance(found, str) or not found.startswith("/"):
+        raise HegmError(UNAVAILABLE, "the image does not say where its agents wait", _NOT_READ)
+    return found
+
+
+def revived(
+    manifest: Manifest, op_id: str, start_ticks: Mapping[int, int], gpus: Iterable[Gpu | GpuRoom], utc: float
+) -> Operation:
+    """A suspended operation on the processes of the image, which have these start times now."""
+    names = {gpu.uuid: gpu.id for gpu in gpus}
+    more = manifest.more or {}
+    return Operation(
+        id=op_id,
+        kind=SUSPEND,
+        phase=SUSPENDED,
+        lockstep=bool(more.get("lockstep")),
+        workers=tuple([_member(told, start_ticks.get(told.pid, 0), names) for told in manifest.workers]),
+        owner_uid=_owner(manifest),
+        created_utc=utc,
+    )
+
+
+def _member(told: ImageWorker, start_ticks: int, names: Mapping[str, str]) -> Member:
+    more = told.more or {}
+    here = next((names[uuid] for uuid in told.gpus if uuid in names), None)
+    return Member(
+        name=str(told.pid),
+        pid=told.pid,
+        start_ticks=start_ticks,
+        token=told.token or "",
+        method=str(more.get("method", "")),
+        carrier=told.carrier or "",
+        rank=_whole(more.get("rank")),
+        chip=_text(more.get("chip")),
+        was_on=here or (_text(more.get("gpu")) if not told.gpus else None),
+        origin=None,
+        goal=None,
+        at=None,
+        left=here,
+        size_bytes=told.size_bytes,
+        rest_bytes=told.rest_bytes,
+        rooms={},
+        boundary=told.boundary,
+        asked=True,
+        parked=True,
+        out=bool(told.bytes),
+        touched=True,
+        unsure=True,
+        recount=True,
+    )
+
+
+def candidates_in(manifest: Manifest) -> tuple[Candidate, ...]:
+    """The processes as a planner sees them: off their GPUs, and with the agents that they will have."""
+    world = len(manifest.workers)
+    return tuple(
+        [
+            Candidate(
+                pid=told.pid,
+                start_ticks=0,
+                uid=_owner(manifest),
+                name=next((p.command for p in manifest.processes if p.pid == told.pid), None),
+                gpus=(),
+                agent=AgentSurvey(
+                    token=told.token or "",
+                    size_bytes=told.size_bytes,
+                    boundary=told.boundary,
+                    rank=_whole((told.more or {}).get("rank")),
+                    world_size=world if (manifest.more or {}).get("lockstep") else 1,
+                ),
+            )
+            for told in manifest.workers
+        ]
+    )
+
+
+def _owner(manifest: Manifest) -> int | None:
+    return next((process.uid for process in manifest.processes if process.pid == manifest.root_pid), None)
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,357 @@
+"""Jobs that come back from an image: its bytes into the pool, its processes by CRIU, its agents by their tokens.
+
+Owns the order of these and what is undone when any of it fails: the processes are ended again and their bytes given
+back, while the image stays as it is. The bytes are read while CRIU restores. From the moment at which every agent
+attends, parked and with its bytes known, the job is a suspended one like any other: an operation is made of it, and
+whatever happens then leaves a job that `resume` brings back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+
+from hegmd.criu import runs
+from hegmd.criu.needs import Needs
+from hegmd.criu.orders import unit_name_for
+from hegmd.criu.population import Population, end_all, holders_of
+from hegmd.criu.program import Criu
+from hegmd.criu.runs import Revived
+from hegmd.detached import run_detached
+from hegmd.errors import BUSY, DENIED, REFUSED, TIMEOUT, HegmError
+from hegmd.external import Rights
+from hegmd.image.images import Image, Images
+from hegmd.inventory import NodeSnapshot
+from hegmd.manifests import candidates_in, meeting_in, needs_in, revived
+from hegmd.meeting import MeetingPlaces
+from hegmd.migration.candidates import Snapshot
+from hegmd.migration.operation import SIMULATED, Operation
+from hegmd.pieces import whole_size
+from hegmd.pool import Key, Pool
+from hegmd.protocol.images import Manifest
+from hegmd.protocol.operations import Reason
+from hegmd.workers import Worker, Workers
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int], object]
+
+ATTENDS_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """An output file of the job that is longer than it was, and how long that was."""
+
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Objections:
+    """What stands against bringing a job back, files that have grown, and what else there is to know."""
+
+    reasons: tuple[Reason, ...]
+    grown: tuple[Grown, ...]
+    notes: tuple[str, ...]
+
+
+class Reviving:
+    """Brings jobs back. `images` tells their room, `criu` finds the program, `look` sees the node.
+
+    `in_unit` gives each job a unit of systemd's.
+    """
+
+    def __init__(
+        self,
+        images: Callable[[], Images],
+        places: MeetingPlaces,
+        workers: Workers,
+        pool: Pool,
+        *,
+        criu: Callable[[], Awaitable[Criu]],
+        look: Callable[[], Awaitable[NodeSnapshot]],
+        in_unit: bool,
+        simulated: bool,
+    ) -> None:
+        self._images = images
+        self._places = places
+        self._workers = workers
+        self._pool = pool
+        self._criu = criu
+        self._look = look
+        self._in_unit = in_unit
+        self._simulated = simulated
+        self._coming: set[int] = set()
+        self._news = anyio.Event()
+        workers.listen(self._hear)
+
+    def _hear(self, _news: str, _worker: Worker) -> None:
+        self._news.set()
+        self._news = anyio.Event()
+
+    def is_coming(self, pid: int) -> bool:
+        """Whether that process is being brought back now, and no operation has it yet."""
+        return pid in self._coming
+
+    @contextlib.asynccontextmanager
+    async def opened(self, path: str, rights: Rights) -> AsyncGenerator[Image]:
+        """The image at that path, locked against everybody else who would restore it. Raises HegmError."""
+        image = await self._images().open(path, rights)
+        try:
+            yield image
+        finally:
+            await image.end()
+
+    # -- what is against it --------------------------------------------------------------------------------------------
+
+    def expected(self, snapshot: Snapshot, manifest: Manifest) -> tuple[Snapshot, Operation]:
+        """The node and the operation as they will be once the processes are there: for the planner."""
+        coming = candidates_in(manifest)
+        others = [c for c in snapshot.candidates if c.pid not in {one.pid for one in coming}]
+        return snapshot.replace(candidates=(*others, *coming)), revived(manifest, "", {}, snapshot.gpus, 0.0)
+
+    async def against(self, manifest: Manifest, rights: Rights, *, as_then: bool) -> Objections:
+        """Everything that stands against bringing it back here and now, but for the GPUs. Raises HegmError.
+
+        With `as_then`, files to which the job only appends have to be as long as they were, too.
+        """
+        needs = needs_in(manifest)
+        found = [*self._against_owner(manifest, rights), *self._against_node(manifest, rights)]
+        try:
+            await self._criu()
+        except HegmError as error:
+            found.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
+        found += await run_detached(lambda _: list(_taken(needs)), name="hegmd-restore")
+        needed_bytes = sum(whole_size(worker.size_bytes) for worker in manifest.workers if worker.bytes)
+        if needed_bytes > self._pool.free_bytes():
+            message = (
+                f"{needed_bytes >> 20} MiB of the pool are needed, and {self._pool.free_bytes() >> 20} MiB are free"
+            )
+            found.append(Reason(code=BUSY.name, message=message, hint="resume what is suspended, or raise its budget"))
+        grown: list[Grown] = []
+        notes: list[str] = []
+        for reason, longer, minds in await run_detached(lambda _: list(_changed_files(needs)), name="hegmd-files"):
+            if longer is not None:
+                grown.append(longer)
+            if minds or as_then:
+                found.append(reason)
+            else:
+                notes.append(f"{reason.message}: what it has written since stays in it")
+        return Objections(tuple(found), tuple(grown), tuple(notes))
+
+    def _against_owner(self, manifest: Manifest, rights: Rights) -> Iterator[Reason]:
+        for process in manifest.processes if rights.uid != 0 else ():
+            if process.uid != rights.uid:
+                yield Reason(
+                    code=DENIED.name,
+                    message=f"process {process.pid} of the image runs as uid {process.uid}, and you are {rights.uid}",
+                    hint="have root restore it",
+                    pid=process.pid,
+                )
+
+    def _against_node(self, manifest: Manifest, rights: Rights) -> Iterator[Reason]:
+        methods = {(worker.more or {}).get("method") for worker in manifest.workers}
+        if self._simulated != (methods == {SIMULATED}):
+            here = "simulated" if self._simulated else "real"
+            hint = "restore it under a daemon of the same kind as it was made by"
+            yield Reason(
+                code=REFUSED.name, message=f"it was made on other GPUs than these, which are {here}", hint=hint
+            )
+        elsewhere = Path(meeting_in(manifest)) != self._places.folder
+        if elsewhere and rights.uid != 0:
+            yield Reason(
+                code=DENIED.name,
+                message=f"its agents look for whom to come to in {meeting_in(manifest)}, which is another daemon's",
+                hint="have root restore it, or restore it under a daemon with the same socket as then",
+            )
+
+    # -- back ----------------------------------------------------------------------------------------------------------
+
+    async def bring_back(self, image: Image, op_id: str, on_progress: Progress) -> Operation:
+        """Have its processes there, parked, their bytes in the pool under that operation's name; the operation.
+
+        Raises HegmError, and then nothing of it is there; cancelled, the same. Who gets the operation sees to it that
+        it begins, or calls `undo`.
+        """
+        manifest = image.manifest
+        back: Revived | None = None
+        self._coming.update(worker.pid for worker in manifest.workers)
+        try:
+            self._hold_places(manifest)
+            back = await self._read_and_restore(image, op_id, on_progress)
+            await self._attend(manifest, back)
+            gpus = (await self._look()).gpus
+            return revived(manifest, op_id, back.start_ticks, gpus, time.time())
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._undo(manifest, op_id, {} if back is None else back.start_ticks)
+            raise
+
+    def settled(self, manifest: Manifest) -> None:
+        """An operation has them now, or nobody any more."""
+        folder = Path(meeting_in(manifest))
+        for worker in manifest.workers:
+            self._coming.discard(worker.pid)
+            self._places.leave(worker.token or "", folder)
+
+    async def undo(self, manifest: Manifest, op: Operation) -> None:
+        """End what came back for an operation that did not begin, and give its bytes back. Raises nothing."""
+        ticks = {member.pid: member.start_ticks for member in op.workers}
+        await self._undo(manifest, op.id, ticks)
+
+    async def _undo(self, manifest: Manifest, op_id: str, start_ticks: Mapping[int, int]) -> None:
+        await _end(start_ticks)
+        for worker in manifest.workers:
+            try:
+                await self._pool.give(Key(op_id, str(worker.pid)))
+            except HegmError as error:
+                logger.warning("%s; %s", error.message, error.hint)
+        self.settled(manifest)
+
+    def _hold_places(self, manifest: Manifest) -> None:
+        for worker in manifest.workers:
+            self._places.hold(worker.token or "", Path(meeting_in(manifest)))
+
+    async def _read_and_restore(self, image: Image, op_id: str, on_progress: Progress) -> Revived:
+        """Bytes and processes at once. The first failure ends the others, and what came back is ended."""
+        failures: list[HegmError] = []
+        came: list[Revived] = []
+        read: dict[str, int] = {}
+
+        async def guarded(work: Awaitable[object]) -> None:
+            try:
+                await work
+            except HegmError as error:
+                failures.append(error)
+                tasks.cancel_scope.cancel()
+
+        async def restore() -> None:
+            came.append(await self._restore(image))
+
+        def progress_of(name: str) -> Progress:
+            def tell(so_far_bytes: int) -> None:
+                read[name] = so_far_bytes
+                on_progress(sum(read.values()))
+
+            return tell
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for worker in image.manifest.workers:
+                    for name in worker.bytes:
+                        key = Key(op_id, str(worker.pid))
+                        tasks.start_soon(guarded, self._read(image, name, key, worker.size_bytes, progress_of(name)))
+                tasks.start_soon(guarded, restore())
+            if failures:
+                raise failures[0]
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                for one in came:
+                    await _end(one.start_ticks)
+            raise
+        return came[0]
+
+    async def _read(self, image: Image, name: str, key: Key, size_bytes: int, on_progress: Progress) -> None:
+        memory = await self._pool.take(key, size_bytes)
+        await image.read_bytes(name, memory.fd, on_progress)
+
+    async def _restore(self, image: Image) -> Revived:
+        criu = await self._criu()
+        manifest = image.manifest
+        dir_fd = await image.private_criu_dir()
+        root = next((one for one in manifest.processes if one.pid == manifest.root_pid), None)
+        command = "" if root is None or root.command is None else os.path.basename(root.command.split(" ", 1)[0])
+        unit_name = unit_name_for([str(manifest.root_pid), command]) if self._in_unit else None
+        with _log_folder() as log_dir_fd:
+            return await runs.restore(
+                criu,
+                dir_fd,
+                needs_in(manifest),
+                log_dir_fd=log_dir_fd,
+                unit_name=unit_name,
+                description=f"restored from {image.path}",
+            )
+
+    async def _attend(self, manifest: Manifest, back: Revived) -> None:
+        """Call the agents, and wait until all attend, parked. Raises HegmError."""
+        folder = Path(meeting_in(manifest))
+        for worker in manifest.workers:
+            self._places.call(worker.token or "", folder)
+        with anyio.move_on_after(ATTENDS_WITHIN_S):
+            while not all(self._is_there(worker.pid, worker.token, back.start_ticks) for worker in manifest.workers):
+                await self._news.wait()
+            return
+        late = [w.pid for w in manifest.workers if not self._is_there(w.pid, w.token, back.start_ticks)]
+        raise HegmError(
+            TIMEOUT,
+            f"the agent of process {late[0]} did not come within {ATTENDS_WITHIN_S:g} s after the restore",
+            "the image is whole; restore it again, and see the log of hegmd",
+            {"pids": late},
+        )
+
+    def _is_there(self, pid: int, token: str | None, ticks: Mapping[int, int]) -> bool:
+        worker = self._workers.find(pid)
+        if worker is None or not worker.connected or worker.token != token:
+            return False
+        return worker.identity.start_ticks == ticks.get(pid) and worker.parked
+
+
+async def _end(start_ticks: Mapping[int, int]) -> None:
+    await run_detached(lambda _: end_all(Population(start_ticks)), name="hegmd-end")
+
+
+@contextlib.contextmanager
+def _log_folder() -> Generator[int]:
+    """Where CRIU writes its log: a folder that is gone afterwards, what matters of it being in the error."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="hegmd-restore-") as folder:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+# ---- looked at on the node; these block ------------------------------------------------------------------------------
+
+
+def _taken(needs: Needs) -> Iterator[Reason]:
+    for holder in holders_of(needs.pids):
+        if not holder.is_zombie:
+            yield Reason(
+                code=REFUSED.name,
+                message=f"the job had the number {holder.number}, which process {holder.pid} has as its {holder.what}",
+                hint="end that one, or restore in a fresh pid namespace: unshare --pid --fork --mount-proc",
+                pid=holder.number,
+            )
+
+
+def _changed_files(needs: Needs) -> Iterator[tuple[Reason, Grown | None, bool]]:
+    """Files that are not as they were: what there is to say, which of them have only grown, and whether CRIU minds."""
+    for file in needs.files:
+        try:
+            size_bytes = os.stat(file.path).st_size
+        except OSError as error:
+            message = f"{file.path}, which the job has open, is not there: {error.strerror}"
+            hint = "put it where it was when the image was made"
+            yield Reason(code=REFUSED.name, message=message, hint=hint), None, True
+            continue
+        if size_bytes == file.size_bytes:
+            continue
+        has_grown = size_bytes > file.size_bytes and file.is_written
+        reason = Reason(
+            code=REFUSED.name,
+            message=f"{file.path} has {size_bytes} bytes and had {file.size_bytes} when the image was made",
+            hint="restore with --truncate-outputs to cut it back" if has_grown else "put it back as it was then",
+        )
+        minds = not (file.is_appended and has_grown)
+        yield reason, Grown(file.path, file.size_bytes) if has_grown else None, minds

@@ -1,0 +1,127 @@
+"""A training that is written into images and brought back: its processes, whoever is their parent, and its output.
+
+Its output is a file, because a pipe leads to nobody once the job has come back. It goes slowly while a file says so, so
+that a command finds it in the middle, however slow the machine is, and then at its full speed to its end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from hegmd.criu.population import end_all, population_of
+from hegmd.criu.tree import read_tree
+from tests.e2e.daemon import RunningDaemon
+from tests.e2e.moved_job import environment
+from tests.e2e.real_criu import criu_or_skip
+
+SCRIPT = Path(__file__).with_name("training") / "handed.py"
+STEPS = 400
+ENDS_WITHIN_S = 60.0
+
+
+def daemon_with_criu(folder: Path, *arguments: str, **environ: str) -> RunningDaemon:
+    """A daemon with the CRIU of these tests; skips the test where there is none."""
+    config = folder / "hegmd.toml"
+    config.write_text(f'[images]\ncriu = "{criu_or_skip().path}"\n')
+    return RunningDaemon(folder, "--config", str(config), *arguments, environ=environ)
+
+
+class HandedJob:
+    """The script under `hegmctl run`. Whatever has become of it is ended with the context."""
+
+    def __init__(self, folder: Path, socket_path: Path | None, *, workers: int = 0) -> None:
+        self.folder = folder
+        self.folder.mkdir(exist_ok=True)
+        self.environ = environment(socket_path)
+        if workers:
+            self.environ["LOADER_WORKERS"] = str(workers)
+        words = [sys.executable, str(SCRIPT), str(folder), str(STEPS)]
+        if socket_path is not None:
+            (folder / "slow").touch()
+            words = [sys.executable, "-m", "hegmctl", "run", "--gpu", "gpu0", "--", *words]
+        with (folder / "errors").open("a") as errors:
+            self.process = subprocess.Popen(
+                words, env=self.environ, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True
+            )
+        self.pid = self.process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with suppress(ProcessLookupError):
+            end_all(population_of(read_tree(self.pid).pids))
+        self.process.wait(ENDS_WITHIN_S)
+
+    @property
+    def losses(self) -> list[str]:
+        """What it has said by now."""
+        try:
+            return (self.folder / "losses").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+
+    def await_steps(self, count: int) -> None:
+        """Until it has made so many; nobody tells when a file grows, so it is looked at."""
+        until = monotonic() + ENDS_WITHIN_S
+        while len(self.losses) < count:
+            assert monotonic() < until, (self.folder / "errors").read_text()
+            self._pause()
+
+    def output(self) -> list[str]:
+        """All that it said, once it has ended, whoever its parent is."""
+        (self.folder / "slow").unlink(missing_ok=True)
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return self.losses
+        try:
+            assert select.select([pidfd], [], [], ENDS_WITHIN_S)[0], "it does not end"
+        finally:
+            os.close(pidfd)
+        return self.losses
+
+    def await_image_begun(self, image: Path) -> None:
+        """Until something of an image is there, under the name that it has while it is written."""
+        until = monotonic() + ENDS_WITHIN_S
+        while not image.exists() and not list(image.parent.glob(f".{image.name}.hegm-new-*")):
+            assert monotonic() < until, "no image is begun"
+            self._pause()
+
+    def _pause(self) -> None:
+        """A moment before the next look, or until it ends."""
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            assert not select.select([pidfd], [], [], 0.002)[0], (self.folder / "errors").read_text()
+        finally:
+            os.close(pidfd)
+
+    def command(self, *words: str, status: int | None = 0) -> dict[str, Any]:
+        """What a command answered last."""
+        ran = subprocess.run(
+            [sys.executable, "-m", "hegmctl", *words, "--json"],
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=ENDS_WITHIN_S,
+            check=False,
+        )
+        assert status is None or ran.returncode == status, f"{ran.returncode}: {ran.stdout}{ran.stderr}"
+        answer: dict[str, Any] = json.loads((ran.stdout or ran.stderr).splitlines()[-1])
+        return answer
+
+    def operation(self, *words: str, status: int | None = 0) -> dict[str, Any]:
+        """How the operation of a command ended."""
+        ended: dict[str, Any] = self.command(*words, status=status)["operation"]
+        return ended

@@ -1,0 +1,205 @@
+"""Trainings into images and back, by command, with real CRIU: not one loss different, and nothing lost on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hegmd.criu.population import population_of
+from tests.chaos.halts import BEGUN, RECORDED, UNRECORDED, Halts, Trap
+from tests.e2e.daemon import RunningDaemon
+from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu
+from tests.e2e.mounting import why_no_mounts
+from tests.stubs.build import build_stub
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
+    with daemon_with_criu(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What nobody has disturbed."""
+    with HandedJob(tmp_path_factory.mktemp("alone") / "job", None) as job:
+        return job.output()
+
+
+def test_a_job_is_ended_and_comes_back_on_another_gpu_with_every_loss_the_same(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    """Its loader's workers, its thread, its child and its open file with it."""
+    image = tmp_path / "image"
+    with HandedJob(tmp_path / "alone", None, workers=2) as alone:
+        expected = alone.output()
+    with HandedJob(tmp_path / "job", daemon.socket_path, workers=2) as job:
+        job.await_steps(20)
+        done = job.operation("checkpoint", str(job.pid), str(image))
+        assert (done["phase"], done["processes"][0]["state"]) == ("done", "gone")
+        assert job.process.wait(ENDS_WITHIN_S) == -9
+        assert len(job.losses) < len(expected)
+        back = job.operation("restore", str(image), "--to", "gpu1")
+        assert (back["phase"], back["processes"][0]["gpu"]) == ("done", "gpu1")
+        assert job.output() == expected
+
+
+def test_a_job_that_is_left_running_goes_on_and_its_image_begins_where_it_was(
+    daemon: RunningDaemon, tmp_path: Path, expected: list[str]
+) -> None:
+    image = tmp_path / "image"
+    with HandedJob(tmp_path / "job", daemon.socket_path) as job:
+        job.await_steps(20)
+        done = job.operation("checkpoint", "--leave-running", str(job.pid), str(image))
+        assert (done["phase"], done["processes"][0]["gpu"]) == ("done", "gpu0")
+        assert job.output() == expected
+        job.process.wait(ENDS_WITHIN_S)
+        plan = job.command("restore", "--dry-run", str(image))["plan"]
+        assert any("losses has" in hazard for hazard in plan["hazards"])
+        job.operation("restore", str(image), "--truncate-outputs")
+        assert job.output() == expected
+
+
+def test_it_comes_back_in_a_fresh_pid_namespace_under_another_daemon(
+    daemon: RunningDaemon, tmp_path: Path, expected: list[str]
+) -> None:
+    """As on another node: its process numbers are free there, and the socket and the state are others."""
+    image, other = tmp_path / "image", tmp_path / "other"
+    other.mkdir()
+    with HandedJob(tmp_path / "job", daemon.socket_path) as job:
+        job.await_steps(20)
+        job.operation("checkpoint", "--leave-running", str(job.pid), str(image))
+        losses = len(job.losses)
+        assert losses < len(expected)
+    (tmp_path / "job" / "slow").unlink()
+    daemon.stop()
+    program = [sys.executable, "-m", "tests.e2e.second_node", str(other), str(image), str(job.pid)]
+    ran = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *program],
+        env=job.environ,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert job.losses == expected
+
+
+def test_one_of_two_restores_of_an_image_at_once_is_refused(
+    daemon: RunningDaemon, tmp_path: Path, expected: list[str]
+) -> None:
+    image = tmp_path / "image"
+    with HandedJob(tmp_path / "job", daemon.socket_path) as job:
+        job.await_steps(20)
+        job.operation("checkpoint", str(job.pid), str(image))
+        job.process.wait(ENDS_WITHIN_S)
+        words = [sys.executable, "-m", "hegmctl", "restore", str(image)]
+        both = [subprocess.Popen(words, env=job.environ, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+        said = [one.communicate(timeout=ENDS_WITHIN_S)[1] for one in both]
+        assert sorted(one.returncode == 0 for one in both) == [False, True], said
+        assert job.output() == expected
+
+
+@pytest.mark.skipif(why_no_mounts() is not None, reason=why_no_mounts() or "")
+def test_without_room_for_the_image_the_job_goes_on_and_nothing_is_left(
+    daemon: RunningDaemon, tmp_path: Path, expected: list[str]
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(small)], check=True)
+    try:
+        with HandedJob(tmp_path / "job", daemon.socket_path) as job:
+            job.await_steps(20)
+            undone = job.operation("checkpoint", str(job.pid), str(small / "image"), status=6)
+            assert undone["phase"] == "undone"
+            assert os.listdir(small) == []
+            assert job.output() == expected
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+# ---- whoever is killed -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def halts(tmp_path: Path) -> Iterator[Halts]:
+    with Halts(tmp_path / "halt.sock") as made:
+        yield made
+
+
+@pytest.fixture
+def halted(tmp_path: Path, halts: Halts) -> Iterator[RunningDaemon]:
+    preload = {"LD_PRELOAD": str(build_stub("halt", tmp_path)), "HEGM_TEST_HALT": str(halts.path)}
+    with daemon_with_criu(tmp_path, **preload) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("phase", "moment", "ended"),
+    [
+        ("handing", RECORDED, False),  # nothing of the image is there
+        ("handing", BEGUN, None),  # somewhere within
+        ("handing", UNRECORDED, True),  # it is whole, and the journal does not say so
+        ("ending", RECORDED, True),
+    ],
+)
+def test_a_daemon_killed_with_an_image_under_way_leaves_a_whole_one_or_a_job_that_goes_on(
+    halted: RunningDaemon,
+    halts: Halts,
+    tmp_path: Path,
+    expected: list[str],
+    phase: str,
+    moment: str,
+    ended: bool | None,
+) -> None:
+    image = tmp_path / "image"
+    with HandedJob(tmp_path / "job", halted.socket_path) as job:
+        job.await_steps(20)
+        halts.set(Trap(job.pid, phase, moment))
+        words = [sys.executable, "-m", "hegmctl", "checkpoint", str(job.pid), str(image)]
+        with subprocess.Popen(words, env=job.environ, stderr=subprocess.DEVNULL) as client:
+            halts.wait(ENDS_WITHIN_S)
+            if moment == BEGUN:
+                halts.go()
+                job.await_image_begun(image)
+            halted.stop(signal.SIGKILL)
+            if moment != BEGUN:
+                halts.forget()
+            client.wait(ENDS_WITHIN_S)
+        halted.start()
+        op = job.operation("op", "1", "--follow", status=None)
+        assert (op["phase"] == "done") == image.is_dir() == (job.pid not in population_of([job.pid]).start_ticks)
+        if ended is not None:
+            assert image.is_dir() is ended
+        assert [name for name in os.listdir(tmp_path) if "hegm-new" in name] == []
+        if image.is_dir():
+            job.process.wait(ENDS_WITHIN_S)
+            job.operation("restore", str(image))
+        assert job.output() == expected
+
+
+def test_a_writer_that_is_killed_sends_the_job_back(daemon: RunningDaemon, tmp_path: Path, expected: list[str]) -> None:
+    image = tmp_path / "image"
+    with HandedJob(tmp_path / "job", daemon.socket_path) as job:
+        job.await_steps(20)
+        words = [sys.executable, "-m", "hegmctl", "checkpoint", str(job.pid), str(image)]
+        with subprocess.Popen(words, env=job.environ, stderr=subprocess.DEVNULL) as client:
+            job.await_image_begun(image)
+            for child in psutil.Process(daemon.process.pid).children():
+                if "hegmd.image.child" in child.cmdline():
+                    child.kill()
+            assert client.wait(ENDS_WITHIN_S) != 0
+        assert not image.exists()
+        assert job.output() == expected

@@ -1,0 +1,48 @@
+"""Outputs that have grown since an image was made are cut back by the caller, and the restore is asked for again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hegmctl.imaging import cut_back
+from hegmd.errors import REFUSED, HegmError
+from hegmd.protocol import messages as m
+from hegmd.protocol.record import Record
+from tests.unit.hegmctl import node
+from tests.unit.hegmctl.fake_daemon import Asked, Caller, FakeDaemon, failing, saying
+from tests.unit.hegmctl.running import hegmctl
+from tests.unit.hegmctl.test_operating import DONE
+
+
+def test_what_has_grown_is_cut_and_nothing_else(tmp_path: Path) -> None:
+    longer, shorter = tmp_path / "longer", tmp_path / "shorter"
+    longer.write_text("0123456789")
+    shorter.write_text("01")
+    assert cut_back([[str(longer), 4], [str(shorter), 4], "nonsense"]) == [(str(longer), 4)]
+    assert longer.read_text() == "0123"
+    assert shorter.read_text() == "01"
+
+
+def test_a_file_that_cannot_be_cut_is_told_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(HegmError, match="No such file"):
+        cut_back([[str(tmp_path / "gone"), 4]])
+
+
+def test_a_restore_that_is_refused_for_what_has_grown_is_asked_for_again(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    output.write_text("0123456789")
+    refused = HegmError(REFUSED, "it has grown", "cut it back", {"grown": [[str(output), 4]]})
+
+    def as_it_is(caller: Caller, asked: Asked) -> Record | None:
+        answer = saying(m.OperationReply(operation=DONE)) if output.stat().st_size == 4 else failing(refused)
+        return answer(caller, asked)
+
+    with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: as_it_is}) as daemon:
+        left = hegmctl("restore", "/images/one", socket=daemon.path)
+        assert (left.returncode, output.read_text()) == (REFUSED.exit_status, "0123456789")
+        ran = hegmctl("restore", "/images/one", "--truncate-outputs", socket=daemon.path)
+    assert ran.returncode == 0
+    assert output.read_text() == "0123"
+    assert "was cut back to 4 bytes" in ran.stderr
