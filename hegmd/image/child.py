@@ -22,7 +22,19 @@ from hegmd.descriptors import Descriptors
 from hegmd.errors import CANCELLED, Bug, HegmError
 from hegmd.helper.child import run
 from hegmd.helper.wire import Answer, Handler, Request
-from hegmd.image.folder import MANIFEST, SEAL, Folder, after, find, listed, make, opened_plain, summed, told
+from hegmd.image.folder import (
+    MANIFEST,
+    SEAL,
+    Folder,
+    after,
+    find,
+    free_bytes_at,
+    listed,
+    make,
+    opened_plain,
+    summed,
+    told,
+)
 from hegmd.image.plain_file import copy
 from hegmd.image.seal import read_manifest
 from hegmd.image.shelf import manifest_in, remove, sweep
@@ -44,6 +56,7 @@ class Work:
     def requests(self) -> Mapping[str, Handler]:
         """Each request by its name."""
         return {
+            "room": self.room,
             "make": self.make,
             "write": self.write,
             "take": self.take,
@@ -96,6 +109,10 @@ class Work:
             raise HegmError(CANCELLED, "the image is not wanted any more", "nothing is left of it")
 
     # -- writing one ---------------------------------------------------------------------------------------------------
+
+    def room(self, request: Request) -> Answer:
+        """What there is for an image at that path."""
+        return Answer({"free_bytes": free_bytes_at(str(request.args["path"]))})
 
     def make(self, request: Request) -> Answer:
         """A new directory; where CRIU is to write comes along."""

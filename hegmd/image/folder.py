@@ -237,6 +237,21 @@ def make(path: str) -> Folder:
         return folder
 
 
+def free_bytes_at(path: str) -> int:
+    """How much its disk has free for an image at that path. Raises HegmError when none could be made; makes nothing."""
+    parent, name = split(path)
+    with told(path, "made"):
+        parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _require_free(parent_fd, name, path)
+            if not os.access(".", os.W_OK | os.X_OK, dir_fd=parent_fd, effective_ids=True):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            status = os.fstatvfs(parent_fd)
+            return status.f_bavail * status.f_frsize
+        finally:
+            os.close(parent_fd)
+
+
 def find(path: str) -> Folder:
     """The directory at that path, whatever is in it. Raises HegmError."""
     parent, name = split(path)

@@ -33,6 +33,7 @@ from hegmd.detached import run_detached
 from hegmd.errors import DENIED, UNAVAILABLE, HegmError, Refused
 from hegmd.external import Rights
 from hegmd.image.hands import Hand, Hands
+from hegmd.image.private import Private, require_bytes
 from hegmd.image.seal import KEY_NAME, Key, load_key, read_manifest, written
 from hegmd.protocol.images import ImageFile, Manifest
 from hegmd.protocol.record import as_list
@@ -45,52 +46,10 @@ PRIVATE_NAME = "images"
 # A disk that does not answer keeps nobody for good.
 DISCARD_WITHIN_S = 30.0
 _FILES_IN_A_MESSAGE = MOST_IN_A_MESSAGE - 13
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def ignore(_done_bytes: int) -> None:
     """For those who do not want to know how far it is."""
-
-
-class Private:
-    """A folder of the daemon's own, for CRIU's files of one image; there until it is closed, descriptor and all."""
-
-    def __init__(self, parent: Path) -> None:
-        self._path = parent / secrets.token_hex(8)
-        try:
-            self._path.mkdir(mode=0o700)
-            self.fd = os.open(self._path, _DIRECTORY)
-        except OSError as error:
-            raise HegmError(
-                UNAVAILABLE,
-                f"{self._path} cannot be made: {error.strerror or error}",
-                f"free space on the disk of {parent}: df -h",
-            ) from error
-
-    @property
-    def free_bytes(self) -> int:
-        """Room on its disk."""
-        status = os.fstatvfs(self.fd)
-        return status.f_bavail * status.f_frsize
-
-    def open_files(self, names: Sequence[str]) -> list[int]:
-        """Its files, to be read; the caller's to close."""
-        fds: list[int] = []
-        try:
-            fds.extend(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd) for name in names)
-        except OSError as error:
-            for fd in fds:
-                os.close(fd)
-            raise HegmError(UNAVAILABLE, f"{self._path} cannot be read: {error}", "look at that disk: dmesg") from error
-        return fds
-
-    async def close(self) -> None:
-        """Take it away."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-            path = self._path
-            await run_detached(lambda _: shutil.rmtree(path, ignore_errors=True), name="private images")
 
 
 class Lent:
@@ -223,7 +182,8 @@ class Image:
                 self._is_good = True
             return self._criu_dir_fd
         if not self._is_good:
-            self._require_room(self._private)
+            needed_bytes = sum(file.size_bytes for file in self.manifest.criu_files)
+            require_bytes(str(self._private.path), needed_bytes, self._private.free_bytes)
             for some in _batches(self.manifest.criu_files):
                 await self._copy(some, self._own, self._private, on_progress)
             self._is_good = True
@@ -236,16 +196,6 @@ class Image:
             fds = [private.fd, *shown.fds.view()]
             answer = await own.call("keep", args, fds=fds, on_progress=_so_far(on_progress))
         _require_same(some, answer.values["sums"], self.path)
-
-    def _require_room(self, private: Private) -> None:
-        needed_bytes = sum(file.size_bytes for file in self.manifest.criu_files)
-        if private.free_bytes < needed_bytes:
-            raise Refused(
-                f"the private copy of CRIU's files takes {needed_bytes >> 20} MiB, and hegmd's state directory has "
-                f"{private.free_bytes >> 20} MiB free",
-                "free space there, or have root restore the image",
-                {"needed_bytes": needed_bytes, "free_bytes": private.free_bytes},
-            )
 
     async def end(self) -> None:
         """Let go of it and of its lock. Twice is fine; cannot be cancelled half-way."""
@@ -277,6 +227,22 @@ class Images:
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Let images be worked on, until cancelled."""
         await self._hands.run(task_status=task_status)
+
+    async def require_room(self, path: str, rights: Rights, *, criu_bytes: int, bytes_of_gpus: int) -> None:
+        """Raise HegmError unless an image of about that size could be made there now: before anybody is stopped for it.
+
+        Zeros take no room, so what is refused here might just have fitted; half of an image is of no use to anybody.
+        """
+        hand = await self._hands.start(rights)
+        try:
+            answer = await hand.call("room", {"path": path})
+        finally:
+            with anyio.CancelScope(shield=True):
+                await _let_go(hand, None, None)
+        require_bytes(os.path.dirname(path), criu_bytes + bytes_of_gpus, int(answer.values["free_bytes"]))
+        if self._is_other(rights):
+            status = await run_detached(lambda _: os.statvfs(self._private), name="private images")
+            require_bytes(str(self._private), criu_bytes, status.f_bavail * status.f_frsize)
 
     async def lend(self, path: str, rights: Rights) -> Lent:
         """A new image at that path, with the caller's rights. Raises HegmError, with nothing there."""

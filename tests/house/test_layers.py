@@ -104,6 +104,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # Images on disk: what touches them, in a process with their owner's rights; and the daemon's side of it
     "hegmd.image": (*GROUND, "hegmd.blocks"),
     "hegmd.image.child": (*GROUND, "hegmd.blocks", "hegmd.descriptors", "hegmd.helper", "hegmd.image"),
+    "hegmd.image.private": ("hegmd.errors", "hegmd.detached"),
     "hegmd.image.hands": (*GROUND, "hegmd.external", "hegmd.helper"),
     "hegmd.image.images": (*GROUND, "hegmd.descriptors", "hegmd.detached", "hegmd.external", "hegmd.image"),
     "hegmd.pages": ("hegmd.crew", "hegmd.pieces"),
