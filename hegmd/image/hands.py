@@ -10,6 +10,7 @@ Belongs to the event loop, which it never blocks. `Hands.run` has to be running.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -32,6 +33,8 @@ ROLE = Role(
 # Not the user's own site-packages: what is in them would run with descriptors of the daemon's.
 PROGRAM = (sys.executable, "-s", "-m", "hegmd.image.child")
 START_WITHIN_S = 30.0
+# One that is in the middle of a disk that does not answer is left to the kernel.
+END_WITHIN_S = 10.0
 
 
 class Hand:
@@ -39,6 +42,9 @@ class Hand:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._pidfd = -1
+        with contextlib.suppress(OSError):  # it has ended already
+            self._pidfd = os.pidfd_open(session.pid or 0)
 
     @property
     def pid(self) -> int | None:
@@ -64,8 +70,16 @@ class Hand:
         self._session.lose("is not needed any more", quietly=True)
 
     async def ended(self) -> None:
-        """Wait until it is reaped."""
+        """Wait until it is gone, and its locks with it. Twice is fine.
+
+        As a unit it is not our child: what we reap is systemd-run, and it ends a moment later, when its socket does.
+        """
         await self._session.over.wait()
+        if self._pidfd >= 0:
+            with anyio.move_on_after(END_WITHIN_S):
+                await anyio.wait_readable(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
 
 
 class Hands:
