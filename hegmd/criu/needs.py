@@ -159,7 +159,7 @@ def needs_of(
 
 
 def _reasons_of_members(tree: Tree) -> Iterator[Reason]:
-    ours = dict(tree.namespaces)
+    kinds = {kind for kind, _ in tree.namespaces}
     for member in tree.members:
         if member.tracer:
             yield refusal(
@@ -168,7 +168,9 @@ def _reasons_of_members(tree: Tree) -> Iterator[Reason]:
                 member.pid,
             )
         own = sorted(
-            kind for kind, name in member.namespaces if kind in _OWN_NAMESPACES and kind in ours and ours[kind] != name
+            kind
+            for kind, name in member.namespaces
+            if kind in _OWN_NAMESPACES & kinds and (kind, name) not in tree.namespaces
         )
         if own:
             yield refusal(

@@ -93,7 +93,7 @@ class Tree:
     mappings: tuple[Mapping, ...] = ()
     unix: dict[int, UnixEnd] = field(default_factory=dict[int, UnixEnd])  # by inode, of the whole namespace
     tcp: dict[int, TcpEnd] = field(default_factory=dict[int, TcpEnd])
-    # The namespaces that CRIU will run in.
+    # Those that CRIU can run in: a kind is there twice where the daemon's own is another than the first process's.
     namespaces: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -106,8 +106,8 @@ class Tree:
         return next(member for member in self.members if member.pid == pid)
 
 
-def read_tree(root: int, *, outside_pid: int | str = "self", proc_root: str = "/proc") -> Tree:
-    """The tree as it is now; `outside_pid` is a process in the namespaces that CRIU will run in.
+def read_tree(root: int, *, proc_root: str = "/proc") -> Tree:
+    """The tree as it is now.
 
     Raises ProcessLookupError when there is no such process, and PermissionError when it may not be looked at.
     """
@@ -125,7 +125,8 @@ def read_tree(root: int, *, outside_pid: int | str = "self", proc_root: str = "/
         mappings=mappings,
         unix=unix_ends() if any(found.target.startswith("socket:") for found in descriptors) else {},
         tcp=tcp_ends(proc / str(root)),
-        namespaces=_namespaces(proc / str(outside_pid)),
+        # As a unit of its own CRIU is in the first process's, whatever the daemon's sandbox; otherwise in the daemon's.
+        namespaces=tuple(dict.fromkeys((*_first_namespaces(proc), *_namespaces(proc / "self")))),
     )
 
 
@@ -186,6 +187,14 @@ def _namespaces(process: Path) -> tuple[tuple[str, str], ...]:
         except (FileNotFoundError, ProcessLookupError):
             continue
     return tuple(found)
+
+
+def _first_namespaces(proc: Path) -> tuple[tuple[str, str], ...]:
+    """None where not even root may look at the first process."""
+    try:
+        return _namespaces(proc / "1")
+    except PermissionError:
+        return ()
 
 
 def _descriptors(proc: Path, pid: int) -> Iterator[Descriptor]:

@@ -133,7 +133,7 @@ from hegmd.criu.tree import read_tree
 async def main():
     program, version, unit, pid, folder, output = sys.argv[1:]
     criu, pid = Criu(program, version), int(pid)
-    needs = needs_of(read_tree(pid, outside_pid=1))
+    needs = needs_of(read_tree(pid))
     assert not needs.reasons, needs.reasons
     images = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     await runs.dump(criu, pid, images, needs, leave_stopped=True, in_unit=True)

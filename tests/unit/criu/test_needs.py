@@ -150,6 +150,8 @@ def test_a_debugger_and_a_container_are_refused() -> None:
     traced = needs_of(tree(members=(replace(ROOT, tracer=42),)))
     assert messages(traced) == ["process 100 is traced by process 42"]
     own = (("mnt", "mnt:[2]"), ("net", "net:[1]"), ("pid", "pid:[2]"))
+    sandboxed = needs_of(tree(namespaces=(*HERE, ("mnt", "mnt:[7]"))))
+    assert sandboxed.reasons == (), "the daemon's own mount namespace is another one"
     contained = needs_of(tree(members=(replace(ROOT, namespaces=own),)))
     assert messages(contained) == ["process 100 has namespaces of its own: mnt, pid"]
 

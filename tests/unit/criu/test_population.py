@@ -1,0 +1,94 @@
+"""Processes seen, let go on and ended: by processes of the tests' own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hegmd.criu.population import Population, dumpers_of, end_all, holders_of, let_go, population_of, wait_until_free
+
+SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
+
+
+@contextmanager
+def sleeper(*arguments: str, text: str = SLEEPER) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([sys.executable, "-c", text, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
+
+def state(process: subprocess.Popen[str]) -> str:
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_whoever_was_stopped_in_between_goes_on_and_who_was_before_does_not() -> None:
+    with sleeper() as one, sleeper() as other:
+        stop(other)
+        before = population_of([one.pid, other.pid])
+        assert before.stopped == {other.pid}
+        stop(one)
+        let_go(before)
+        os.waitid(os.P_PID, one.pid, os.WCONTINUED)
+        assert state(other) == "T"
+
+
+def test_a_number_that_is_somebody_elses_by_now_is_not_touched() -> None:
+    with sleeper() as process:
+        ticks = population_of([process.pid]).start_ticks[process.pid]
+        end_all(Population({process.pid: ticks - 1}))
+        assert process.poll() is None
+        end_all(Population({process.pid: ticks}))
+        assert process.wait() == -signal.SIGKILL
+
+
+def test_who_is_gone_is_passed_over() -> None:
+    with sleeper() as process:
+        people = population_of([process.pid])
+    let_go(people)
+    end_all(people)
+    assert population_of([process.pid]).start_ticks == {}
+
+
+def test_a_number_is_held_by_processes_groups_and_sessions_and_by_zombies() -> None:
+    leader = "import os, time\nif os.fork() == 0: time.sleep(600)\nprint('ready', flush=True)\ntime.sleep(600)"
+    with subprocess.Popen(
+        [sys.executable, "-c", leader], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        found = {(each.what, each.is_zombie) for each in holders_of([process.pid])}
+        assert found == {("process", False), ("group", False)}
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert ("process", True) in {(each.what, each.is_zombie) for each in holders_of([process.pid])}
+        assert wait_until_free([process.pid], limit_s=0) != ()
+        os.killpg(process.pid, signal.SIGKILL)
+    assert [each for each in holders_of([process.pid]) if not each.is_zombie] == []
+
+
+@pytest.mark.parametrize(("tree", "is_one"), [("4711", True), ("471", False), ("47110", False)])
+def test_a_dumper_is_known_by_the_root_of_its_tree(tree: str, is_one: bool) -> None:
+    with sleeper("dump", "--tree", tree, "--images-dir", "x") as process:
+        assert (process.pid in dumpers_of([4711])) == is_one
+
+
+def test_what_a_killed_criu_left_standing_was_waited_for_for_ever() -> None:
+    with sleeper("dump", "--tree", "4711", "--images-dir", "x") as process:
+        stop(process)
+        assert dumpers_of([4711]) == ()
