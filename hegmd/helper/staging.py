@@ -33,8 +33,8 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap of Python knows no name for it
 class Pace(NamedTuple):
     """How much is pinned, and how it is shared out; a benchmark tries others."""
 
-    #: Each copies at some 3.5 GB/s beside an engine that writes to the same memory; 8 are not enough for the link.
-    most_strands: int = 16
+    #: Each copies at some 3 GB/s beside an engine that writes to the same memory; 8 are not enough for the link.
+    most_strands: int = 24
     slots_a_strand: int = 2
     #: Smaller slots cost more calls than they save, larger ones leave the caches (24 to 53 GB/s were seen).
     slot_bytes: int = 8 << 20
