@@ -25,6 +25,8 @@ NOT_THE_ALLOCATORS = "their memory is not of PyTorch's own allocator"
 
 HAZARD_GRAPHS, HAZARD_NCCL, HAZARD_IPC = "graphs", "nccl-p2p", "ipc-shared"
 _DEFAULT_POOL = (0, 0)
+# Of PyTorch's allocator, c10/cuda/CUDACachingAllocator.cpp.
+_BLOCK_BYTES, _SMALL_BYTES, _UNIT_BYTES, _SHARED_BYTES, _LARGE_BYTES = 512, 1 << 20, 2 << 20, 20 << 20, 10 << 20
 
 
 def in_use() -> Any:
@@ -155,8 +157,29 @@ def facts(
         reserved_bytes=sum(int(torch.cuda.memory_reserved(device)) for device in used),
         largest_bytes=max((max(several) for several in sizes.values()), default=0),
         stacks_bytes=sum(_stacks_bytes(torch, device) for device in used),
+        padding_bytes=sum(map(padding_bytes, sizes.values())),
         hazards=tuple(hazards),
     )
+
+
+def padding_bytes(sizes: list[int]) -> int:
+    """What PyTorch's allocator takes at most for storages of these sizes on one GPU, beyond their bytes.
+
+    Small ones share segments of 2 MiB, those in the middle segments of 20 MiB, of which a part is left over that none
+    fits into; large ones have segments of their own in whole units of 2 MiB.
+    """
+    small_bytes = sum(
+        -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES for size_bytes in sizes if size_bytes <= _SMALL_BYTES
+    )
+    middle = [size_bytes for size_bytes in sizes if _SMALL_BYTES < size_bytes < _LARGE_BYTES]
+    taken_bytes = -(-small_bytes // _UNIT_BYTES) * _UNIT_BYTES
+    if middle:
+        held_by_each = max(1, _SHARED_BYTES // max(middle))
+        taken_bytes += -(-len(middle) // held_by_each) * _SHARED_BYTES
+    taken_bytes += sum(
+        -(-size_bytes // _UNIT_BYTES) * _UNIT_BYTES for size_bytes in sizes if size_bytes >= _LARGE_BYTES
+    )
+    return taken_bytes - sum(sizes)
 
 
 def _stacks_bytes(torch: Any, device: int) -> int:

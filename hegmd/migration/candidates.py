@@ -186,7 +186,7 @@ def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, s
         at=gpu,
         size_bytes=0 if planned.carrier == BY_DRIVER else planned.size_bytes,
         rest_bytes=planned.rest_bytes,
-        stacks_bytes=planned.stacks_bytes,
+        beside_bytes=planned.beside_bytes,
         overlap_bytes=planned.overlap_bytes,
         rooms={gpu: planned.room_bytes} if gpu else {},
     )

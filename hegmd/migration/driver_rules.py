@@ -128,6 +128,12 @@ def stacks_of(candidate: Candidate) -> int:
     return 0 if cuda is None else cuda.stacks_bytes
 
 
+def padding_of(candidate: Candidate) -> int:
+    """What its allocator takes more than its storages have, when they are made again."""
+    cuda = None if candidate.agent is None else candidate.agent.cuda
+    return 0 if cuda is None else cuda.padding_bytes
+
+
 def major_of(version: str | None) -> int | None:
     """The driver's branch; None when it is not known."""
     head = (version or "").partition(".")[0]

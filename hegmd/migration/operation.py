@@ -94,7 +94,7 @@ class Worker(Record):
     )
     size_bytes: int = field("bytes of the storages that its agent vouches for")
     rest_bytes: int = field("what it needs on a GPU besides them: what the driver carries, with a margin", default=0)
-    stacks_bytes: int = field("room that its agent gives back with its storages and takes again before them", default=0)
+    beside_bytes: int = field("room that its agent needs besides, when it makes its storages again", default=0)
     overlap_bytes: int = field(
         "of the room for its storages, what the carrier's own memory on that GPU makes free bit by bit", default=0
     )
@@ -132,7 +132,7 @@ class Worker(Record):
     @property
     def room_bytes(self) -> int:
         """What has to be held on a GPU before it may go there."""
-        return self.rest_bytes + self.stacks_bytes + max(0, self.size_bytes - self.overlap_bytes)
+        return self.rest_bytes + self.beside_bytes + max(0, self.size_bytes - self.overlap_bytes)
 
 
 class Operation(Record):

@@ -177,7 +177,7 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: GpuRoom, to: str |
             carrier="none" if stays else choice.carrier,
             method=DRIVER,
             rest_bytes=max(0, rest_bytes - stacks_bytes),
-            stacks_bytes=stacks_bytes,
+            beside_bytes=stacks_bytes + (0 if by_driver else driver_rules.padding_of(candidate)),
             overlap_bytes=choice.overlap_bytes,
         )
     )
@@ -243,7 +243,7 @@ def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate) -> None
             carrier=worker.carrier,
             method=worker.method,
             rest_bytes=worker.rest_bytes,
-            stacks_bytes=worker.stacks_bytes,
+            beside_bytes=worker.beside_bytes,
             overlap_bytes=worker.overlap_bytes,
         )
     )

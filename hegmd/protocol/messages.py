@@ -513,6 +513,7 @@ class CudaFacts(Record):
     stacks_bytes: int = field(
         "what its contexts keep for the stacks of their threads, and are without while storages are out", default=0
     )
+    padding_bytes: int = field("what its allocator takes more than its storages have", default=0)
     hazards: tuple[str, ...] = field(
         "graphs: CUDA graphs were captured, so addresses must stay; nccl-p2p: live communicators that may use "
         "peer-to-peer; ipc-shared: storages are shared with another process; managed: managed memory is in use",

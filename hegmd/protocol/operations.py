@@ -36,7 +36,7 @@ class PlannedProcess(Record):
     rest_bytes: int = field(
         "room that it needs besides its storages: what the driver carries, with a margin", default=0
     )
-    stacks_bytes: int = field("room that its agent takes again for its contexts before its storages", default=0)
+    beside_bytes: int = field("room that its agent needs besides, when it makes its storages again", default=0)
     overlap_bytes: int = field(
         "of the room for its storages, what the carrier's own memory there makes free bit by bit", default=0
     )
@@ -45,7 +45,7 @@ class PlannedProcess(Record):
     def room_bytes(self) -> int:
         """Room to take where it goes, the carrier's own memory left out."""
         stored_bytes = 0 if self.carrier == "driver" else max(0, self.size_bytes - self.overlap_bytes)
-        return stored_bytes + self.stacks_bytes + self.rest_bytes
+        return stored_bytes + self.beside_bytes + self.rest_bytes
 
 
 class Plan(Record):

@@ -211,6 +211,23 @@ CASES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("sizes", "taken_mib"),
+    [
+        ([], 0),
+        ([700, 4], 2),
+        ([1 << 20] * 3, 4),
+        ([3 * MIB, 700, 5 * MIB], 22),
+        ([7 * MIB] * 3, 40),
+        ([10 * MIB, 11 * MIB - 1], 22),
+        ([1 << 30, 8 * MIB, 384], 1046),
+    ],
+)
+def test_what_the_allocator_takes_for_storages(sizes: list[int], taken_mib: int) -> None:
+    """Room for 1,032.2 MiB of storages was held, and the 1,046 that PyTorch takes for them were a hoarder's by then."""
+    assert cuda_state.padding_bytes(sizes) + sum(sizes) == taken_mib * MIB
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_shown(case: str, tmp_path: Path) -> None:
     node = CudaNode.make(tmp_path / "node")

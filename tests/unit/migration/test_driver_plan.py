@@ -116,12 +116,14 @@ def test_what_the_allocator_only_keeps_for_later_takes_no_room_on_the_target() -
 
 def test_room_for_the_stacks_that_an_agent_gives_back_is_held_with_its_storages() -> None:
     """Held with the rest, a neighbour that took all it could had it before the agent, and the job had to wait."""
-    agent = _agent(_cuda(stacks_bytes=GIB // 4))
+    agent = _agent(_cuda(stacks_bytes=GIB // 4, padding_bytes=5))
     (worker,) = _plan(planned(_snapshot(_process(agent)), _to())).workers
-    assert (worker.rest_bytes, worker.stacks_bytes) == (3 * GIB // 4 + RESTORE_MARGIN_BYTES, GIB // 4)
-    assert worker.room_bytes == 33 * GIB + RESTORE_MARGIN_BYTES
+    assert (worker.rest_bytes, worker.beside_bytes) == (3 * GIB // 4 + RESTORE_MARGIN_BYTES, GIB // 4 + 5)
+    assert worker.room_bytes == 33 * GIB + RESTORE_MARGIN_BYTES + 5
+    (by_worker,) = _plan(planned(_snapshot(_process(agent)), _to(carrier="worker"))).workers
+    assert (by_worker.rest_bytes, by_worker.beside_bytes) == (GIB + RESTORE_MARGIN_BYTES, 5)
     (by_driver,) = _plan(planned(_snapshot(_process(agent)), _to(carrier="driver"))).workers
-    assert by_driver.stacks_bytes == 0
+    assert by_driver.beside_bytes == 0
 
 
 def test_with_little_room_the_storages_go_in_rounds_and_with_less_through_the_pool() -> None:
