@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import anyio
@@ -18,6 +18,7 @@ import anyio
 from hegmd.agent_orders import AgentAway
 from hegmd.criu import runs
 from hegmd.criu.needs import Needs, needs_of
+from hegmd.criu.node import describe
 from hegmd.criu.population import Population, end_all, let_go, population_of
 from hegmd.criu.program import Criu
 from hegmd.criu.tree import Tree, read_tree
@@ -127,6 +128,8 @@ class Handoff:
         against = [*needs.reasons, *_not_theirs(tree, _rights(wish))]
         if against:
             raise Refused("\n".join(reason.message for reason in against), against[0].hint)
+        attending = {member.pid: self._told(member) for member in op.live}
+        node = await self._write_side_by_side(op, wish, lent, criu, (tree, needs), on_progress)
         manifest = composed(
             op,
             (await self._look()).gpus,
@@ -134,14 +137,17 @@ class Handoff:
             needs,
             criu_version=criu.version,
             meeting=str(self._places.folder),
-            attending={member.pid: self._told(member) for member in op.live},
+            attending=attending,
+            node=node,
         )
-        await self._write_side_by_side(op, wish, lent, criu, needs, on_progress)
         await lent.finish(manifest)
 
     async def _write_side_by_side(
-        self, op: Operation, wish: Wish, lent: Lent, criu: Criu, needs: Needs, on_progress: Progress
-    ) -> None:
+        self, op: Operation, wish: Wish, lent: Lent, criu: Criu, taken: tuple[Tree, Needs], on_progress: Progress
+    ) -> Mapping[str, object]:
+        """CRIU's files and the bytes; meanwhile what a node has to have in common with this one is looked at."""
+        tree, needs = taken
+        node: dict[str, object] = {}
         written: dict[str, int] = {}
         failures: list[HegmError] = []
 
@@ -152,6 +158,9 @@ class Handoff:
             except HegmError as error:
                 failures.append(error)
                 tasks.cancel_scope.cancel()
+
+        async def look() -> None:
+            node.update(await run_detached(lambda _: describe(tree), name="hegmd-node"))
 
         def progress_of(name: str) -> Progress:
             def tell(so_far_bytes: int) -> None:
@@ -167,8 +176,10 @@ class Handoff:
             stopped = not wish.leave_running
             dump = runs.dump(criu, wish.root_pid, lent.criu_dir_fd, needs, leave_stopped=stopped, in_unit=self._in_unit)
             tasks.start_soon(guarded, dump)
+            tasks.start_soon(guarded, look())
         if failures:
             raise failures[0]
+        return node
 
     async def _write_bytes(self, op: Operation, member: Member, lent: Lent, on_progress: Progress) -> None:
         key = Key(op.id, member.name)

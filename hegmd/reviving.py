@@ -20,12 +20,13 @@ import anyio
 
 from hegmd.criu import runs
 from hegmd.criu.needs import Needs
+from hegmd.criu.node import Differences, differences
 from hegmd.criu.orders import unit_name_for
 from hegmd.criu.population import Population, end_all, holders_of
 from hegmd.criu.program import Criu
 from hegmd.criu.runs import Revived
 from hegmd.detached import run_detached
-from hegmd.errors import BUSY, DENIED, REFUSED, TIMEOUT, HegmError
+from hegmd.errors import BUSY, DENIED, REFUSED, TIMEOUT, UNAVAILABLE, HegmError
 from hegmd.external import Rights
 from hegmd.image.images import Image, Images
 from hegmd.inventory import NodeSnapshot
@@ -88,6 +89,8 @@ class Reviving:
         self._criu = criu
         self._look = look
         self._in_unit = in_unit
+        # The sandbox of a service has no /home, and a /tmp of its own; the job will have the node's.
+        self._root = Path("/proc/1/root") if in_unit else Path("/")
         self._simulated = simulated
         self._coming: set[int] = set()
         self._news = anyio.Event()
@@ -138,14 +141,17 @@ class Reviving:
             found.append(Reason(code=BUSY.name, message=message, hint="resume what is suspended, or raise its budget"))
         grown: list[Grown] = []
         notes: list[str] = []
-        for reason, longer, minds in await run_detached(lambda _: list(_changed_files(needs)), name="hegmd-files"):
+        for reason, longer, minds in await run_detached(
+            lambda _: list(_changed_files(needs, self._root)), name="hegmd-files"
+        ):
             if longer is not None:
                 grown.append(longer)
             if minds or as_then:
                 found.append(reason)
             else:
                 notes.append(f"{reason.message}: what it has written since stays in it")
-        return Objections(tuple(found), tuple(grown), tuple(notes))
+        differing = await run_detached(lambda _: _differing(manifest, self._root), name="hegmd-node")
+        return Objections((*found, *differing.refusals), tuple(grown), (*notes, *differing.notes))
 
     def _against_owner(self, manifest: Manifest, rights: Rights) -> Iterator[Reason]:
         for process in manifest.processes if rights.uid != 0 else ():
@@ -335,11 +341,21 @@ def _taken(needs: Needs) -> Iterator[Reason]:
             )
 
 
-def _changed_files(needs: Needs) -> Iterator[tuple[Reason, Grown | None, bool]]:
+def _differing(manifest: Manifest, root: Path) -> Differences:
+    """Between this node and the one that it was made on. Raises HegmError."""
+    try:
+        return differences(manifest.node or {}, root=root)
+    except (KeyError, TypeError) as error:
+        message = f"the image does not say what its node was like: {type(error).__name__} {error}"
+        hint = "it was written by another version of hegmd; restore it with that one"
+        raise HegmError(UNAVAILABLE, message, hint) from error
+
+
+def _changed_files(needs: Needs, root: Path) -> Iterator[tuple[Reason, Grown | None, bool]]:
     """Files that are not as they were: what there is to say, which of them have only grown, and whether CRIU minds."""
     for file in needs.files:
         try:
-            size_bytes = os.stat(file.path).st_size
+            size_bytes = os.stat(root / file.path.lstrip("/")).st_size
         except OSError as error:
             message = f"{file.path}, which the job has open, is not there: {error.strerror}"
             hint = "put it where it was when the image was made"
