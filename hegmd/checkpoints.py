@@ -104,7 +104,7 @@ class Checkpoints:
                 with anyio.CancelScope(shield=True):
                     await self._reviving.undo(manifest, op)
                 raise
-            self._reviving.settled(manifest)
+            self._reviving.settled(manifest, op_id)
             return op
 
 

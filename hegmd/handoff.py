@@ -203,6 +203,7 @@ class Handoff:
             bytes=(),
             agent_version=worker.program.version,
             frameworks={**frameworks, "python": about.python_version},
+            more={"run": about.run},
         )
 
     # -- agents --------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from hegmd.devices.simulated import SimulatedProvider
 from hegmd.driver_strays import DriverStrays
 from hegmd.errors import Bug
 from hegmd.events import EventLog
+from hegmd.half_revived import HalfRevived
 from hegmd.handoff import Handoff
 from hegmd.helper.link import Link
 from hegmd.image.images import Images
@@ -168,10 +169,11 @@ class Moving:
     def _make_imaging(self, *, simulated: bool) -> tuple[Handoff, Reviving]:
         """Who hands jobs over to images, and who brings them back."""
         self._images: Images | None = None
+        self._half_revived = HalfRevived(self._state_dir)
         self.places = MeetingPlaces(self._images_by.socket_path)
         parts = (self._opened_images, self.places, self._workers, self.pool)
         by: dict[str, Any] = {"criu": self._criu, "look": self._look, "in_unit": self._images_by.in_unit}
-        return Handoff(*parts, **by), Reviving(*parts, **by, simulated=simulated)
+        return Handoff(*parts, **by), Reviving(*parts, **by, simulated=simulated, notes=self._half_revived)
 
     def _is_in_hand(self, pid: int) -> bool:
         """Whether an operation has that process, or is about to."""
@@ -217,6 +219,7 @@ class Moving:
         self.places.open()
         findings = await find_pieces(self.pool.keep, self.memory.adopt)
         self.pool.enter(findings.pieces, self._owned)
+        await self._half_revived.clear([op.id for op in self.runner.operations()], self.pool)
         self._distrusted.found = findings.distrusted
         self.strays.tell()
         for member, gpu, size_bytes in rooms_to_restore(self.runner.operations()):

@@ -28,6 +28,7 @@ from hegmd.criu.runs import Revived
 from hegmd.detached import run_detached
 from hegmd.errors import BUSY, DENIED, REFUSED, TIMEOUT, UNAVAILABLE, HegmError
 from hegmd.external import Rights
+from hegmd.half_revived import HalfRevived
 from hegmd.image.images import Image, Images
 from hegmd.inventory import NodeSnapshot
 from hegmd.manifests import candidates_in, meeting_in, needs_in, revived
@@ -70,7 +71,7 @@ class Reviving:
     `in_unit` gives each job a unit of systemd's.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it puts together, each by its name
         self,
         images: Callable[[], Images],
         places: MeetingPlaces,
@@ -81,7 +82,9 @@ class Reviving:
         look: Callable[[], Awaitable[NodeSnapshot]],
         in_unit: bool,
         simulated: bool,
+        notes: HalfRevived,
     ) -> None:
+        self._notes = notes
         self._images = images
         self._places = places
         self._workers = workers
@@ -191,6 +194,7 @@ class Reviving:
         back: Revived | None = None
         self._coming.update(worker.pid for worker in manifest.workers)
         try:
+            self._notes.note(op_id, manifest, self._unit_of(manifest))
             self._hold_places(manifest)
             back = await self._read_and_restore(image, op_id, on_progress)
             await self._attend(manifest, back)
@@ -201,8 +205,9 @@ class Reviving:
                 await self._undo(manifest, op_id, {} if back is None else back.start_ticks)
             raise
 
-    def settled(self, manifest: Manifest) -> None:
+    def settled(self, manifest: Manifest, op_id: str) -> None:
         """An operation has them now, or nobody any more."""
+        self._notes.forget(op_id)
         folder = Path(meeting_in(manifest))
         for worker in manifest.workers:
             self._coming.discard(worker.pid)
@@ -220,7 +225,7 @@ class Reviving:
                 await self._pool.give(Key(op_id, str(worker.pid)))
             except HegmError as error:
                 logger.warning("%s; %s", error.message, error.hint)
-        self.settled(manifest)
+        self.settled(manifest, op_id)
 
     def _hold_places(self, manifest: Manifest) -> None:
         for worker in manifest.workers:
@@ -273,18 +278,23 @@ class Reviving:
         criu = await self._criu()
         manifest = image.manifest
         dir_fd = await image.private_criu_dir()
-        root = next((one for one in manifest.processes if one.pid == manifest.root_pid), None)
-        command = "" if root is None or root.command is None else os.path.basename(root.command.split(" ", 1)[0])
-        unit_name = unit_name_for([str(manifest.root_pid), command]) if self._in_unit else None
         with _log_folder() as log_dir_fd:
             return await runs.restore(
                 criu,
                 dir_fd,
                 needs_in(manifest),
                 log_dir_fd=log_dir_fd,
-                unit_name=unit_name,
+                unit_name=self._unit_of(manifest),
                 description=f"restored from {image.path}",
             )
+
+    def _unit_of(self, manifest: Manifest) -> str | None:
+        """The unit that its processes are to be in; None without a service manager."""
+        if not self._in_unit:
+            return None
+        root = next((one for one in manifest.processes if one.pid == manifest.root_pid), None)
+        command = "" if root is None or root.command is None else os.path.basename(root.command.split(" ", 1)[0])
+        return unit_name_for([str(manifest.root_pid), command])
 
     async def _attend(self, manifest: Manifest, back: Revived) -> None:
         """Call the agents, and wait until all attend, parked. Raises HegmError."""

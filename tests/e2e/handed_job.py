@@ -99,6 +99,18 @@ class HandedJob:
             assert monotonic() < until, "no image is begun"
             self._pause()
 
+    def await_revived(self) -> None:
+        """Until its process is there again with its own memory."""
+        until = monotonic() + ENDS_WITHIN_S
+        while not self._is_revived():
+            assert monotonic() < until, "it does not come back"
+            select.select([], [], [], 0.002)
+
+    def _is_revived(self) -> bool:
+        with suppress(OSError):
+            return b"HEGM_RUN=" in Path(f"/proc/{self.pid}/environ").read_bytes()
+        return False
+
     def _pause(self) -> None:
         """A moment before the next look, or until it ends."""
         pidfd = os.pidfd_open(self.pid)

@@ -190,6 +190,33 @@ def test_a_daemon_killed_with_an_image_under_way_leaves_a_whole_one_or_a_job_tha
         assert job.output() == expected
 
 
+def test_a_daemon_killed_within_a_restore_leaves_a_job_or_only_the_image(
+    daemon: RunningDaemon, tmp_path: Path, expected: list[str]
+) -> None:
+    """What had come back was nobody's: it stood, its bytes were held, and the image could not be restored again."""
+    image = tmp_path / "image"
+    with HandedJob(tmp_path / "job", daemon.socket_path) as job:
+        job.await_steps(20)
+        job.operation("checkpoint", str(job.pid), str(image))
+        job.process.wait(ENDS_WITHIN_S)
+        words = [sys.executable, "-m", "hegmctl", "restore", str(image)]
+        with subprocess.Popen(words, env=job.environ, stderr=subprocess.DEVNULL) as client:
+            job.await_revived()
+            daemon.stop(signal.SIGKILL)
+            client.wait(ENDS_WITHIN_S)
+        daemon.start()
+        began = "2" in {op["id"] for op in job.command("ops")["operations"]}
+        assert began == (job.pid in population_of([job.pid]).start_ticks)
+        assert job.command("adopt")["strays"] == []
+        if not began:
+            job.operation("restore", str(image))
+        else:
+            ended = job.operation("op", "2", "--follow", status=None)
+            if ended["phase"] == "suspended":
+                job.operation("resume", str(job.pid))
+        assert job.output() == expected
+
+
 def test_a_writer_that_is_killed_sends_the_job_back(daemon: RunningDaemon, tmp_path: Path, expected: list[str]) -> None:
     image = tmp_path / "image"
     with HandedJob(tmp_path / "job", daemon.socket_path) as job:

@@ -143,7 +143,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.meeting": ("hegmd.errors",),
     "hegmd.manifests": (*GROUND, "hegmd.criu", "hegmd.migration"),
     "hegmd.handoff": (*MOVING, *IMAGED),
-    "hegmd.reviving": (*MOVING, *IMAGED, "hegmd.pieces"),
+    "hegmd.half_revived": (*GROUND, "hegmd.criu", "hegmd.detached", "hegmd.pool", "hegmd.units"),
+    "hegmd.reviving": (*MOVING, *IMAGED, "hegmd.half_revived", "hegmd.pieces"),
     "hegmd.checkpoints": (
         *(*GROUND, "hegmd.external", "hegmd.handoff", "hegmd.image", "hegmd.lookout", "hegmd.migration"),
         *("hegmd.operations", "hegmd.reviving"),
