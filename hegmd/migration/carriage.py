@@ -22,6 +22,8 @@ SHOWN = frozenset((PEER, HOST))
 CARRIERS = (PEER, HOST, WORKER, BY_DRIVER)
 # With peer, storages and their copies need room for a moment; where there is not room for both, they go in rounds.
 ROUND_BYTES = 1 << 30
+# Where it goes in rounds, so much of the target is left to others and to what nobody has counted.
+LEFT_FREE_BYTES = 2 << 30
 # Context and library state, which the driver's fixed times have in them.
 _NEXT_TO_NOTHING_BYTES = 1 << 30
 # CUDA IPC cannot show such memory to another process.
@@ -92,14 +94,20 @@ def _choice(candidate: Candidate, to: GpuRoom | None, carrier: str) -> Choice:
 
 
 def _overlap(candidate: Candidate, to: GpuRoom) -> int:
-    """How much of the room for the storages has to wait for what the copies give up; 0 where there is room for all."""
+    """How much of the room for the storages has to wait for what the copies give up; 0 where there is room for all.
+
+    As little as can be, because every round costs a call to the agent and one to the helper: 100 GiB in rounds of 1 GiB
+    took 0.5 to 1.3 s more than the copies.
+    """
     agent = candidate.agent
     if agent is None or agent.cuda is None or to.free_bytes is None:
         return 0
     size_bytes = agent.size_bytes or 0
     lacking_bytes = 2 * size_bytes + CONTEXT_BYTES + rest_of(candidate) - to.free_bytes
     at_once_bytes = max(ROUND_BYTES, 2 * agent.cuda.largest_bytes)
-    return max(0, size_bytes - at_once_bytes) if lacking_bytes > 0 else 0
+    if lacking_bytes <= 0:
+        return 0
+    return max(0, min(size_bytes - at_once_bytes, lacking_bytes + LEFT_FREE_BYTES))
 
 
 def _against(
