@@ -48,7 +48,7 @@ class Checkpoints:
         plan = plan_or_raise(planned(snapshot, Request(kind=CHECKPOINT, pids=(pid,), carrier=asked.carrier)))
         pids = [worker.pid for worker in plan.workers]
         _require_own(snapshot, pids, rights)
-        root, ticks, reasons = await self._handoff.against(pids, rights)
+        root, ticks, reasons = await self._handoff.against(pids, path, plan.size_bytes, rights)
         if reasons:
             raise refusal(reasons)
         plan = _with_end(plan, leave_running=leave_running)

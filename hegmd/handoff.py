@@ -81,9 +81,12 @@ class Handoff:
 
     # -- before anything is begun --------------------------------------------------------------------------------------
 
-    async def against(self, pids: Sequence[int], rights: Rights) -> tuple[int, int, tuple[Reason, ...]]:
+    async def against(
+        self, pids: Sequence[int], path: str, size_bytes: int, rights: Rights
+    ) -> tuple[int, int, tuple[Reason, ...]]:
         """The root of the tree that is taken with these processes, its start time, and all that is against it.
 
+        `size_bytes` are what they have on GPUs: so much at least is to have room at the path.
         The processes run meanwhile, so what is found can be another thing a moment later: it is looked at again then.
         """
         reasons: list[Reason] = []
@@ -94,6 +97,11 @@ class Handoff:
         root, tree = await run_detached(lambda _: _tree_of(pids), name="hegmd-tree")
         needs = needs_of(tree, gpu_pids=pids, agent_sockets=self._agent_sockets)
         reasons += [*needs.reasons, *_not_theirs(tree, rights)]
+        try:
+            criu_bytes = await run_detached(lambda _: sum(map(_anonymous_bytes, tree.pids)), name="hegmd-memory")
+            await self._images().require_room(path, rights, criu_bytes=criu_bytes, bytes_of_gpus=size_bytes)
+        except HegmError as error:
+            reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
         return root, tree.member(root).start_ticks, tuple(reasons)
 
     @property
@@ -322,6 +330,15 @@ def _ancestors(pid: int) -> list[int]:
         fields = Path(f"/proc/{line[-1]}/stat").read_bytes().rpartition(b")")[2].split()
         line.append(int(fields[1]))
     return line
+
+
+def _anonymous_bytes(pid: int) -> int:
+    """Memory of a process that is in no file, and so is in its image."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def _not_theirs(tree: Tree, rights: Rights) -> list[Reason]:

@@ -97,6 +97,16 @@ def test_it_comes_back_in_a_fresh_pid_namespace_under_another_daemon(
     assert job.losses == expected
 
 
+def test_what_cannot_be_written_is_refused_before_the_job_is_stopped(daemon: RunningDaemon, tmp_path: Path) -> None:
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "mine").touch()
+    with HandedJob(tmp_path / "job", daemon.socket_path) as job:
+        job.await_steps(20)
+        refused = job.command("checkpoint", str(job.pid), str(tmp_path / "image"), status=None)
+        assert str(tmp_path / "image") in refused["error"]["message"], refused
+        assert job.command("ops")["operations"] == []
+
+
 def test_one_of_two_restores_of_an_image_at_once_is_refused(
     daemon: RunningDaemon, tmp_path: Path, expected: list[str]
 ) -> None:
@@ -110,24 +120,6 @@ def test_one_of_two_restores_of_an_image_at_once_is_refused(
         said = [one.communicate(timeout=ENDS_WITHIN_S)[1] for one in both]
         assert sorted(one.returncode == 0 for one in both) == [False, True], said
         assert job.output() == expected
-
-
-@pytest.mark.skipif(why_no_mounts() is not None, reason=why_no_mounts() or "")
-def test_without_room_for_the_image_the_job_goes_on_and_nothing_is_left(
-    daemon: RunningDaemon, tmp_path: Path, expected: list[str]
-) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(small)], check=True)
-    try:
-        with HandedJob(tmp_path / "job", daemon.socket_path) as job:
-            job.await_steps(20)
-            undone = job.operation("checkpoint", str(job.pid), str(small / "image"), status=6)
-            assert undone["phase"] == "undone"
-            assert os.listdir(small) == []
-            assert job.output() == expected
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
 
 
 # ---- whoever is killed -----------------------------------------------------------------------------------------------
@@ -144,6 +136,30 @@ def halted(tmp_path: Path, halts: Halts) -> Iterator[RunningDaemon]:
     preload = {"LD_PRELOAD": str(build_stub("halt", tmp_path)), "HEGM_TEST_HALT": str(halts.path)}
     with daemon_with_criu(tmp_path, **preload) as running:
         yield running
+
+
+@pytest.mark.skipif(why_no_mounts() is not None, reason=why_no_mounts() or "")
+def test_on_a_disk_that_fills_up_the_job_goes_on_and_nothing_is_left(
+    halted: RunningDaemon, halts: Halts, tmp_path: Path, expected: list[str]
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1g", "none", str(disk)], check=True)
+    try:
+        with HandedJob(tmp_path / "job", halted.socket_path) as job:
+            job.await_steps(20)
+            halts.set(Trap(job.pid, "handing", RECORDED))
+            words = [sys.executable, "-m", "hegmctl", "checkpoint", str(job.pid), str(disk / "image")]
+            with subprocess.Popen(words, env=job.environ, stderr=subprocess.DEVNULL) as client:
+                halts.wait(ENDS_WITHIN_S)
+                subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+                halts.go()
+                assert client.wait(ENDS_WITHIN_S) != 0
+            assert job.operation("op", "1", status=None)["phase"] == "undone"
+            assert os.listdir(disk) == []
+            assert job.output() == expected
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.parametrize(
