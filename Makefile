@@ -46,10 +46,11 @@ test-chaos: ## kill or strike everything at every state of every command, 1,000 
 # and what hegmd needs: `make test-gpu PYTHON=python3` sets nothing up.
 SET_UP_FOR_GPU = $(if $(filter file,$(origin PYTHON)),@tools/setup.sh dev)
 
-test-gpu: ## the tests that need real GPUs (PYTHON=python3: by a Python that has torch; CASES="--quick": the most telling moves)
+test-gpu: ## the tests that need real GPUs (PYTHON=python3: by a Python that has torch; CASES="--quick", IMAGES="--sizes 1")
 	$(SET_UP_FOR_GPU)
 	PYTHONPATH=.:client $(PYTEST) -m gpu -ra tests/gpu
 	PYTHONPATH=.:client $(PYTHON) -m tests.gpu.moves_run $(CASES)
+	PYTHONPATH=.:client $(PYTHON) -m tests.gpu.image_run --repeat 1 $(IMAGES)
 
 bench: ## measure what needs no GPU, beside the budgets
 	@tools/setup.sh dev
@@ -60,10 +61,11 @@ bench-chaos: ## 100,000 seeded lives of the migration machine, and every damage 
 	@$(PYTHON) -m tests.simulation.damage
 	@$(PYTHON) -m tests.simulation.chaos $(or $(SEEDS),100000) $(or $(FIRST),0)
 
-bench-gpu: ## measure on this machine's GPUs, and compare with nvidia-smi (PYTHON=python3: by one that has torch; BENCH=--quick)
+bench-gpu: ## measure on this machine's GPUs, and compare with nvidia-smi (PYTHON=python3: by one that has torch; BENCH=--quick, IMAGES="--sizes 1")
 	$(SET_UP_FOR_GPU)
 	@PYTHONPATH=.:client $(PYTHON) -m tests.gpu.inventory_run
 	@PYTHONPATH=.:client $(PYTHON) -m tests.gpu.bench_moves $(BENCH)
+	@PYTHONPATH=.:client $(PYTHON) -m tests.gpu.image_run $(IMAGES)
 
 install: man completions ## install under PREFIX (/usr/local) with its own venv and systemd units; DESTDIR is honoured
 	@packaging/install.sh

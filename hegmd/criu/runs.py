@@ -12,6 +12,7 @@ because CRIU that is cut off leaves files behind; then what it made is ended.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -34,6 +35,8 @@ from hegmd.external import run
 from hegmd.units import UnitTaken, start_unit, stop_unit, systemd_run
 
 __all__ = ["DUMP_DEADLINE_S", "RESTORE_DEADLINE_S", "Dumped", "Revived", "dump", "restore"]
+
+logger = logging.getLogger(__name__)
 
 # Far more than CRIU needs for what stays in a process once its GPU's bytes are out; a disk can be slow.
 DUMP_DEADLINE_S = 900.0
@@ -92,7 +95,9 @@ async def dump(
         except HegmError:
             await run_detached(lambda _: let_go(before), name="let the job go on")
             raise
-    return Dumped(time.monotonic() - started, criu.version)
+    took_s = time.monotonic() - started
+    logger.debug("CRIU dumped process %d in %.1f ms", root_pid, took_s * 1e3)
+    return Dumped(took_s, criu.version)
 
 
 async def restore(
@@ -127,7 +132,9 @@ async def restore(
     revived = await run_detached(lambda _: population_of(needs.pids), name="look at the job")
     if needs.pids[0] not in revived.start_ticks:
         raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", 0)
-    return Revived(needs.pids[0], revived.start_ticks, unit_name, time.monotonic() - started)
+    took_s = time.monotonic() - started
+    logger.debug("CRIU restored process %d in %.1f ms", needs.pids[0], took_s * 1e3)
+    return Revived(needs.pids[0], revived.start_ticks, unit_name, took_s)
 
 
 async def _restore_in_unit(

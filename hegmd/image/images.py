@@ -40,6 +40,8 @@ from hegmd.protocol.record import as_list
 
 logger = logging.getLogger(__name__)
 
+logger = logging.getLogger(__name__)
+
 Progress = Callable[[int], object]
 
 PRIVATE_NAME = "images"
@@ -84,7 +86,9 @@ class Lent:
     async def write_bytes(self, name: str, piece_fd: int, size_bytes: int, on_progress: Progress = ignore) -> None:
         """Have the first bytes of that memory in the image, synced; several at once are fine. Raises HegmError."""
         args = {"name": name, "size_bytes": size_bytes, "id": self.id}
+        began = time.monotonic()
         answer = await self._hand.call("write", args, fds=[piece_fd], on_progress=_so_far(on_progress))
+        logger.debug("image %s: wrote %d bytes in %.1f ms", self.path, size_bytes, (time.monotonic() - began) * 1e3)
         stored_bytes, total = int(answer.values["stored_bytes"]), str(answer.values["sum"])
         if not answer.values["direct"]:
             logger.info("%s is written by the page cache: its file system takes no O_DIRECT", self.path)
@@ -96,6 +100,7 @@ class Lent:
         Everything has been read back from the disk when this returns, and the directory has its name. Raises HegmError;
         cancelled or failed, it is the caller's to discard. Identity, time, owner and files are filled in here.
         """
+        began = time.monotonic()
         criu_files = await self._criu_files()
         node = platform.uname()
         manifest = manifest.replace(
@@ -113,6 +118,7 @@ class Lent:
         data = written(manifest)
         args = {"manifest": data, "seal": self._key.seal(data)}
         await self._hand.call("finish", args, on_progress=_so_far(on_progress))
+        logger.debug("image %s: made whole in %.1f ms", self.path, (time.monotonic() - began) * 1e3)
         await self.end()
         return manifest
 
@@ -168,7 +174,10 @@ class Image:
         if file is None:
             raise Refused(f"{self.path} has no bytes called {name!r:.140}", f"see `hegmctl images show {self.path}`")
         args = {"name": name, "size_bytes": file.size_bytes, "sum": file.sum, "id": self.manifest.id}
+        began = time.monotonic()
         await self._hand.call("read", args, fds=[into_fd], on_progress=_so_far(on_progress))
+        took_ms = (time.monotonic() - began) * 1e3
+        logger.debug("image %s: read %d bytes in %.1f ms", self.path, file.size_bytes, took_ms)
         return file.size_bytes
 
     async def private_criu_dir(self, on_progress: Progress = ignore) -> int:
@@ -176,18 +185,19 @@ class Image:
 
         It is the image's own where the caller is who the daemon is, and else a copy that nobody else can reach.
         """
-        if self._private is None or self._own is None:
-            if not self._is_good:
-                await self._hand.call("verify", {"only_criu": True}, on_progress=_so_far(on_progress))
-                self._is_good = True
-            return self._criu_dir_fd
         if not self._is_good:
-            needed_bytes = sum(file.size_bytes for file in self.manifest.criu_files)
-            require_bytes(str(self._private.path), needed_bytes, self._private.free_bytes)
-            for some in _batches(self.manifest.criu_files):
-                await self._copy(some, self._own, self._private, on_progress)
+            began = time.monotonic()
+            if self._private is None or self._own is None:
+                await self._hand.call("verify", {"only_criu": True}, on_progress=_so_far(on_progress))
+            else:
+                needed_bytes = sum(file.size_bytes for file in self.manifest.criu_files)
+                require_bytes(str(self._private.path), needed_bytes, self._private.free_bytes)
+                for some in _batches(self.manifest.criu_files):
+                    await self._copy(some, self._own, self._private, on_progress)
             self._is_good = True
-        return self._private.fd
+            took_ms = (time.monotonic() - began) * 1e3
+            logger.debug("image %s: found what CRIU reads right in %.1f ms", self.path, took_ms)
+        return self._criu_dir_fd if self._private is None else self._private.fd
 
     async def _copy(self, some: Sequence[ImageFile], own: Hand, private: Private, on_progress: Progress) -> None:
         shown = await self._hand.call("show", {"names": [file.name for file in some]})

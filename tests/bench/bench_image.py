@@ -46,7 +46,7 @@ async def _rows(name: str, place: Path) -> list[Row]:
 
 
 async def _measured(name: str, folder: Path) -> list[Row]:
-    memory, into, zeros = _memory(random=True), _memory(random=False), _memory(random=False)
+    memory, into, zeros = memory_of(random=True), memory_of(random=False), memory_of(random=False)
     best = {"dd": 0.0, "written": 0.0, "whole": 0.0, "verified": 0.0, "read": 0.0, "zeros": 0.0}
 
     def took(what: str, took_s: float) -> None:
@@ -56,7 +56,7 @@ async def _measured(name: str, folder: Path) -> list[Row]:
         images = Images(_made(folder / "state"), in_unit=False)
         await tasks.start(images.run)
         for _ in range(ROUNDS):
-            took("dd", await anyio.to_thread.run_sync(_dd_s, folder, memory))
+            took("dd", await anyio.to_thread.run_sync(dd_s, folder, memory))
             await _one_round(images, str(folder / "image"), (memory, into, zeros), took)
         tasks.cancel_scope.cancel()
     for fd in (memory, into, zeros):
@@ -108,25 +108,26 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _memory(*, random: bool) -> int:
+def memory_of(*, random: bool, size_bytes: int = SIZE_BYTES) -> int:
+    """Memory by descriptor, as the pool's is; the caller's to close."""
     fd = os.memfd_create("piece")
-    os.posix_fallocate(fd, 0, SIZE_BYTES)
+    os.posix_fallocate(fd, 0, size_bytes)
     if random:
         block = os.urandom(8 << 20)
-        for place in range(0, SIZE_BYTES, len(block)):
+        for place in range(0, size_bytes, len(block)):
             os.pwrite(fd, block, place)
     return fd
 
 
-def _dd_s(folder: Path, memory: int) -> float:
-    """From the same memory: zeros are something else to a virtual disk."""
+def dd_s(folder: Path, memory: int, size_bytes: int = SIZE_BYTES) -> float:
+    """How long dd takes from the same memory: zeros are something else to a virtual disk."""
     target = folder / "dd"
     argv = [
         "dd",
         f"if=/proc/{os.getpid()}/fd/{memory}",
         f"of={target}",
         "bs=8M",
-        f"count={SIZE_BYTES >> 23}",
+        f"count={size_bytes >> 23}",
         "conv=fsync",
     ]
     for flags in (["oflag=direct"], []):  # a tmpfs of older kernels knows no O_DIRECT

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import sys
 import threading
 from typing import Any
 
 from hegmctl.connection import Connection, connect
+from hegmd.agent.aside import Aside
 from hegmd.protocol.messages import AgentAttend, AgentDismissed, AgentReport, CudaFacts, Noted, Order, Place
 from tests.stubs.cuda.program import MIB, Address, Handle, Program, call, cuda
 
@@ -34,6 +36,8 @@ class Agent:
         self.seen: list[str] = []
         self.facts: dict[str, Any] = {}
         self.refuses: dict[str, str] = {}
+        self.token = secrets.token_hex(16)
+        self.stays: Aside | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -44,17 +48,20 @@ class Agent:
         context = ctypes.c_void_p()
         call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self.program.ordinal)
         call("cuCtxSetCurrent", context)
+        usual_path = socket_path
         while True:
             try:
                 with connect(socket_path) as connection:
                     self._listen(connection)
+                if self.stays is not None:
+                    socket_path, self.stays = self.stays.wait() or usual_path, None
             except Exception as error:  # noqa: BLE001 - whatever it is, the next daemon is tried
                 self.seen.append(f"lost:{type(error).__name__}")
                 threading.Event().wait(0.05)
 
     def _listen(self, connection: Connection) -> None:
         about = AgentAttend(
-            token="c" * 32,
+            token=self.token,
             python_version="3.11",
             framework="torch",
             boundary=self.boundary,
@@ -77,6 +84,8 @@ class Agent:
                     lacks_bytes = error.args[0]
                     report = report.replace(result="failed", message="no room", hint="wait", lacks_bytes=lacks_bytes)
             connection.call(report.replace(boundary=self.boundary), Noted)
+            if self.stays is not None:
+                return
 
     # ---- orders -----------------------------------------------------------------------------------------------------
 
@@ -114,6 +123,12 @@ class Agent:
     def entrust(self, _: Order) -> dict[str, Any]:
         """It has no descriptor of its own bytes."""
         assert self.held_bytes
+        return {}
+
+    def aside(self, order: Order) -> dict[str, Any]:
+        assert self.parked
+        assert order.path is not None
+        self.stays = Aside(order.path, order.limit_s)
         return {}
 
     def export(self, _: Order) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 
@@ -20,6 +20,12 @@ from tests.gpu.moves_timing import Measured, parts_table, table
 
 GIB = 1 << 30
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
+
+
+class Teller(Protocol):
+    """Whoever prints sentences."""
+
+    def say(self, text: str, *, keep: bool = True) -> None: ...
 
 
 class Record:
@@ -84,7 +90,7 @@ class Record:
 
 
 @contextlib.contextmanager
-def huge_pages(record: Record, size_gib: int) -> Iterator[None]:
+def huge_pages(record: Teller, size_gib: int) -> Iterator[None]:
     """As many 2 MiB pages as the pool takes for so much, as far as they can be had."""
     if on_stub() or not size_gib:
         yield

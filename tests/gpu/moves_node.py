@@ -108,13 +108,13 @@ def until(fact: Callable[[], object], what: str, within_s: float = 20.0) -> None
 class Node:
     """The daemon and the GPUs. A context manager."""
 
-    def __init__(self, folder: Path, log_level: str = "info") -> None:
+    def __init__(self, folder: Path, log_level: str = "info", settings: str = "") -> None:
         self.folder = folder
         self._log_level = log_level
         self.gpus = Gpus()
         self.kept_by = MANAGER
         self._config = folder / "hegmd.toml"
-        self._config.write_text(f"[pool]\nbudget_bytes = {POOL_BYTES}\n")
+        self._config.write_text(f"[pool]\nbudget_bytes = {POOL_BYTES}\n{settings}")
         self._log = (folder / "hegmd.log").open("ab")
         self._runs = 0
         self._new_state()

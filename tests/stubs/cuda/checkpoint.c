@@ -24,6 +24,7 @@ static CUresult find_target(pid_t pid, struct node_process **found) {
     if (pid <= 0 || !node_start_ticks(pid, &state) || state == 'Z' || stat(path, &owner)) return CUDA_ERROR_OPERATING_SYSTEM;
     if (geteuid() && geteuid() != owner.st_uid) return CUDA_ERROR_OPERATING_SYSTEM;
     *found = node_find(pid);
+    if (*found) node_revive(*found);
     return *found ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
 }
 

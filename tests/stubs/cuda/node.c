@@ -31,6 +31,19 @@ static const char *piece_path(uint64_t id, char *path) {
     return path;
 }
 
+/* A process that CRIU has restored is in a time namespace, and reads all start times as much later or earlier as its
+ * own clock is: by so many ticks. */
+static int64_t own_offset_ticks(void) {
+    FILE *offsets = fopen("/proc/self/timens_offsets", "re");
+    if (!offsets) return 0; /* a kernel without time namespaces */
+    char line[128];
+    long long seconds = 0, nanoseconds = 0;
+    while (fgets(line, sizeof line, offsets)) sscanf(line, "boottime %lld %lld", &seconds, &nanoseconds);
+    fclose(offsets);
+    long hertz = sysconf(_SC_CLK_TCK);
+    return seconds * hertz + nanoseconds / (1000000000L / hertz);
+}
+
 uint64_t node_start_ticks(pid_t pid, char *state) {
     char path[64], text[1024];
     snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
@@ -44,12 +57,17 @@ uint64_t node_start_ticks(pid_t pid, char *state) {
     if (!field) return 0;
     *state = field[2];
     for (int i = 0; i < 20 && field; i++) field = strchr(field + 1, ' ');
-    return field ? strtoull(field + 1, NULL, 10) : 0;
+    return field ? strtoull(field + 1, NULL, 10) - (uint64_t)own_offset_ticks() : 0;
+}
+
+/* The offset is no whole number of ticks; no number of a process comes around so soon. */
+static int is_same_start(uint64_t one, uint64_t other) {
+    return one - other + 2 <= 4;
 }
 
 int node_lives(pid_t pid, uint64_t start_ticks) {
     char state = 0;
-    return pid && node_start_ticks(pid, &state) == start_ticks && state != 'Z' && state != 'X';
+    return pid && is_same_start(node_start_ticks(pid, &state), start_ticks) && state != 'Z' && state != 'X';
 }
 
 /* Everybody's, whatever the umask: processes of several users share a node. */
@@ -159,13 +177,39 @@ struct node_process *node_find(pid_t pid) {
 
 struct node_process *node_join(void) {
     char state;
+    uint64_t start_ticks = node_start_ticks(getpid(), &state);
     struct node_process *place = node_find(getpid());
-    if (place) return place;
-    if (!(place = node_find(0))) refuse("no place for one more process", folder);
+    if (place && is_same_start(place->start_ticks, start_ticks)) return place;
+    if (!place) place = node_find(0);
+    for (int i = 0; !place && i < NODE_PROCESSES; i++) /* of one that has been in an image for so long */
+        if (!node_lives(table->processes[i].pid, table->processes[i].start_ticks)) place = &table->processes[i];
+    if (!place) refuse("no place for one more process", folder);
     memset(place, 0, sizeof *place);
     place->pid = getpid();
-    place->start_ticks = node_start_ticks(getpid(), &state);
+    place->start_ticks = start_ticks;
     return place;
+}
+
+/* Its mapping of the table came out of an image with it, and nobody else has one. */
+static int is_of_node(pid_t pid) {
+    char path[320], line[1024];
+    snprintf(path, sizeof path, "/proc/%d/maps", (int)pid);
+    FILE *maps = fopen(path, "re");
+    if (!maps) return 0;
+    int length = snprintf(path, sizeof path, "%s/node\n", folder), found = 0;
+    while (!found && fgets(line, sizeof line, maps)) {
+        size_t read = strlen(line);
+        found = read > (size_t)length && !strcmp(line + read - length, path);
+    }
+    fclose(maps);
+    return found;
+}
+
+void node_revive(struct node_process *process) {
+    char state;
+    uint64_t start_ticks = node_start_ticks(process->pid, &state);
+    if (process->was_out && !is_same_start(process->start_ticks, start_ticks) && is_of_node(process->pid))
+        process->start_ticks = start_ticks;
 }
 
 uint64_t node_used_bytes_by(const struct node_process *process, int gpu) {
@@ -186,11 +230,14 @@ uint64_t node_used_bytes(int gpu) {
     return used;
 }
 
-/* The kernel lets go of everything that a process held before it lets go of its pid, so the dead hold nothing. */
+/* The kernel lets go of everything that a process held before it lets go of its pid, so the dead hold nothing. One that
+ * was ever checkpointed may be in an image, as it was then, and come back with its number: its place is kept. */
 static void bury(void) {
     for (int i = 0; i < NODE_PROCESSES; i++) {
         struct node_process *one = &table->processes[i];
-        if (one->pid && !node_lives(one->pid, one->start_ticks)) memset(one, 0, sizeof *one);
+        if (!one->pid || node_lives(one->pid, one->start_ticks)) continue;
+        if (one->was_out) one->is_out = 1;
+        else memset(one, 0, sizeof *one);
     }
     for (int i = table->pieces_top - 1; i >= 0; i--) {
         struct node_piece *one = &table->pieces[i];

@@ -24,6 +24,7 @@ struct node_process {
     uint64_t start_ticks;
     pid_t thread;                      /* the driver's, which does what is asked */
     int is_out;                        /* checkpointed: neither its contexts nor itself are on any GPU */
+    int was_out;                       /* ever: it may be in an image */
     uint64_t context_bytes[NODE_GPUS]; /* of its contexts, by GPU; 0 where it has none */
     /* The mailbox. `asked` is counted up by the caller once the request is in, `answered` by the process once the
      * result is; both are futexes. Whoever finds them unequal waits: a killed caller's step goes on. */
@@ -57,6 +58,8 @@ void node_unlock(void);
 
 struct node_process *node_find(pid_t pid);
 struct node_process *node_join(void); /* this process's place; made when there is none */
+/* One that came out of an image, checkpointed as it went in, is the same process with another start time. */
+void node_revive(struct node_process *process);
 int node_lives(pid_t pid, uint64_t start_ticks);
 uint64_t node_used_bytes(int gpu);
 uint64_t node_used_bytes_by(const struct node_process *process, int gpu);

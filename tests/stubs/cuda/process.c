@@ -83,7 +83,7 @@ static CUresult step_checkpoint(void) {
     CUresult saved = memory_save();
     if (saved) return saved;
     node_lock();
-    mailbox->is_out = 1;
+    mailbox->is_out = mailbox->was_out = 1;
     node_unlock();
     state = CHECKPOINTED;
     return CUDA_SUCCESS;

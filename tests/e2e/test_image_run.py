@@ -1,0 +1,71 @@
+"""The run over images on real GPUs, over the stub driver with real CRIU: no time there is for its own mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.real_criu import criu_or_skip
+from tests.stubs.cuda.node import CudaNode
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).parents[2]
+GIB = 1 << 30
+
+
+def run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """The run, on a node with two stub GPUs."""
+    folder.mkdir()
+    node = CudaNode.make(folder / "node", gpus=2, gpu_bytes=64 * GIB)
+    scenario = node.nvml(folder / "nvml")
+    scenario.link_all()
+    scenario.write()
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
+    criu = ["--criu", criu_or_skip().path, "--disk", str(folder)]
+    return subprocess.run(
+        [sys.executable, "-m", "tests.gpu.image_run", *criu, "--sizes", "1", *words],
+        env={**os.environ, **node.environment(), **scenario.environment(), **paths, **more},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_jobs_go_through_images_onto_the_other_gpu_and_what_was_done_is_not_done_again(tmp_path: Path) -> None:
+    """Checkpoint by the driver, video memory by us or through CRIU, and a GPU that somebody else has meanwhile."""
+    state = tmp_path / "state"
+    words = ["--state", str(state), "--repeat", "1"]
+    first = run(tmp_path / "first", *words, "--only", "taken,left")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "are needed" in first.stdout, first.stdout
+    second = run(tmp_path / "second", *words, "--only", "taken,left,driver,back-1-disk")
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "2 cases" in second.stdout
+    said = [json.loads(line) for line in state.read_text().splitlines()]
+    assert {one["case"]: one["wrong"] for one in said if "case" in one} == {
+        "taken": "",
+        "left-1-tmpfs": "",
+        "driver-1-tmpfs": "",
+        "back-1-disk": "",
+    }
+    figures = [one["figure"] for one in said if "figure" in one]
+    parts = {(one["action"], one["carrier"]): set(one["parts"]) for one in figures}
+    assert parts["checkpoint", "host"] == {"suspend", "dump", "write", "verify", "end"}
+    assert parts["restore", "host"] == {"check", "read", "criu", "driver", "refill"}
+    assert "write" not in parts["checkpoint", "driver"], "all video memory goes through CRIU"
+    assert all(one["stood_s"] > 0 for one in figures if one["action"] == "leave-running")
+
+
+def test_a_job_that_says_anything_else_than_undisturbed_fails_its_case(tmp_path: Path) -> None:
+    ran = run(tmp_path / "node", "--only", "back-1-tmpfs", "--repeat", "1", HEGM_TEST_UNLIKE="1")
+    assert ran.returncode == 1
+    assert "| back-1-tmpfs | line " in ran.stdout, ran.stdout + ran.stderr
+    assert "and undisturbed it is" in ran.stdout

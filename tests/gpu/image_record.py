@@ -1,0 +1,153 @@
+"""What the run over images has measured and seen: a line of JSON for each, so that a later call goes on from there.
+
+Owns the file and the Markdown that is made of it.
+"""
+
+# ruff: noqa: T201 - printing is what these programs are for
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hegmd.protocol.messages import StoryReply
+from tests.gpu.moves_timing import phases_s
+
+GIB = 1 << 30
+# What the daemon logs of images and of CRIU, by the name of the part.
+LOGGED = {
+    "dump": re.compile(r"\bCRIU dumped process \d+ in ([\d.]+) ms"),
+    "write": re.compile(r"\bimage \S+: wrote \d+ bytes in ([\d.]+) ms"),
+    "verify": re.compile(r"\bimage \S+: made whole in ([\d.]+) ms"),
+    "check": re.compile(r"\bimage \S+: found what CRIU reads right in ([\d.]+) ms"),
+    "read": re.compile(r"\bimage \S+: read \d+ bytes in ([\d.]+) ms"),
+    "criu": re.compile(r"\bCRIU restored process \d+ in ([\d.]+) ms"),
+}
+# The phases of the operation that are parts of their own, where they belong to the way out or back.
+OUT = ("arming", "counting", "quiescing", "measuring", "evacuating", "checkpointing", "leaving", "settling")
+PHASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "checkpoint": {"suspend": OUT, "end": ("ending",)},
+    "leave-running": {"suspend": OUT, "driver": ("restoring",), "refill": ("refilling",)},
+    "restore": {"driver": ("restoring",), "refill": ("refilling",)},
+}
+PARTS = ("suspend", "dump", "write", "verify", "end", "check", "read", "criu", "driver", "refill")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One way into an image or out of it: how fast its bytes were written, and how fast dd was just before."""
+
+    action: str
+    size_gib: int
+    place: str
+    carrier: str
+    took_s: float
+    parts: Mapping[str, float]
+    written_bytes_per_s: float | None = None
+    dd_bytes_per_s: float | None = None
+    stood_s: float | None = None
+
+    @property
+    def key(self) -> tuple[str, int, str, str]:
+        return self.action, self.size_gib, self.place, self.carrier
+
+
+def parts_of(action: str, story: StoryReply, log: Iterable[str], since_utc: float) -> dict[str, float]:
+    """What took how long by the operation's story and by the log. Parts that ran side by side do not add up."""
+    spent = phases_s(story, since_utc)
+    parts = {
+        name: sum(spent.get(phase, 0.0) for phase in phases)
+        for name, phases in PHASES[action].items()
+        if not spent.keys().isdisjoint(phases)
+    }
+    lines = list(log)
+    for name, logged in LOGGED.items():
+        took_ms = [float(found[1]) for found in map(logged.search, lines) if found]
+        if took_ms:
+            parts[name] = max(took_ms) / 1e3
+    return parts
+
+
+class Record:
+    """Figures, cases, and sentences. `wrong` tells whether anything in this call went wrong."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.figures: list[Figure] = []
+        self.cases: dict[str, str] = {}
+        self.wrong = False
+        for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+            self._take(json.loads(line))
+
+    def _take(self, said: dict[str, Any]) -> None:
+        if "figure" in said:
+            self.figures.append(Figure(**said["figure"]))
+        else:
+            self.cases[said["case"]] = said["wrong"]
+
+    def _keep(self, said: dict[str, Any]) -> None:
+        self._take(said)
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(said) + "\n")
+
+    def measure(self, figure: Figure) -> None:
+        self._keep({"figure": asdict(figure)})
+        parts = ", ".join(f"{name} {took_s:.3f}" for name, took_s in figure.parts.items())
+        stood = "" if figure.stood_s is None else f", the job stood {figure.stood_s:.3f} s"
+        what = f"{figure.size_gib} GiB {figure.action} {figure.carrier} {figure.place}"
+        print(f"  {what}: {figure.took_s:.3f} s ({parts}){stood}", flush=True)
+
+    def say(self, text: str, *, keep: bool = True) -> None:
+        """A sentence; none is kept, whatever is asked."""
+        del keep
+        print(text, flush=True)
+
+    def note(self, case: str, wrong: str) -> None:
+        """How a case ended; nothing is wrong with an empty text."""
+        self.wrong = self.wrong or bool(wrong)
+        self._keep({"case": case, "wrong": wrong})
+        print(f"{case}: {'WRONG: ' + ' '.join(wrong.split()) if wrong else 'ok'}", flush=True)
+
+    def is_done(self, case: str) -> bool:
+        """Whether it was tried; what went wrong is tried again by whoever takes its line out of the file."""
+        return case in self.cases
+
+    def markdown(self) -> str:
+        """What can stand in docs/benchmarks.md as it is."""
+        seen = [f"| {case} | {wrong or 'ok'} |" for case, wrong in self.cases.items()]
+        return "\n".join([table(self.figures), "", "| case | |", "|---|---|", *seen])
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """Medians, in seconds, as Markdown."""
+    head = ["GiB", "what", "where", "carrier", "times", "s", "least to most", "the job stood"]
+    head += ["GB/s written", "of dd", *PARTS]
+    lines = ["| " + " | ".join(head) + " |", "|---:|---|---|---|" + "---:|" * (len(head) - 4)]
+    groups: dict[tuple[str, int, str, str], list[Figure]] = {}
+    for figure in sorted(figures, key=lambda one: (one.carrier, one.place, one.size_gib, one.action)):
+        groups.setdefault(figure.key, []).append(figure)
+    for (action, size_gib, place, carrier), several in groups.items():
+        took = [one.took_s for one in several]
+        written = [one.written_bytes_per_s for one in several if one.written_bytes_per_s is not None]
+        shares = [
+            one.written_bytes_per_s / one.dd_bytes_per_s
+            for one in several
+            if one.written_bytes_per_s is not None and one.dd_bytes_per_s is not None
+        ]
+        cells = [str(size_gib), action, place, carrier, str(len(several)), f"{statistics.median(took):.3f}"]
+        cells += [f"{min(took):.3f} to {max(took):.3f}"]
+        cells += [_median([one.stood_s for one in several if one.stood_s is not None])]
+        cells += [_median([rate / 1e9 for rate in written], ".2f"), _median(shares, ".2f")]
+        cells += [_median([one.parts[part] for one in several if part in one.parts]) for part in PARTS]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _median(values: Sequence[float], form: str = ".3f") -> str:
+    return format(statistics.median(values), form) if values else ""
