@@ -18,10 +18,10 @@ from hegmd.criu.tree import read_tree
 from tests.gpu.moves_jobs import TRAINING, on_stub
 from tests.gpu.moves_node import Account, Node, WentWrongError, until
 
-STEPS = 2500 if on_stub() else 6000
-PACE_S = 0.02
+STEPS = 2500 if on_stub() else 4000
+PACE_S = 0.03
 # The end of a run is not used: what is begun has to have time to be seen through.
-LAST_STEPS = 800
+LAST_STEPS = 500
 READY_WITHIN_S = 120.0
 ENDS_WITHIN_S = 30.0
 

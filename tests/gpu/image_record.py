@@ -80,6 +80,7 @@ class Record:
         self._path = path
         self.figures: list[Figure] = []
         self.cases: dict[str, str] = {}
+        self._took_s: dict[str, float] = {}
         self.wrong = False
         for line in path.read_text().splitlines() if path is not None and path.exists() else ():
             self._take(json.loads(line))
@@ -89,6 +90,7 @@ class Record:
             self.figures.append(Figure(**said["figure"]))
         else:
             self.cases[said["case"]] = said["wrong"]
+            self._took_s[said["case"].partition(".")[0]] = said["took_s"]
 
     def _keep(self, said: dict[str, Any]) -> None:
         self._take(said)
@@ -108,11 +110,15 @@ class Record:
         del keep
         print(text, flush=True)
 
-    def note(self, case: str, wrong: str) -> None:
+    def note(self, case: str, wrong: str, took_s: float) -> None:
         """How a case ended; nothing is wrong with an empty text."""
         self.wrong = self.wrong or bool(wrong)
-        self._keep({"case": case, "wrong": wrong})
-        print(f"{case}: {'WRONG: ' + ' '.join(wrong.split()) if wrong else 'ok'}", flush=True)
+        self._keep({"case": case, "wrong": wrong, "took_s": took_s})
+        print(f"{case}: {'WRONG: ' + ' '.join(wrong.split()) if wrong else 'ok'}, {took_s:.1f} s in all", flush=True)
+
+    def took_s(self, case: str) -> float | None:
+        """How long that case, or the same once before, has taken; None where it was not tried."""
+        return self._took_s.get(case.partition(".")[0])
 
     def is_done(self, case: str) -> bool:
         """Whether it was tried; what went wrong is tried again by whoever takes its line out of the file."""

@@ -121,7 +121,10 @@ class Run:
         return ""
 
     def needed_s(self, case: Case) -> float:
-        """About what it takes: written, read back, and read again; by the driver out and in beside that."""
+        """What it took before, or about: written, read back, and read again; by the driver out and in beside that."""
+        before_s = self.record.took_s(case.name)
+        if before_s is not None:
+            return before_s
         if on_stub():
             return CASE_S
         size_bytes = case.kind.size_gib * GIB
@@ -140,8 +143,7 @@ class Run:
             wrong = f"{type(error).__name__}: {error}"
         finally:
             signal.alarm(0)
-        self.record.note(case.name, wrong)
-        self.record.say(f"  {time.monotonic() - began:.1f} s in all")
+        self.record.note(case.name, wrong, time.monotonic() - began)
         if wrong:
             node = self.rounds.node
             print(f"{self._told()}\n{node.log_tail(40)}", flush=True)

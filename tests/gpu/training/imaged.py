@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 folder, size_mib, steps, pace_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 WORKERS = 2 * ("workers" in sys.argv)
-PIECES, DIGEST_EVERY, PAUSE_S = 64, 25, 0.15
+PIECES, DIGEST_EVERY, PAUSE_S = 64, 20, 0.15
 pause = threading.Event()
 while not os.path.exists(f"{folder}/go"):
     pause.wait(0.02)
@@ -34,7 +34,7 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
 def digest():
     whole = [int(piece.sum().item()) for piece in held]
-    return f"digest {sum(whole)} {sum(float(value.double().sum()) for value in model.parameters()).hex()}"
+    return f"digest {sum(whole)} {sum(float(value.detach().double().sum()) for value in model.parameters()).hex()}"
 
 
 count, last = 0, time.time()

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.gpu.training.pretended import StandingAgent
 from tests.stubs.cuda.program import Program
 
-DIGEST_EVERY, PAUSE_S = 25, 0.15
+DIGEST_EVERY, PAUSE_S = 20, 0.15
 
 
 def main() -> None:
