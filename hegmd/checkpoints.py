@@ -13,15 +13,16 @@ from dataclasses import replace
 
 import anyio
 
-from hegmd.errors import BAD_REQUEST, DENIED, HegmError
+from hegmd.errors import BAD_REQUEST, DENIED, NOT_FOUND, REFUSED, HegmError
 from hegmd.external import Rights
 from hegmd.handoff import Handoff
 from hegmd.image.images import Image
 from hegmd.lookout import Lookout
 from hegmd.migration.candidates import Plan, Request, Snapshot
+from hegmd.migration.course import SUSPENDED
 from hegmd.migration.operation import CHECKPOINT, RESUME, Operation
 from hegmd.migration.operation import Handoff as Wish
-from hegmd.migration.plan import planned, planned_resume
+from hegmd.migration.plan import planned, planned_handoff, planned_resume
 from hegmd.operations import Answer, Asked, Operations, plan_or_raise, refusal, told_plan
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import Reason
@@ -62,6 +63,30 @@ class Checkpoints:
             leave_running=leave_running,
         )
         return await self._operations.carry_out(plan, snapshot, asked, handoff=wish)
+
+    async def handoff(self, pid: int, path: str, rights: Rights, asked: Asked) -> Answer:
+        """Have a suspended job in an image at that path; then its processes end. Raises HegmError; it is suspended."""
+        _require_absolute(path)
+        self._operations.check(asked, [pid])
+        op = self._operations.runner.of_process(pid)
+        if op is None or op.phase != SUSPENDED:
+            state = "no operation has it" if op is None else f"operation {op.id} has it, which is {op.phase}"
+            raise HegmError(
+                NOT_FOUND if op is None else REFUSED,
+                f"process {pid} is not suspended: {state}",
+                f"take it off its GPU first: hegmctl offload {pid}; or do both: hegmctl checkpoint {pid} DIR",
+                {"pid": pid},
+            )
+        pids = [member.pid for member in op.live]
+        root, ticks, reasons = await self._handoff.against(pids, rights)
+        without = [member.pid for member in op.live if not member.has_agent]
+        if without:
+            message = f"process {without[0]} has no agent, which an image needs"
+            reasons = (*reasons, Reason(code=REFUSED.name, message=message, hint="start its job with hegmctl run"))
+        if reasons:
+            raise refusal(reasons)
+        wish = Wish(path=path, uid=rights.uid, gid=rights.gid, groups=rights.groups, root_pid=root, root_ticks=ticks)
+        return await self._operations.hand_over(op, wish, planned_handoff(op), asked)
 
     async def restore(
         self, path: str, to: str | None, rights: Rights, asked: Asked, *, as_then: bool = False

@@ -19,7 +19,8 @@ from hegmd.migration import events
 from hegmd.migration.adoption import adopted, adopted_of_driver
 from hegmd.migration.candidates import Candidate, Plan, Request, Snapshot
 from hegmd.migration.course import SUSPENDED
-from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Handoff, Limits, Operation
+from hegmd.migration.machine import HOLDING
+from hegmd.migration.operation import MIGRATE, QUIESCE, RESUME, SUSPEND, Handoff, Limits, Operation
 from hegmd.migration.plan import planned, planned_resume
 from hegmd.migration.runner import Runner
 from hegmd.pool import Key, Pool
@@ -90,6 +91,14 @@ class Operations:
         """Move jobs so that each of these processes is on the GPU named for its pid. Raises HegmError as `migrate`."""
         return await self._perform(Request(kind=MIGRATE, pids=tuple(pids), placement=placement), asked)
 
+    async def quiesce(self, pids: Sequence[int], hold_s: float | None, asked: Asked) -> Answer:
+        """Have jobs stand at a boundary, and go on by themselves after that time. Raises HegmError as `migrate`."""
+        limits = _limits(asked.limit_s, hold_s)
+        self.check(asked, pids)
+        snapshot = await self._lookout.snapshot(pids)
+        plan = plan_or_raise(planned(snapshot, Request(kind=QUIESCE, pids=tuple(pids))))
+        return await self.carry_out(plan, snapshot, asked, limits=limits)
+
     async def suspend(self, pids: Sequence[int], asked: Asked, *, spill: bool = False) -> Answer:
         """Take jobs off their GPUs, or only their bytes to disk. Raises HegmError with every reason why not."""
         suspended = [self.runner.of_process(pid) for pid in pids] if spill else []
@@ -125,6 +134,8 @@ class Operations:
         """Let a suspended job go on. Raises HegmError with every reason why not."""
         op = self.runner.of_process(pid)
         self.check(asked, [pid])
+        if op is not None and op.phase == HOLDING:
+            return await self._let_go(op, pid, to, asked)
         if op is None or op.phase != SUSPENDED:
             state = "no operation has it" if op is None else f"operation {op.id} has it, which is {op.phase}"
             raise HegmError(
@@ -138,6 +149,30 @@ class Operations:
             return Answer(None, told_plan(plan))
         await self._claim_for(op)
         return await self._go_on(op.id, plan, asked)
+
+    async def _let_go(self, op: Operation, pid: int, to: str | None, asked: Asked) -> Answer:
+        """One that is only held goes on where it is."""
+        for member in op.live:
+            _refuse_elsewhere(member.pid, member.at, to)
+        if asked.dry_run:
+            message = f"process {pid} is held at a boundary, and goes on where it is as soon as it is resumed"
+            raise Refused(message, "there is nothing to plan: leave --dry-run out", {"pid": pid})
+        await self.runner.ask(op.id, events.ResumeAsked(cause=asked.by, to={}))
+        if asked.wait:
+            await self.follow(op.id, asked.emit)
+        return Answer(self.runner.describe(op.id), None)
+
+    async def hand_over(self, op: Operation, wish: Handoff, plan: Plan, asked: Asked) -> Answer:
+        """Have an image made of a suspended job. Raises HegmError; it is suspended then."""
+        limit_s = None if asked.limit_s is None else _limits(asked.limit_s).park_s
+        if asked.dry_run:
+            return Answer(None, told_plan(plan))
+        await self._resting.wake(op.id)
+        try:
+            await self.runner.ask(op.id, events.HandAsked(cause=asked.by, handoff=wish, limit_s=limit_s))
+        finally:
+            self._resting.watch(op.id)
+        return await self._outcome(op.id, plan, asked)
 
     async def adopt(self, pid: int, to: str | None, asked: Asked) -> Answer:
         """Make an operation of a job that stands and that none has, and let it go on. Raises HegmError; it stands then.
@@ -217,25 +252,42 @@ class Operations:
         return await self.carry_out(plan_or_raise(planned(snapshot, request)), snapshot, asked, spill=spill)
 
     async def carry_out(
-        self, plan: Plan, snapshot: Snapshot, asked: Asked, *, spill: bool = False, handoff: Handoff | None = None
+        self,
+        plan: Plan,
+        snapshot: Snapshot,
+        asked: Asked,
+        *,
+        spill: bool = False,
+        handoff: Handoff | None = None,
+        limits: Limits | None = None,
     ) -> Answer:
         """Have a plan of anything but a resume carried out that was just made from that snapshot."""
         self.check(asked, [worker.pid for worker in plan.workers])
         if asked.dry_run:
             return Answer(None, told_plan(plan))
-        limits = _limits(asked.limit_s)
+        limits = limits or _limits(asked.limit_s)
         chips = {gpu.id: gpu.chip for gpu in snapshot.gpus}
+        holder = None if plan.kind == QUIESCE else self._holder(plan.workers[0].pid)
         for worker in plan.workers:  # somebody else may have been quicker since the snapshot; nothing is awaited below
-            self._refuse_if_taken(worker.pid)
-        op_id = self.runner.next_id()
+            self._refuse_if_taken(worker.pid, but_for=holder)
+        op_id = self.runner.next_id() if holder is None else holder.id
         op = plan.operation(op_id, snapshot.candidates, chips, limits=limits, utc=self._utc())
-        await self.runner.begin(op.replace(spill=spill, handoff=handoff))
+        op = op.replace(spill=spill, handoff=handoff)
+        if holder is None:
+            await self.runner.begin(op)
+        else:
+            await self.runner.ask(op_id, events.TakenUp(cause=asked.by, into=op))
         self._resting.watch(op_id)
         return await self._outcome(op_id, plan, asked)
 
-    def _refuse_if_taken(self, pid: int) -> None:
+    def _holder(self, pid: int) -> Operation | None:
+        """The operation that holds that process at a boundary for whatever is wanted next."""
         op = self.runner.of_process(pid)
-        if op is not None:
+        return op if op is not None and op.phase == HOLDING else None
+
+    def _refuse_if_taken(self, pid: int, but_for: Operation | None = None) -> None:
+        op = self.runner.of_process(pid)
+        if op is not None and (but_for is None or op.id != but_for.id):
             raise HegmError(
                 BUSY,
                 f"operation {op.id} ({op.kind}, {op.phase}) has process {pid} already",
@@ -291,13 +343,13 @@ def _refuse_elsewhere(pid: int, gpu: str | None, to: str | None) -> None:
         )
 
 
-def _limits(limit_s: float | None) -> Limits:
-    if limit_s is None:
-        return Limits()
-    if not 0 < limit_s <= LONGEST_LIMIT_S:  # NaN fails both comparisons
-        hint = f"give more than 0 and at most {LONGEST_LIMIT_S:,.0f} seconds"
-        raise HegmError(BAD_REQUEST, f"{limit_s:g} s is no limit for the wait for a boundary", hint)
-    return Limits(park_s=limit_s)
+def _limits(limit_s: float | None, hold_s: float | None = None) -> Limits:
+    limits = Limits()
+    for asked_s, what in ((limit_s, "the wait for a boundary"), (hold_s, "standing there")):
+        if asked_s is not None and not 0 < asked_s <= LONGEST_LIMIT_S:  # NaN fails both comparisons
+            hint = f"give more than 0 and at most {LONGEST_LIMIT_S:,.0f} seconds"
+            raise HegmError(BAD_REQUEST, f"{asked_s:g} s is no limit for {what}", hint)
+    return limits.replace(park_s=limit_s or limits.park_s, hold_s=hold_s or limits.hold_s)
 
 
 def plan_or_raise(result: Plan | tuple[Reason, ...]) -> Plan:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 LONGEST_WAIT_S = 1_000_000.0
 LARGEST_NUMBER = 2**53
+# No unit is the end of another.
+_UNITS_S = {"min": 60.0, "h": 3600.0, "s": 1.0}
 
 
 def usage_error(message: str, hint: str) -> HegmError:
@@ -264,13 +266,14 @@ def _whole(kind: str, text: str, what: str) -> int:
 
 
 def _seconds(text: str, what: str) -> float:
+    unit = next((unit for unit in _UNITS_S if text.endswith(unit)), "")
     try:
-        seconds = float(text.removesuffix("s"))
+        seconds = float(text.removesuffix(unit)) * _UNITS_S.get(unit, 1.0)
     except ValueError:
         seconds = -1.0
     if seconds > LONGEST_WAIT_S:
         longest = f"{LONGEST_WAIT_S:,.0f}"
         raise usage_error(f"{what}: longer than anything can wait", f"write at most {longest} seconds, about 11 days")
     if not seconds > 0:  # NaN fails the comparison
-        raise usage_error(f"{what}: {SECONDS} over 0 is needed", "write it as 5 or 0.5")
+        raise usage_error(f"{what}: {SECONDS} over 0 is needed", "write it as 5, 0.5 or 10min")
     return seconds

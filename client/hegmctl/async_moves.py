@@ -37,6 +37,20 @@ class AsyncMoves:
         request = m.Migrate(pids=pids_of(pids), to=to, wait=wait, dry_run=dry_run, limit_s=limit_s, carrier=carrier)
         return await self.converse(request, OperationProgress, m.OperationReply, on_progress)
 
+    async def quiesce(
+        self,
+        pids: int | Iterable[int],
+        *,
+        hold_s: float | None = None,
+        on_progress: OnProgress = None,
+        wait: bool = True,
+        dry_run: bool = False,
+        limit_s: float | None = None,
+    ) -> m.OperationReply:
+        """Have jobs stand between two batches with all that they have, for at most `hold_s`. Resume lets them go on."""
+        request = m.Quiesce(pids=pids_of(pids), hold_s=hold_s, wait=wait, dry_run=dry_run, limit_s=limit_s)
+        return await self.converse(request, OperationProgress, m.OperationReply, on_progress)
+
     async def suspend(
         self,
         pids: int | Iterable[int],
@@ -86,6 +100,20 @@ class AsyncMoves:
             limit_s=limit_s,
             carrier=carrier,
         )
+        return await self.converse(request, OperationProgress, m.OperationReply, on_progress)
+
+    async def handoff(
+        self,
+        pid: int,
+        path: str,
+        *,
+        on_progress: OnProgress = None,
+        wait: bool = True,
+        dry_run: bool = False,
+        limit_s: float | None = None,
+    ) -> m.OperationReply:
+        """Write a suspended job into an image at that absolute path, then end it."""
+        request = m.Handoff(pid=pid, path=path, wait=wait, dry_run=dry_run, limit_s=limit_s)
         return await self.converse(request, OperationProgress, m.OperationReply, on_progress)
 
     async def restore(

@@ -256,6 +256,20 @@ def suspend(session: Session) -> int:
     return operating.suspend(session)
 
 
+def quiesce(session: Session) -> int:
+    """`hegmctl quiesce`."""
+    from hegmctl import operating
+
+    return operating.quiesce(session)
+
+
+def handoff(session: Session) -> int:
+    """`hegmctl handoff`."""
+    from hegmctl import imaging
+
+    return imaging.handoff(session)
+
+
 def resume(session: Session) -> int:
     """`hegmctl resume`."""
     from hegmctl import operating
@@ -397,6 +411,9 @@ COMMANDS: dict[str, Command] = {
     "run": run,
     "migrate": migrate,
     "suspend": suspend,
+    "quiesce": quiesce,
+    "offload": suspend,
+    "handoff": handoff,
     "resume": resume,
     "checkpoint": checkpoint,
     "restore": restore,

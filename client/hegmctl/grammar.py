@@ -327,8 +327,56 @@ _VERBS = (
         ),
     ),
     Verb(
+        "quiesce",
+        "let running jobs stand between two batches",
+        "Stops the job at its next boundary and leaves all that it has where it is; it is done when the job stands. "
+        "After --hold seconds the job goes on by itself, and before that with `resume`. What else is asked of it "
+        "meanwhile, such as `offload`, `checkpoint` or `migrate`, begins from where it stands.",
+        options=(
+            Option(
+                "--hold",
+                kind=SECONDS,
+                metavar="SECONDS",
+                doc="let it go on by itself after so long; 60 if not given",
+            ),
+            _DRY_RUN,
+            _WAIT,
+            Option("--no-wait", doc="do not wait until it stands; `hegmctl op` shows it"),
+        ),
+        arguments=(_JOBS,),
+        examples=(
+            ("hegmctl quiesce 4711 --timeout 30 --hold 300", "at a boundary within 30 s, for 5 minutes at most"),
+        ),
+    ),
+    Verb(
+        "offload",
+        "take running jobs off their GPUs: `suspend`, as one step of several",
+        "The step between `quiesce` and `handoff`, or a `suspend` by itself: they are the same. --timeout is how long "
+        "the wait for a boundary may take, of a job that does not stand at one already.",
+        options=(
+            Option("--spill", doc="have the bytes on disk, with checksums, until `resume`"),
+            _CARRIER,
+            _DRY_RUN,
+            _WAIT,
+            _NO_WAIT,
+        ),
+        arguments=(_JOBS,),
+    ),
+    Verb(
+        "handoff",
+        "write a suspended job into an image on disk",
+        "The second half of `checkpoint`: of a job that is off its GPU already. Its processes end when the image was "
+        "read back; if that cannot be, or takes longer than --timeout, the job stays suspended and no image is left.",
+        options=(_DRY_RUN, _WAIT, _NO_WAIT),
+        arguments=(
+            Argument("PID", kind=PID, complete=PIDS, doc="a process of the job"),
+            Argument("DIR", complete=FILES, doc="the directory that the image is to have; it must not be there yet"),
+        ),
+        examples=(("hegmctl handoff 4711 /images/train --timeout 600", "within ten minutes, or not at all"),),
+    ),
+    Verb(
         "resume",
-        "let a suspended job go on",
+        "let a suspended job go on, or one that only stands",
         options=(
             Option("--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go on at; else where it was"),
             _DRY_RUN,

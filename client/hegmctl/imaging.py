@@ -11,7 +11,7 @@ import os
 
 from hegmctl.operating import run_one
 from hegmd.errors import REFUSED, HegmError
-from hegmd.protocol.messages import Checkpoint, Restore
+from hegmd.protocol.messages import Checkpoint, Handoff, Restore
 from hegmd.protocol.record import as_list
 
 TYPE_CHECKING = False
@@ -32,6 +32,19 @@ def checkpoint(session: Session) -> int:
         wait=not arguments.flag("no-wait"),
         dry_run=arguments.flag("dry-run"),
         carrier=arguments.text("carrier"),
+    )
+    return run_one(session, request)
+
+
+def handoff(session: Session) -> int:
+    """`hegmctl handoff`."""
+    arguments = session.arguments
+    request = Handoff(
+        pid=arguments.wholes("PID")[0],
+        path=os.path.abspath(arguments.required("DIR")),
+        limit_s=arguments.seconds("timeout"),
+        wait=not arguments.flag("no-wait"),
+        dry_run=arguments.flag("dry-run"),
     )
     return run_one(session, request)
 

@@ -12,10 +12,12 @@ from hegmd.protocol.messages import (
     Checkpoint,
     Drain,
     Drained,
+    Handoff,
     Migrate,
     OperationReply,
     Operations,
     OperationsReply,
+    Quiesce,
     Request,
     Restore,
     Resume,
@@ -53,6 +55,20 @@ class Moves:
     ) -> OperationReply:
         """Move jobs to another GPU and wait until they train on there. `limit_s` is for the wait for a boundary."""
         request = Migrate(pids=pids_of(pids), to=to, wait=wait, dry_run=dry_run, limit_s=limit_s, carrier=carrier)
+        return self._watch(request, OperationReply, on_progress)
+
+    def quiesce(
+        self,
+        pids: int | Iterable[int],
+        *,
+        hold_s: float | None = None,
+        on_progress: OnProgress = None,
+        wait: bool = True,
+        dry_run: bool = False,
+        limit_s: float | None = None,
+    ) -> OperationReply:
+        """Have jobs stand between two batches with all that they have, for at most `hold_s`. Resume lets them go on."""
+        request = Quiesce(pids=pids_of(pids), hold_s=hold_s, wait=wait, dry_run=dry_run, limit_s=limit_s)
         return self._watch(request, OperationReply, on_progress)
 
     def suspend(
@@ -103,6 +119,20 @@ class Moves:
             limit_s=limit_s,
             carrier=carrier,
         )
+        return self._watch(request, OperationReply, on_progress)
+
+    def handoff(
+        self,
+        pid: int,
+        path: str,
+        *,
+        on_progress: OnProgress = None,
+        wait: bool = True,
+        dry_run: bool = False,
+        limit_s: float | None = None,
+    ) -> OperationReply:
+        """Write a suspended job into an image at that absolute path, then end it."""
+        request = Handoff(pid=pid, path=path, wait=wait, dry_run=dry_run, limit_s=limit_s)
         return self._watch(request, OperationReply, on_progress)
 
     def restore(

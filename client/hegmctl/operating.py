@@ -26,6 +26,7 @@ from hegmd.protocol.messages import (
     DropStray,
     Migrate,
     OperationReply,
+    Quiesce,
     Resume,
     Story,
     StoryReply,
@@ -68,8 +69,21 @@ def migrate(session: Session) -> int:
     return run_one(session, request)
 
 
+def quiesce(session: Session) -> int:
+    """`hegmctl quiesce`."""
+    arguments = session.arguments
+    request = Quiesce(
+        pids=_pids(session),
+        hold_s=arguments.seconds("hold"),
+        limit_s=arguments.seconds("timeout"),
+        wait=not arguments.flag("no-wait"),
+        dry_run=arguments.flag("dry-run"),
+    )
+    return run_one(session, request)
+
+
 def suspend(session: Session) -> int:
-    """`hegmctl suspend`."""
+    """`hegmctl suspend`, and `hegmctl offload`."""
     arguments = session.arguments
     request = Suspend(
         pids=_pids(session),

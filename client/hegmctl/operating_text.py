@@ -27,8 +27,8 @@ _STATES = {
 }
 # The order of phases, so that the bar can tell how far it is while no bytes move.
 _PHASES = (
-    "planned settling arming counting quiescing measuring evacuating checkpointing leaving spilling restoring "
-    "refilling releasing verifying tidying"
+    "planned settling arming counting quiescing holding measuring evacuating checkpointing leaving handing ending "
+    "spilling restoring refilling releasing verifying tidying"
 ).split()
 
 

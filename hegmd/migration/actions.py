@@ -13,12 +13,14 @@ from hegmd.migration import course, effects, events
 from hegmd.migration.effects import Effect
 from hegmd.migration.operation import (
     BACK,
+    CHECKPOINT,
     FOR_AGENT,
     FOR_RETRY,
     FORWARD,
     HOLD,
     RESUME,
     Failure,
+    Limits,
     Operation,
     Pending,
     Worker,
@@ -68,6 +70,49 @@ def _resuming(worker: Worker, gpu: str | None) -> Worker:
     return worker.replace(origin=worker.at, goal=gpu, keeps=None, waits=None, verified=False)
 
 
+def let_go(op: Operation, event: events.ResumeAsked, now: float) -> Operation:
+    """A job that is only held goes on where it is."""
+    return _let_go(op)
+
+
+def take_up(op: Operation, event: events.TakenUp, now: float) -> Operation:
+    """Become what is wanted now. What is believed of the workers stays: where they stand, and that they do."""
+    planned = {worker.name: worker for worker in event.into.workers}
+    if planned.keys() != {worker.name for worker in op.workers}:
+        raise Refused(
+            f"operation {op.id} does not hold the processes that the job has now",
+            f"let them go on first: hegmctl cancel {op.id}; then ask again",
+        )
+    workers = [
+        planned[held.name].replace(parked=held.parked, asked=held.asked, boundary=held.boundary) for held in op.workers
+    ]
+    return event.into.replace(
+        id=op.id,
+        phase=op.phase,
+        workers=tuple(workers),
+        created_utc=op.created_utc,
+        seq=op.seq,
+        next_effect=op.next_effect,
+        at=op.at,
+        rounds=op.rounds,
+        deadline=op.deadline,
+        stood_since=op.stood_since,
+    )
+
+
+def hand_over(op: Operation, event: events.HandAsked, now: float) -> Operation:
+    """Have an image made of a suspended job. Where that fails, it is suspended as before."""
+    here = next((worker for worker in op.live if worker.at is not None or not worker.parked), None)
+    if here is not None:
+        raise Refused(
+            f"process {here.pid} of operation {op.id} is not off its GPU, as the others of its job may be",
+            f"bring the job back first: hegmctl resume {here.pid}; then: hegmctl checkpoint {here.pid} DIR",
+        )
+    workers = tuple([worker.replace(origin=None, goal=None, waits=None) for worker in op.workers])
+    op = op.replace(kind=CHECKPOINT, heading=FORWARD, handoff=event.handoff, workers=workers, failure=None, lacks=None)
+    return op.replace(limits=op.limits.replace(hand_s=event.limit_s or Limits().hand_s), tries=0)
+
+
 def worker_gone(op: Operation, event: events.WorkerGone, now: float) -> Operation:
     """The process has ended: what it held can be given back, and the others do not go on without it."""
     return _gone(op, event.worker, event.why)
@@ -79,7 +124,7 @@ def _gone(op: Operation, name: str, why: str) -> Operation:
         return op
     if op.ends_workers:  # it is in an image that is whole, and was to end
         return _without_orders(op, name).with_worker(_departed(worker, lost=False))
-    away = is_away(op)
+    away = is_away(op) or op.holds
     lost = worker.touched and not worker.verified and (worker.out or worker.at is None or worker.parked)
     op = _without_orders(op, name).with_worker(_departed(worker, lost=lost))
     state = " while its state was out of it" if lost else ""
@@ -169,7 +214,7 @@ def _forgotten(op: Operation, pending: Pending) -> Operation:
 
 
 # What these do is seen by asking for them again.
-_ON_WHOLE = frozenset((effects.Dump.tag, effects.End.tag))
+_ON_WHOLE = frozenset((effects.Hold.tag, effects.Dump.tag, effects.End.tag))
 
 
 # ---- endings ---------------------------------------------------------------------------------------------------------
@@ -246,6 +291,11 @@ def checkpointed(op: Operation, worker: Worker, pending: Pending, event: events.
     return op.with_worker(worker.replace(at=None, left=worker.at, rooms=rooms, rest_bytes=rest_bytes))
 
 
+def held(op: Operation, worker: Worker, pending: Pending, event: events.Held) -> Operation:
+    """Its time is over."""
+    return _let_go(op)
+
+
 def dumped(op: Operation, worker: Worker, pending: Pending, event: events.Dumped) -> Operation:
     """The image is whole: the job goes home from here, or ends."""
     if op.handoff is None:
@@ -290,7 +340,7 @@ def inspected(op: Operation, worker: Worker, pending: Pending, event: events.Ins
         return op.with_worker(worker.replace(waits=FOR_RETRY))
     if event.failed:
         return _ruined(op, worker, event.failed)
-    was_standing = worker.parked and (op.heading == HOLD or is_away(op))
+    was_standing = worker.parked and (op.heading == HOLD or op.holds or is_away(op))
     whole = event.gpu is not None and not event.out_bytes
     passed = not event.parked and whole and worker.boundary is not None and event.boundary > worker.boundary
     now_known = worker.replace(
@@ -393,6 +443,11 @@ def _back(op: Operation, code: str, message: str, hint: str) -> Operation:
 def _because(op: Operation, code: str, message: str, hint: str) -> Operation:
     """The first reason is the one that counts; what follows from it is in the story."""
     return op if op.failure is not None else op.replace(failure=Failure(code=code, message=message, hint=hint))
+
+
+def _let_go(op: Operation) -> Operation:
+    pending = tuple([pending for pending in op.pending if pending.effect != effects.Hold.tag])
+    return op.replace(let_go=True, pending=pending)
 
 
 def _living(op: Operation, name: str) -> Worker | None:

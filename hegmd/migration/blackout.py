@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hegmd.migration import effects, events
 from hegmd.migration.events import Event
-from hegmd.migration.operation import Operation
+from hegmd.migration.operation import QUIESCE, Operation
 
 
 def timed(event: Event, after: Operation, now: float) -> Operation:
@@ -16,7 +16,8 @@ def timed(event: Event, after: Operation, now: float) -> Operation:
     if after.stood_since is not None and after.stood_since > now:
         after = after.replace(stood_since=None)
     alone = not any(member.has_agent for member in after.workers)
-    if isinstance(event, events.ResumeAsked) or (after.stood_since is None and _stops(event, after, alone=alone)):
+    resumed = isinstance(event, events.ResumeAsked) and after.kind != QUIESCE  # one that was held has stood before
+    if resumed or (after.stood_since is None and _stops(event, after, alone=alone)):
         return after.replace(stood_since=now, blackout_s=None)
     if after.stood_since is not None and isinstance(event, events.Restored if alone else events.Released):
         goes_on = all(member.at is not None if alone else not member.parked for member in after.live)

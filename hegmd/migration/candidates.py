@@ -116,7 +116,7 @@ class Snapshot(Record):
 class Request(Record):
     """What was asked."""
 
-    kind: str = field("migrate, suspend, resume or checkpoint")
+    kind: str = field("migrate, suspend, resume, checkpoint or quiesce")
     pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
     to: str | None = field("the GPU for all of them; for resume nil is where they were", default=None)
     placement: Mapping[str, str] = field("a GPU for single ones, by pid; before `to`", default={})
@@ -126,7 +126,7 @@ class Request(Record):
 class Plan(Record):
     """What would be done."""
 
-    kind: str = field("migrate, suspend, resume or checkpoint")
+    kind: str = field("migrate, suspend, resume, checkpoint or quiesce")
     way: str = field("agent, or driver for processes without one")
     workers: tuple[PlannedProcess, ...] = field("one for each process of the job")
     size_bytes: int = field("bytes to carry, in all")

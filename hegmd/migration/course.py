@@ -159,7 +159,7 @@ def turned_back(op: Operation) -> Operation:
     A dump that is under way is dropped: whoever performs it undoes it.
     """
     workers = tuple([worker.replace(goal=_way_back(worker)) for worker in op.workers])
-    dropped = (effects.Park.tag, effects.Survey.tag, effects.Dump.tag)
+    dropped = (effects.Park.tag, effects.Survey.tag, effects.Hold.tag, effects.Dump.tag)
     pending = tuple([pending for pending in op.pending if pending.effect not in dropped])
     return op.replace(heading=BACK, workers=workers, pending=pending, tries=0)
 

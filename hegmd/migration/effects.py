@@ -89,6 +89,10 @@ class Checkpoint(Effect, tag="checkpoint", ends=("checkpointed", "outgrown"), on
     """Let the driver take what is left of the process off its GPU; nothing to do for a simulated one."""
 
 
+class Hold(Effect, tag="hold", ends=("held",), on_cancel=CUT, in_worker=False):
+    """Let the job stand for as long as was asked. It is asked of one worker, for all of them."""
+
+
 class Dump(Effect, tag="dump", ends=("dumped",), on_cancel=UNDO, in_worker=False):
     """Write the image of the whole job, read it back and give it its name. It is asked of one worker, for all of them.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hegmd.migration.operation import Handoff, Operation
 from hegmd.migration.tagged import Tagged
 from hegmd.protocol.record import field
 
@@ -38,7 +39,23 @@ class CancelAsked(Event, tag="cancel-asked"):
 class ResumeAsked(Event, tag="resume-asked"):
     """Somebody wants a suspended job to go on."""
 
-    to: Mapping[str, str] = field("the GPU that each worker is to go to, by the worker's name")
+    to: Mapping[str, str] = field("the GPU that each worker is to go to, by the worker's name; none of one that holds")
+
+
+class TakenUp(Event, tag="taken-up"):
+    """Something else is wanted of a job that is held at a boundary: the operation becomes that one, its job standing.
+
+    In one step, so that there is no moment at which the job stands and no operation has it.
+    """
+
+    into: Operation = field("what it becomes, as it was planned")
+
+
+class HandAsked(Event, tag="hand-asked"):
+    """Somebody wants a suspended job in an image."""
+
+    handoff: Handoff = field("where to, and for whom")
+    limit_s: float | None = field("how long that may take; nil for as long as images may", default=None)
 
 
 # ---- what happens by itself ------------------------------------------------------------------------------------------
@@ -157,6 +174,10 @@ class Outgrown(Ending, tag="outgrown"):
     """
 
     rest_bytes: int = field("what it has there besides its storages, with a margin")
+
+
+class Held(Ending, tag="held"):
+    """The job has stood for as long as was asked."""
 
 
 class Dumped(Ending, tag="dumped"):

@@ -186,8 +186,9 @@ def _changes(before: Operation, after: Operation) -> dict[str, object]:
 
 
 def _detail(event: Event) -> str:
+    """In the words of its fields; a whole record in one is told of by what follows from it."""
     values = {name: value for name, value in event.__dict__.items() if name not in {"cause", "effect"}}
-    return ", ".join(f"{name} {value}" for name, value in values.items())
+    return ", ".join(f"{name} {value}" for name, value in values.items() if not isinstance(value, Record))
 
 
 def _framed(entry: Entry) -> bytes:

@@ -30,6 +30,7 @@ What a runner has to keep to:
 | withdraw | | withdrawn | order withdraw, or release if it stands already |
 | evacuate | | evacuated(size_bytes) | order evacuate with the memory |
 | checkpoint | | checkpointed, outgrown(rest_bytes) | nothing to do; the room there stays held |
+| hold | | held | nothing but time passes |
 | dump | find | dumped | the image is written, read back and named; if the job goes on, its agents are called back |
 | end | | ended | the process is ended |
 | restore | gpu | restored | the room there becomes the worker's own |
@@ -38,7 +39,7 @@ What a runner has to keep to:
 | verify | beyond | verified(boundary) | that order's report, or a survey that counts more than `beyond` |
 | inspect | | inspected(...), or worker-gone | attended? survey; and what room and pool are really held |
 
-Events from elsewhere: begin, cancel-asked(by), resume-asked(to), worker-gone(worker, why), agent-lost(worker),
+Events from elsewhere: begin, cancel-asked(by), resume-asked(to), taken-up(into), hand-asked(handoff), worker-gone(worker, why), agent-lost(worker),
 agent-back(worker, token), deadline-passed, recovered. `failed` has a fault: refused, disconnected (the connection
 ended, so whether it was done is not known) or broken.
 
@@ -64,6 +65,7 @@ __all__ = ["EVENTS", "PHASES", "TABLE", "TERMINAL", "Event", "Operation", "Resul
 
 ACTIVE = tuple(stage.phase for stage in STAGES)
 PHASES = (PLANNED, *ACTIVE, SUSPENDED, *TERMINAL)
+HOLDING = "holding"
 EVENTS = tuple(sorted(Event.register))
 
 MOVE, IGNORE, REFUSE = "move", "ignore", "refuse"
@@ -157,8 +159,18 @@ def _put_requests(put: Put) -> None:
     put("cancel-asked", TERMINAL, Row(REFUSE, "it is over", hint="see the others with: hegmctl ops"))
 
     put("resume-asked", [SUSPENDED], Row(MOVE, "it heads for the GPUs named", actions.resume))
-    put("resume-asked", [PLANNED, *ACTIVE], Row(REFUSE, "only a suspended one can be resumed", hint=_WATCH))
+    put("resume-asked", [HOLDING], Row(MOVE, "it goes on before its time", actions.let_go))
+    others = [phase for phase in (PLANNED, *ACTIVE) if phase != HOLDING]
+    put("resume-asked", others, Row(REFUSE, "only a suspended one can be resumed", hint=_WATCH))
     put("resume-asked", TERMINAL, Row(REFUSE, "it is over", hint="see what runs with: hegmctl ps"))
+
+    put("taken-up", [HOLDING], Row(MOVE, "it becomes what is wanted, its job standing", actions.take_up))
+    put("taken-up", [*others, SUSPENDED], Row(REFUSE, "only one that holds its job is taken up", hint=_WATCH))
+    put("taken-up", TERMINAL, Row(REFUSE, "it is over", hint="ask again"))
+
+    put("hand-asked", [SUSPENDED], Row(MOVE, "it is to have an image, and its processes are to end", actions.hand_over))
+    put("hand-asked", [PLANNED, *ACTIVE], Row(REFUSE, "only a suspended one can be handed over", hint=_WATCH))
+    put("hand-asked", TERMINAL, Row(REFUSE, "it is over", hint="see the others with: hegmctl ops"))
 
 
 def _put_happenings(put: Put) -> None:
@@ -188,6 +200,7 @@ _WRITES: dict[str, Callable[..., Operation]] = {
     "withdrawn": actions.withdrawn,
     "evacuated": actions.evacuated,
     "checkpointed": actions.checkpointed,
+    "held": actions.held,
     "dumped": actions.dumped,
     "ended": actions.ended,
     "outgrown": actions.outgrown,

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from hegmd.errors import BUSY, NOT_FOUND, REFUSED
 from hegmd.migration.candidates import Candidate, Snapshot
 from hegmd.migration.draft import Draft, candidate_of
+from hegmd.migration.machine import HOLDING
+from hegmd.migration.operation import QUIESCE
 from hegmd.migration.wording import listed
 
 NVIDIA = "nvidia"
@@ -66,6 +68,8 @@ def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
     before = len(draft.reasons)
     who = f"process {candidate.pid}"
     for op in draft.snapshot.running:
+        if op.phase == HOLDING and draft.request.kind != QUIESCE:
+            continue  # it holds its job for whoever wants it next
         if any(worker.pid == candidate.pid for worker in op.live):
             next_step = f"hegmctl resume {candidate.pid}" if op.phase == "suspended" else f"hegmctl op {op.id}"
             message = f"operation {op.id} ({op.kind}, {op.phase}) has {who} already"

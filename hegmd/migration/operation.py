@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from hegmd.pieces import RESTORE_MARGIN_BYTES
 from hegmd.protocol.record import Record, field
 
-MIGRATE, SUSPEND, RESUME, CHECKPOINT = "migrate", "suspend", "resume", "checkpoint"
-KINDS = (MIGRATE, SUSPEND, RESUME, CHECKPOINT)
+MIGRATE, SUSPEND, RESUME, CHECKPOINT, QUIESCE = "migrate", "suspend", "resume", "checkpoint", "quiesce"
+KINDS = (MIGRATE, SUSPEND, RESUME, CHECKPOINT, QUIESCE)
 
 # Where the operation is heading: to what was asked, back to how it was, or nowhere, because neither way is open.
 FORWARD, BACK, HOLD = "forward", "back", "hold"
@@ -32,6 +32,7 @@ class Limits(Record):
 
     arm_s: float = field("taking room and pool", default=60.0)
     park_s: float = field("stopping at a boundary", default=60.0)
+    hold_s: float = field("of a quiesce: standing at the boundary, before the job goes on by itself", default=60.0)
     move_s: float = field("taking the bytes out, or putting them back", default=600.0)
     hand_s: float = field("writing an image, from the dump to its verification", default=3600.0)
     verify_s: float = field("coming to the next boundary, before somebody is told that it is late", default=60.0)
@@ -139,7 +140,7 @@ class Operation(Record):
     """An operation on all the workers of a job, which move as one."""
 
     id: str = field("what people call it")
-    kind: str = field("migrate, suspend, checkpoint, or resume once a suspended one was asked to go on")
+    kind: str = field("migrate, suspend, checkpoint, quiesce, or resume once a suspended one was asked to go on")
     phase: str = field("where it is; see STATES.md", default="planned")
     heading: str = field("forward, back or hold", default=FORWARD)
     lockstep: bool = field("whether the workers are ranks that have to stop at the same boundary", default=False)
@@ -160,11 +161,17 @@ class Operation(Record):
     blackout_s: float | None = field("how long its job stood, once that is over", default=None)
     spill: bool = field("whether its bytes are to go to disk while it is suspended", default=False)
     handoff: Handoff | None = field("of a checkpoint: the image", default=None)
+    let_go: bool = field("of a quiesce: whether the job has stood for long enough", default=False)
 
     @property
     def live(self) -> Iterator[Worker]:
         """The workers whose processes have not ended."""
         return (worker for worker in self.workers if not worker.gone)
+
+    @property
+    def holds(self) -> bool:
+        """Whether its job is to stand at a boundary with all that it has, until somebody or the clock lets it go on."""
+        return self.kind == QUIESCE and self.heading == FORWARD and not self.let_go
 
     @property
     def hands_over(self) -> bool:

@@ -8,6 +8,7 @@ asked for twice and finds its work done the second time.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -44,7 +45,9 @@ class Performer:
         *,
         start_ticks: Callable[[int], int | None],
         imager: Imager | None = None,
+        utc: Callable[[], float] = time.time,
     ) -> None:
+        self._utc = utc
         self._imager = imager
         self._workers = workers
         self._methods = methods
@@ -63,6 +66,7 @@ class Performer:
             effects.Withdraw.tag: self._withdraw,
             effects.Evacuate.tag: self._evacuate,
             effects.Checkpoint.tag: self._checkpoint,
+            effects.Hold.tag: self._hold,
             effects.Dump.tag: self._dump,
             effects.End.tag: self._end,
             effects.Restore.tag: self._restore,
@@ -211,6 +215,12 @@ class Performer:
             return events.Outgrown(**_ends(effect), rest_bytes=more.rest_bytes)
         self._note_pace(member, BY_DRIVER, OUT, left.rest_bytes or 0, began)
         return events.Checkpointed(**_ends(effect), room_bytes=left.room_bytes, rest_bytes=left.rest_bytes)
+
+    async def _hold(self, op: Operation, _: Member, effect: effects.Hold, __: Progress) -> Event:
+        """Never beyond the instant that the request itself allowed, however often a daemon is started meanwhile."""
+        last_utc = op.created_utc + op.limits.park_s + op.limits.hold_s
+        await anyio.sleep(max(0.0, min(op.limits.hold_s, last_utc - self._utc())))
+        return events.Held(**_ends(effect))
 
     async def _dump(self, op: Operation, member: Member, effect: effects.Dump, tell: Progress) -> Event:
         imager = self._imager_for(member)

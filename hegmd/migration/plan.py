@@ -19,7 +19,7 @@ from hegmd.migration.carriage import Choice, Refusal
 from hegmd.migration.draft import Draft, candidate_of
 from hegmd.migration.forecast import expected
 from hegmd.migration.members import NVIDIA, can_be_stopped, members_named
-from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, RESUME, SUSPEND, Operation, Worker
+from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, QUIESCE, RESUME, SUSPEND, Operation, Worker
 from hegmd.migration.wording import gigabytes, listed, named
 from hegmd.pieces import CONTEXT_BYTES, whole_size
 from hegmd.protocol.operations import PlannedProcess, Reason
@@ -34,6 +34,7 @@ _STEPS = {
     SUSPEND: "take pool; stop at a boundary; take the bytes out; give the GPU's room back",
     RESUME: "take room; put the bytes back; let it go on; see a boundary; give the pool back",
     CHECKPOINT: "take pool; stop at a boundary; take the bytes out; write process and bytes; read all of it back",
+    QUIESCE: "stop at a boundary; stand there; let it go on",
 }
 _DRIVER_STEPS = {
     MIGRATE: "take room; {out}lock and checkpoint; restore on the other GPU and unlock; {in}see it run there",
@@ -53,8 +54,8 @@ def planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
     members = tuple(members_named(draft))
     for candidate in members:
         if can_be_stopped(draft, candidate):
-            _place(draft, candidate)
-    if members and not draft.reasons:
+            (_place if request.kind != QUIESCE else _leave_in_place)(draft, candidate)
+    if members and not draft.reasons and request.kind != QUIESCE:
         _judge_whole(draft, members)
     if draft.reasons or not members:
         return tuple(draft.reasons)
@@ -94,6 +95,35 @@ def planned_return(snapshot: Snapshot, suspended: Plan, to: str) -> Plan | tuple
     return tuple(draft.reasons) or _plan(draft, RESUME, members)
 
 
+def planned_handoff(op: Operation) -> Plan:
+    """What is done of a suspended job that goes into an image: nothing of it moves any more."""
+    workers = [
+        PlannedProcess(
+            pid=worker.pid,
+            name=worker.name,
+            gpu=None,
+            to=None,
+            size_bytes=worker.carried_bytes,
+            carrier=worker.carrier,
+            method=worker.method,
+        )
+        for worker in op.live
+    ]
+    return Plan(
+        kind=CHECKPOINT,
+        way="agent",
+        workers=tuple(workers),
+        size_bytes=sum(worker.size_bytes for worker in workers),
+        room_needed_bytes={},
+        room_free_bytes={},
+        pool_needed_bytes=0,
+        pool_free_bytes=0,
+        estimate_s=0.0,
+        lockstep=op.lockstep,
+        steps=("write process and bytes", "read all of it back", "end the job"),
+    )
+
+
 # ---- where to --------------------------------------------------------------------------------------------------------
 
 
@@ -123,6 +153,27 @@ def _place(draft: Draft, candidate: Candidate) -> None:
     else:
         hint = "this version moves processes between NVIDIA's GPUs and between simulated ones"
         draft.against(REFUSED, f"{source} is of vendor {own.vendor}, which no carrier serves yet", hint, gpu=source)
+
+
+def _leave_in_place(draft: Draft, candidate: Candidate) -> None:
+    """One that is only to stand keeps all that it has: nothing has to fit anywhere, and no driver is asked."""
+    if candidate.agent is None:
+        hint = f"start it with hegmctl run; as it is it can be suspended: hegmctl suspend {candidate.pid}"
+        message = f"process {candidate.pid} has no agent, and so no boundary at which it could stand"
+        draft.against(REFUSED, message, hint, pid=candidate.pid)
+        return
+    own = draft.gpu(candidate.gpus[0])
+    draft.workers.append(
+        PlannedProcess(
+            pid=candidate.pid,
+            name=named(candidate),
+            gpu=candidate.gpus[0],
+            to=candidate.gpus[0],
+            size_bytes=candidate.agent.size_bytes or 0,
+            carrier="none",
+            method=DRIVER if own is not None and own.vendor == NVIDIA else SIMULATED,
+        )
+    )
 
 
 def _place_simulated(draft: Draft, candidate: Candidate, to: str | None) -> None:
@@ -357,6 +408,8 @@ def _estimate_s(draft: Draft, kind: str) -> float:
 
 
 def _steps(moving: list[PlannedProcess], kind: str) -> str:
+    if kind == QUIESCE:
+        return _STEPS[kind]
     if not moving:
         return "unlock; see it run"
     if all(worker.method != DRIVER for worker in moving):

@@ -20,7 +20,7 @@ from hegmd.migration.course import SUSPENDED, TERMINAL
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
 from hegmd.migration.machine import PHASES, handle
-from hegmd.migration.operation import CHECKPOINT, MIGRATE, SUSPEND, Handoff, Operation, Worker
+from hegmd.migration.operation import CHECKPOINT, MIGRATE, QUIESCE, SUSPEND, Handoff, Operation, Worker
 
 PAGE = Path(__file__).with_name("RECOVERY.md")
 OLD, NEW = "gpu0", "gpu1"
@@ -149,7 +149,9 @@ FINDINGS = (
 
 def situations() -> Iterator[tuple[str, Play]]:
     """Every kind of operation in every phase and heading that it can be in, by its name."""
-    for kind, phase in ((kind, phase) for kind in (MIGRATE, SUSPEND, "resume", CHECKPOINT) for phase in PHASES):
+    for kind, phase in (
+        (kind, phase) for kind in (MIGRATE, SUSPEND, "resume", CHECKPOINT, QUIESCE) for phase in PHASES
+    ):
         forward = _driven(kind, phase)
         if forward is None:
             continue
@@ -161,7 +163,7 @@ def situations() -> Iterator[tuple[str, Play]]:
 
 def _driven(kind: str, phase: str) -> Play | None:
     """An operation of that kind in that phase; None when it never is."""
-    goal = NEW if kind == MIGRATE else None
+    goal = {MIGRATE: NEW, QUIESCE: OLD}.get(kind)
     worker = Worker(
         name=NAME,
         pid=1,

@@ -38,7 +38,7 @@ from hegmd.migration.machine import handle
 from hegmd.migration.operation import Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.performer import Performer
-from hegmd.migration.running import AT_REST, Errand, Running
+from hegmd.migration.running import SETTLED, Errand, Running
 from hegmd.migration.telling import description, happenings
 from hegmd.protocol import operations as told
 from hegmd.workers import BACK, CAME, ENDED, LEFT, Worker
@@ -226,7 +226,7 @@ class Runner:
         )
 
     async def follow(self, op_id: str) -> AsyncIterator[told.OperationProgress]:
-        """How it comes on, until it is at rest: suspended, or over. Raises NOT_FOUND."""
+        """How it comes on, until it is at rest: suspended, holding its job, or over. Raises NOT_FOUND."""
         last: told.OperationProgress | None = None
         while True:
             running = self._running.get(op_id)
@@ -243,7 +243,7 @@ class Runner:
                 last = progress
             if running is None or changed is None:
                 return
-            if described.phase in AT_REST and not running.inbox and not running.taking:
+            if described.phase in SETTLED and not running.inbox and not running.taking:
                 return
             await changed.wait()
 

@@ -18,9 +18,12 @@ from hegmd.migration.course import SUSPENDED, TERMINAL
 from hegmd.migration.effects import FINISH, Dump, Effect
 from hegmd.migration.events import Event
 from hegmd.migration.journal import History
+from hegmd.migration.machine import HOLDING
 from hegmd.migration.operation import Operation
 
 AT_REST = frozenset((SUSPENDED, *TERMINAL))
+# What whoever follows an operation waits for: also that its job stands, where that is all that was asked.
+SETTLED = AT_REST | {HOLDING}
 
 
 class Asking:

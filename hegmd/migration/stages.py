@@ -16,7 +16,7 @@ from typing import Any
 
 from hegmd.migration import effects
 from hegmd.migration.effects import Effect
-from hegmd.migration.operation import CHECKPOINT, FORWARD, HOLD, Limits, Operation, Worker
+from hegmd.migration.operation import CHECKPOINT, FORWARD, HOLD, QUIESCE, Limits, Operation, Worker
 
 Want = tuple[type[Effect], dict[str, Any]]
 Wants = Callable[[Operation, Worker], Iterator[Want]]
@@ -70,11 +70,16 @@ def _quiescing(op: Operation, worker: Worker) -> Iterator[Want]:
     # On the way back nobody is stopped any more, whoever runs has what it needs; and who has left cannot be let go on.
     if worker.gone or worker.out or worker.at is None or op.heading != FORWARD or not worker.has_agent:
         return
-    if not any(_is_to_leave(op, other) and not other.out for other in op.workers):
+    if not op.holds and not any(_is_to_leave(op, other) and not other.out for other in op.workers):
         return
     behind = op.at is not None and (worker.boundary is None or worker.boundary < op.at)
     if not worker.parked or (op.lockstep and behind):
         yield effects.Park, {"at": op.at, "limit_s": op.limits.park_s}
+
+
+def _holding(op: Operation, worker: Worker) -> Iterator[Want]:
+    if op.holds and worker is next(op.live, None):
+        yield effects.Hold, {}
 
 
 def _measuring(op: Operation, worker: Worker) -> Iterator[Want]:
@@ -138,12 +143,21 @@ def _verifying(op: Operation, worker: Worker) -> Iterator[Want]:
     # A rank that runs while another is suspended comes to no boundary; it has to prove itself when all are back.
     if op.lockstep and any(other.goal is None for other in op.live):
         return
-    if is_arrived(worker) and worker.touched and not (worker.parked or worker.verified or worker.gone):
+    if (
+        is_arrived(worker)
+        and _has_to_prove_itself(op, worker)
+        and not (worker.parked or worker.verified or worker.gone)
+    ):
         yield effects.Verify, {"beyond": worker.boundary or 0}
 
 
+def _has_to_prove_itself(op: Operation, worker: Worker) -> bool:
+    """Whether it is to be seen at one more boundary: its bytes were away, or it stood for somebody who let it go."""
+    return worker.touched or (op.kind == QUIESCE and op.let_go)
+
+
 def _tidying(op: Operation, worker: Worker) -> Iterator[Want]:
-    proven = not worker.touched or worker.verified
+    proven = worker.verified or not _has_to_prove_itself(op, worker)
     if not worker.gone and not (is_arrived(worker) and not worker.parked and proven):
         return
     for gpu in worker.rooms:
@@ -160,6 +174,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "quiescing", _quiescing, ("park",), "park_s", "the training threads stop at a boundary, ranks all at the same"
     ),
+    Stage("holding", _holding, ("hold",), "hold_s", "a job that was only to be stopped stands, until it is let go on"),
     Stage(
         "measuring", _measuring, ("survey",), "park_s", "what stands is counted; if it has grown, more is taken first"
     ),
@@ -199,6 +214,8 @@ def is_past_return(op: Operation) -> bool:
         return False
     if op.kind == CHECKPOINT:
         return op.is_handed
+    if op.kind == QUIESCE:  # to turn back is to let it go on
+        return False
     if any(worker.origin is not None for worker in op.live):
         return all(worker.at is None or worker.at == worker.goal for worker in op.live)
     return any(worker.at is not None for worker in op.live)

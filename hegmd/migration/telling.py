@@ -13,6 +13,7 @@ from hegmd.errors import HegmError
 from hegmd.migration import events
 from hegmd.migration.course import LOST, SUSPENDED, TERMINAL, UNDONE
 from hegmd.migration.events import Event
+from hegmd.migration.machine import HOLDING
 from hegmd.migration.operation import BACK, FOR_AGENT, HOLD, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.protocol import operations as told
@@ -50,6 +51,12 @@ def waiting(op: Operation, trouble: HegmError | None = None) -> told.Wait | None
             )
     if op.lacks is not None and op.heading == BACK:
         return told.Wait(why=op.lacks.message, next=op.lacks.hint)
+    if op.phase == HOLDING:
+        pid = next((member.pid for member in op.live), None)
+        within = f"within {op.limits.hold_s:g} s"
+        return told.Wait(
+            why=f"its job stands at a boundary, and goes on by itself {within}", next=f"hegmctl resume {pid}"
+        )
     if op.phase == SUSPENDED:
         pid = next((member.pid for member in op.live), None)
         why = "it is suspended" if op.failure is None else f"its job stands: {op.failure.message}"
@@ -89,6 +96,7 @@ HAPPENINGS = {
     "operation.held": "neither way is open; the job stands with its bytes held until it is resumed",
     "operation.recovered": "a daemon that was started has found it in the journal, and asks how its processes stand",
     "operation.found": "how a process of it stood after that, or after a step of the driver's that was cut off",
+    "operation.holding": "its job stands at a boundary with all that it has, and goes on by itself after a while",
     "operation.suspended": "its job is off the GPUs, its bytes held",
     "operation.done": "what was asked has been done, and a batch was seen after it",
     "operation.undone": "it ended with the job as it was",
@@ -121,6 +129,8 @@ def happenings(before: Operation, event: Event, after: Operation) -> Iterator[Ha
             yield Happening("operation.held", "error", f"{who} is held, its job stands{why}; hegmctl resume")
     if after.phase == SUSPENDED and before.phase != SUSPENDED and not why:
         yield Happening("operation.suspended", "info", f"{who}: suspended")
+    if after.phase == HOLDING and before.phase != HOLDING and isinstance(event, events.Parked):
+        yield Happening("operation.holding", "info", f"{who}: its job stands for at most {after.limits.hold_s:g} s")
 
 
 def _found(event: Event) -> str:

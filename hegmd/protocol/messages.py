@@ -274,6 +274,21 @@ class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgre
     )
 
 
+class Quiesce(Request, op="quiesce", reply=OperationReply, event=OperationProgress, changes_state=True):
+    """Stop running jobs between two of their batches, and let them stand there with all that they have.
+
+    With `wait` the reply comes when they stand, its phase `holding`; or when that could not be. They go on by
+    themselves after `hold_s`, and before that by `resume`. Whatever else is asked of a job meanwhile (`suspend`,
+    `migrate`, `checkpoint`) begins from where it stands, under the same operation.
+    """
+
+    pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
+    hold_s: float | None = field("how long they are to stand at most; nil for the daemon's own", default=None)
+    limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
+    wait: bool = field("whether to wait until they stand", default=True)
+    dry_run: bool = field("whether only the plan is wanted", default=False)
+
+
 class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgress, changes_state=True):
     """Take running jobs off their GPUs, between two of their batches, and hold their bytes until a resume.
 
@@ -307,6 +322,19 @@ class Checkpoint(Request, op="checkpoint", reply=OperationReply, event=Operation
     carrier: str | None = field("host, worker or driver, where the choice is not hegmd's", default=None)
 
 
+class Handoff(Request, op="handoff", reply=OperationReply, event=OperationProgress, changes_state=True):
+    """Write a suspended job into an image. Its processes end once that was read back; otherwise it stays suspended.
+
+    For the owner of all its processes, and for root.
+    """
+
+    pid: int = field("one of its processes")
+    path: str = field("the directory that the image is to have, absolute; written with the caller's rights")
+    limit_s: float | None = field("how long that may take; nil for the daemon's own", default=None)
+    wait: bool = field("whether to wait for the end", default=True)
+    dry_run: bool = field("whether only the plan is wanted", default=False)
+
+
 class Restore(Request, op="restore", reply=OperationReply, event=OperationProgress, changes_state=True):
     """Bring a job back from an image, with its process ids, and let it go on from its next batch.
 
@@ -325,7 +353,7 @@ class Restore(Request, op="restore", reply=OperationReply, event=OperationProgre
 
 
 class Resume(Request, op="resume", reply=OperationReply, event=OperationProgress, changes_state=True):
-    """Let a suspended job go on."""
+    """Let a suspended job go on, or one that only stands at a boundary."""
 
     pid: int = field("one of its processes")
     to: str | None = field("the GPU to go on at; nil for where it was", default=None)

@@ -51,7 +51,7 @@ class PlannedProcess(Record):
 class Plan(Record):
     """What would be done."""
 
-    kind: str = field("migrate, suspend or resume")
+    kind: str = field("migrate, suspend, resume, checkpoint or quiesce")
     way: str = field("agent, or driver for processes without one")
     workers: tuple[PlannedProcess, ...] = field("one for each process of the job")
     size_bytes: int = field("bytes to carry, in all")
@@ -91,8 +91,10 @@ class Operation(Record):
     """How an operation stands."""
 
     id: str = field("what to call it in commands")
-    kind: str = field("migrate, suspend or resume")
-    phase: str = field("what is done now; at the end done, undone or lost; suspended lasts until a resume")
+    kind: str = field("migrate, suspend, resume, checkpoint or quiesce")
+    phase: str = field(
+        "what is done now; at the end done, undone or lost; suspended lasts until a resume, holding at most so long"
+    )
     processes: tuple[OperationProcess, ...] = field("the processes of the job")
     owner_uid: int | None = field("whose they are", default=None)
     created_utc: float = field("when it was asked for, in seconds since 1970")

@@ -42,9 +42,11 @@ class OperationHandlers:
         """Which method answers which message."""
         return {
             m.Migrate: self.migrate,
+            m.Quiesce: self.quiesce,
             m.Suspend: self.suspend,
             m.Resume: self.resume,
             m.Checkpoint: self.checkpoint,
+            m.Handoff: self.handoff,
             m.Restore: self.restore,
             m.Drain: self.drain,
             m.Swap: self.swap,
@@ -60,6 +62,10 @@ class OperationHandlers:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         asked = replace(asked, carrier=request.carrier)
         return _reply(await self._operations.migrate(request.pids, request.to, asked))
+
+    async def quiesce(self, call: Call, request: m.Quiesce) -> m.OperationReply:
+        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        return _reply(await self._operations.quiesce(request.pids, request.hold_s, asked))
 
     async def suspend(self, call: Call, request: m.Suspend) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
@@ -78,6 +84,10 @@ class OperationHandlers:
             request.pid, request.path, rights, asked, leave_running=request.leave_running
         )
         return _reply(answer)
+
+    async def handoff(self, call: Call, request: m.Handoff) -> m.OperationReply:
+        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        return _reply(await self._checkpoints.handoff(request.pid, request.path, _rights(call), asked))
 
     async def restore(self, call: Call, request: m.Restore) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run)

@@ -20,7 +20,7 @@ from tests.unit.hegmctl.running import environment
 
 VERBS = {"gpus", "ps", "events", "doctor", "version", "config", "metrics", "ping", "simulate", "help"}
 VERBS |= {"run", "migrate", "suspend", "resume", "drain", "swap", "ops", "op", "cancel", "adopt", "images"}
-VERBS |= {"checkpoint", "restore"}
+VERBS |= {"checkpoint", "restore", "quiesce", "offload", "handoff"}
 GLOBALS = {"--socket", "--json", "-q", "--quiet", "--color", "--no-color", "--timeout", "-h", "--help", "--version"}
 
 # What is on the line, word by word as bash takes it apart, and what is offered for the last word.

@@ -43,6 +43,9 @@ CALLS: list[tuple[Callable[[Any], Any], m.Request, Record]] = [
         m.Migrate(pids=(4711,), to="gpu1", carrier="peer"),
         REPLY,
     ),
+    (lambda face: face.quiesce(4711, hold_s=9.0, limit_s=5.0), m.Quiesce(pids=(4711,), hold_s=9.0, limit_s=5.0), REPLY),
+    (lambda face: face.quiesce([1, 2], wait=False), m.Quiesce(pids=(1, 2), wait=False), REPLY),
+    (lambda face: face.handoff(4711, "/one", limit_s=5.0), m.Handoff(pid=4711, path="/one", limit_s=5.0), REPLY),
     (lambda face: face.resume(4711), m.Resume(pid=4711), REPLY),
     (lambda face: face.resume(4711, "gpu1", wait=False), m.Resume(pid=4711, to="gpu1", wait=False), REPLY),
     (

@@ -96,6 +96,12 @@ def _reply(operation: Operation) -> m.OperationReply:
         ("suspend 4711 --dry-run", m.Suspend(pids=(4711,), dry_run=True)),
         ("suspend 4711 --carrier worker", m.Suspend(pids=(4711,), carrier="worker")),
         ("migrate 4711 --to gpu1 --carrier=host", m.Migrate(pids=(4711,), to="gpu1", carrier="host")),
+        ("quiesce 4711", m.Quiesce(pids=(4711,))),
+        ("quiesce 4711 --timeout 5 --hold 5min", m.Quiesce(pids=(4711,), limit_s=5.0, hold_s=300.0)),
+        ("quiesce 4711 4712 --no-wait", m.Quiesce(pids=(4711, 4712), wait=False)),
+        ("offload 4711 --timeout 5", m.Suspend(pids=(4711,), limit_s=5.0)),
+        ("handoff 4711 /images/one --timeout 5", m.Handoff(pid=4711, path="/images/one", limit_s=5.0)),
+        ("handoff -n 4711 /images/../one", m.Handoff(pid=4711, path="/one", dry_run=True)),
         ("resume 4711", m.Resume(pid=4711)),
         ("resume 4711 --to gpu1 --no-wait", m.Resume(pid=4711, to="gpu1", wait=False)),
         ("resume 4711 --dry-run", m.Resume(pid=4711, dry_run=True)),
@@ -167,12 +173,12 @@ def test_what_is_missing_is_said_and_nothing_is_asked(daemon: FakeDaemon, line: 
     assert not daemon.asked
 
 
-@pytest.mark.parametrize("verb", ["run", "migrate", "suspend", "resume", "drain", "swap", "ops", "op", "cancel"])
+@pytest.mark.parametrize("verb", "run migrate quiesce suspend offload handoff resume drain swap ops op cancel".split())
 def test_each_command_explains_itself(verb: str) -> None:
     ran = hegmctl(verb, "--help", socket="/nowhere")
     assert ran.returncode == 0
     assert f"hegmctl {verb}" in ran.stdout
-    waits = {"migrate", "suspend", "resume", "drain", "swap"}
+    waits = {"migrate", "quiesce", "suspend", "offload", "handoff", "resume", "drain", "swap"}
     assert ("--no-wait" in ran.stdout) == ("--dry-run" in ran.stdout) == (verb in waits)
 
 

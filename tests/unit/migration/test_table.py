@@ -10,7 +10,7 @@ from hegmd.errors import HegmError, Refused
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Ending, Event
 from hegmd.migration.machine import EVENTS, IGNORE, MOVE, REFUSE, TABLE, handle
-from hegmd.migration.operation import Operation
+from hegmd.migration.operation import Handoff, Operation
 from tests.unit.migration.operations import Drive, operation
 
 
@@ -32,6 +32,8 @@ def _some(tag: str) -> Event:
         "hint": "wait",
         "token": "token-a",
         "to": {"a": "gpu1"},
+        "into": operation(),
+        "handoff": Handoff(path="/images/one", uid=0, gid=0),
     }
     made: Event = kind(**{declared.name: known[declared.name] for declared in kind.fields if declared.name in known})
     return made

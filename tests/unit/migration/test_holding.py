@@ -1,0 +1,175 @@
+"""An operation that only holds its job at a boundary: it lets go in time, or becomes what is wanted next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hegmd.errors import Refused
+from hegmd.migration import events
+from hegmd.migration.operation import CHECKPOINT, QUIESCE, SUSPEND, Handoff, Operation
+from tests.unit.migration.operations import Drive, operation, tags, worker
+
+WISH = Handoff(path="/images/one", uid=1000, gid=1000)
+
+
+def quiesce(*names: str, **values: Any) -> Operation:
+    workers = [worker(name, to="gpu0", **values) for name in names or ("a",)]
+    return operation(*workers, kind=QUIESCE, lockstep=len(workers) > 1)
+
+
+def held(*names: str) -> Drive:
+    return Drive(quiesce(*names)).until("holding")
+
+
+def suspended() -> Drive:
+    return Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
+
+
+def asked(drive: Drive) -> list[str]:
+    return [effect.tag for *_, wanted in drive.taken for effect in wanted]
+
+
+def test_a_job_is_stopped_stands_and_goes_on_and_nothing_of_it_is_moved() -> None:
+    drive = Drive(quiesce()).until("done")
+    assert drive.phases == ["quiescing", "holding", "releasing", "verifying", "done"]
+    assert asked(drive) == ["park", "hold", "release", "verify"]
+    assert drive.op.failure is None
+
+
+def test_ranks_stand_at_one_boundary_and_one_hold_is_for_all() -> None:
+    drive = held("a", "b")
+    assert {member.boundary for member in drive.op.workers} == {drive.op.at}
+    drive.until("done")
+    assert asked(drive).count("hold") == 1
+    assert asked(drive).count("release") == 2
+
+
+def test_it_goes_on_before_its_time_when_it_is_resumed() -> None:
+    drive = held()
+    (release,) = drive.feed(events.ResumeAsked(to={}))
+    assert release.tag == "release"
+    assert drive.op.pending == tuple([pending for pending in drive.op.pending if pending.effect == "release"])
+
+
+def test_cancelling_a_hold_lets_the_job_go() -> None:
+    drive = held()
+    assert tags(drive.feed(events.CancelAsked(by="somebody"))) == ["release"]
+    drive.wanted = [effect for effect in drive.wanted if effect.tag == "release"]
+    drive.until("undone")
+
+
+def test_a_hold_that_ends_late_changes_nothing_any_more() -> None:
+    drive = held()
+    hold = drive.wanted[0]
+    drive.feed(events.ResumeAsked(to={}))
+    before = drive.op
+    drive.feed(events.Held(effect=hold.number, worker="a"))
+    assert drive.op is before
+
+
+def test_a_job_that_went_on_by_itself_is_not_stopped_again() -> None:
+    """Its agent waits for a daemon for so long and no longer; who asked for the hold has to hear that it is broken."""
+    drive = held()
+    drive.wanted.clear()
+    (inspect,) = drive.feed(events.Recovered())
+    assert inspect.tag == "inspect"
+    drive.end(parked=False, boundary=9)
+    assert drive.op.phase == "undone"
+    assert drive.op.failure is not None
+    assert "went on by itself" in drive.op.failure.message
+    assert "park" not in tags(drive.wanted)
+
+
+def test_a_hold_goes_on_under_the_next_daemon() -> None:
+    drive = held()
+    drive.wanted.clear()
+    drive.feed(events.Recovered())
+    assert tags(drive.end()) == ["hold"]
+    assert drive.op.phase == "holding"
+
+
+def test_a_rank_that_ends_lets_the_others_go() -> None:
+    drive = held("a", "b")
+    wanted = drive.feed(events.WorkerGone(worker="a", why="it was killed"))
+    assert [(effect.tag, effect.worker) for effect in wanted] == [("release", "b")]
+
+
+# ---- and then something else -----------------------------------------------------------------------------------------
+
+
+def test_a_job_that_is_held_is_suspended_without_going_on_in_between() -> None:
+    drive = held()
+    into = operation(worker(to=None), kind=SUSPEND, id="op2")
+    drive.feed(events.TakenUp(into=into))
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "hold"]
+    drive.until("suspended")
+    assert drive.op.id == "op1"
+    assert not {"park", "release"} & set(asked(drive)[2:])
+
+
+def test_ranks_that_are_held_are_suspended_at_the_boundary_where_they_stand() -> None:
+    drive = held("a", "b")
+    at = drive.op.at
+    into = operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND, lockstep=True)
+    drive.feed(events.TakenUp(into=into))
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "hold"]
+    drive.until("suspended")
+    assert {member.boundary for member in drive.op.workers} == {at}
+
+
+def test_a_hold_is_not_taken_up_for_other_processes_than_it_holds() -> None:
+    drive = held("a")
+    with pytest.raises(Refused, match="does not hold the processes"):
+        drive.feed(events.TakenUp(into=operation(worker("a", to=None), worker("b", to=None), kind=SUSPEND)))
+    assert drive.op.phase == "holding"
+
+
+def test_what_a_hold_became_goes_back_to_training_when_it_fails() -> None:
+    drive = held()
+    drive.feed(events.TakenUp(into=operation(worker(to=None), kind=SUSPEND)))
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "hold"]
+    drive.until("evacuating")
+    drive.fail("refused")
+    drive.until("undone")
+    assert "release" in asked(drive)
+
+
+def test_a_suspended_job_is_handed_over_and_ends() -> None:
+    drive = suspended()
+    assert tags(drive.feed(events.HandAsked(handoff=WISH))) == ["dump"]
+    drive.until("done")
+    assert drive.op.kind == CHECKPOINT
+    assert asked(drive)[-3:] == ["dump", "end", "give-pool"]
+    assert not drive.op.workers[0].lost
+
+
+def test_a_suspended_job_that_cannot_be_handed_over_is_suspended_as_before_and_can_be_resumed() -> None:
+    drive = suspended()
+    drive.feed(events.HandAsked(handoff=WISH))
+    drive.fail("refused")
+    drive.until("suspended")
+    assert not {"restore", "end"} & set(asked(drive))
+    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    drive.until("done")
+    assert drive.op.workers[0].at == "gpu1"
+
+
+def test_after_a_restart_an_image_of_a_suspended_job_that_is_not_whole_leaves_it_suspended() -> None:
+    drive = suspended()
+    drive.feed(events.HandAsked(handoff=WISH))
+    drive.wanted.clear()
+    (find,) = drive.feed(events.Recovered())
+    assert find.tag == "dump"
+    drive.fail("refused")
+    assert tags(drive.wanted) == ["inspect"]
+    drive.end(gpu=None, out_bytes=10, rooms={}, pool_bytes=10)
+    assert drive.op.phase == "suspended"
+
+
+def test_a_job_of_which_a_part_is_on_its_gpu_is_not_handed_over() -> None:
+    drive = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended")
+    drive.op = drive.op.with_worker(drive.op.workers[0].replace(at="gpu0", parked=False))
+    with pytest.raises(Refused, match="not off its GPU"):
+        drive.feed(events.HandAsked(handoff=WISH))

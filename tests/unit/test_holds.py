@@ -1,0 +1,116 @@
+"""Jobs that are held at a boundary: how they are asked for, what they become, and what a daemon's end does to them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.errors import BAD_REQUEST, BUSY, NOT_FOUND, REFUSED, HegmError
+from hegmd.external import Rights
+from hegmd.operations import Answer
+from tests.unit.moving_node import Node, running
+
+Child = subprocess.Popen[bytes]
+
+
+def phase(answer: Answer) -> tuple[str, str]:
+    assert answer.operation is not None
+    return answer.operation.kind, answer.operation.phase
+
+
+async def test_it_is_answered_when_the_job_stands_and_resume_lets_it_go_on(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        held = await node.operations.quiesce([process.pid], 900.0, node.asked())
+        assert phase(held) == ("quiesce", "holding")
+        assert held.operation is not None
+        assert held.operation.waits is not None
+        assert held.operation.waits.next == f"hegmctl resume {process.pid}"
+        assert (agent.parked, agent.resting, agent.data) == (True, False, b"weights")
+        over = await node.operations.resume(process.pid, None, node.asked())
+        assert phase(over) == ("quiesce", "done")
+        assert not agent.parked
+
+
+async def test_it_goes_on_by_itself_when_its_time_is_over(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        held = await node.operations.quiesce([process.pid], 0.01, node.asked())
+        assert held.operation is not None
+        with anyio.fail_after(10):
+            async with node.events.subscribe(1, ("operation.done",)) as subscription:
+                async for _ in subscription:
+                    break
+        assert node.operations.runner.describe(held.operation.id).phase == "done"
+        assert not agent.parked
+
+
+async def test_a_job_that_is_held_is_offloaded_under_the_same_operation(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        held = await node.operations.quiesce([process.pid], 900.0, node.asked())
+        boundary = agent.boundary
+        off = await node.operations.suspend([process.pid], node.asked())
+        assert phase(off) == ("suspend", "suspended")
+        assert held.operation is not None
+        assert off.operation is not None
+        assert off.operation.id == held.operation.id
+        assert (agent.data, agent.boundary) == (None, boundary)
+        await node.operations.resume(process.pid, "gpu1", node.asked())
+        assert agent.data == b"weights"
+
+
+async def test_a_job_that_is_held_is_not_held_again_and_only_goes_on_where_it_is(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        await node.operations.quiesce([process.pid], 900.0, node.asked())
+        with pytest.raises(HegmError, match=r"quiesce, holding\) has process") as refused:
+            await node.operations.quiesce([process.pid], 900.0, node.asked())
+        assert refused.value.code is BUSY
+        with pytest.raises(HegmError, match="let it go on there") as elsewhere:
+            await node.operations.resume(process.pid, "gpu1", node.asked())
+        assert elsewhere.value.code is REFUSED
+        moved = await node.operations.migrate([process.pid], "gpu1", node.asked())
+        assert phase(moved) == ("migrate", "done")
+
+
+async def test_a_hold_goes_on_under_the_next_daemon_and_ends_in_its_time(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        held = await node.operations.quiesce([process.pid], 900.0, node.asked())
+        assert held.operation is not None
+    async with running(tmp_path) as after:
+        agent.workers = after.workers
+        await agent.attend(after.tasks)
+        described = await after.at_rest(held.operation.id)
+        assert described.phase == "holding"
+        await after.operations.resume(process.pid, None, after.asked())
+        assert not agent.parked
+
+
+@pytest.mark.parametrize("hold_s", [0.0, -1.0, float("nan"), 1e300])
+async def test_a_time_that_is_none_is_refused(tmp_path: Path, process: Child, hold_s: float) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        with pytest.raises(HegmError, match="is no limit for standing there") as refused:
+            await node.operations.quiesce([process.pid], hold_s, node.asked())
+        assert refused.value.code is BAD_REQUEST
+
+
+async def test_only_a_suspended_job_is_handed_off(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        await _refused(node, process.pid, NOT_FOUND.name, "no operation has it")
+        await node.operations.quiesce([process.pid], 900.0, node.asked())
+        await _refused(node, process.pid, REFUSED.name, "which is holding")
+
+
+async def _refused(node: Node, pid: int, code: str, says: str) -> None:
+    with pytest.raises(HegmError, match=says) as refused:
+        await node.moving.checkpoints.handoff(pid, "/images/one", Rights(0, 0, ()), node.asked())
+    assert (refused.value.code.name, f"hegmctl offload {pid}" in refused.value.hint) == (code, True)
