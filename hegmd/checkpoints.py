@@ -78,7 +78,8 @@ class Checkpoints:
                 {"pid": pid},
             )
         pids = [member.pid for member in op.live]
-        root, ticks, reasons = await self._handoff.against(pids, rights)
+        plan = planned_handoff(op)
+        root, ticks, reasons = await self._handoff.against(pids, path, plan.size_bytes, rights)
         without = [member.pid for member in op.live if not member.has_agent]
         if without:
             message = f"process {without[0]} has no agent, which an image needs"
@@ -86,7 +87,7 @@ class Checkpoints:
         if reasons:
             raise refusal(reasons)
         wish = Wish(path=path, uid=rights.uid, gid=rights.gid, groups=rights.groups, root_pid=root, root_ticks=ticks)
-        return await self._operations.hand_over(op, wish, planned_handoff(op), asked)
+        return await self._operations.hand_over(op, wish, plan, asked)
 
     async def restore(
         self, path: str, to: str | None, rights: Rights, asked: Asked, *, as_then: bool = False

@@ -23,6 +23,7 @@ from hegmd.devices.simulated import SimulatedProvider
 from hegmd.driver_strays import DriverStrays
 from hegmd.errors import Bug
 from hegmd.events import EventLog
+from hegmd.external import Rights
 from hegmd.half_revived import HalfRevived
 from hegmd.handoff import Handoff
 from hegmd.helper.link import Link
@@ -41,7 +42,8 @@ from hegmd.methods.worker import WorkerCarrier
 from hegmd.migration.course import TERMINAL
 from hegmd.migration.performer import Performer
 from hegmd.migration.runner import Runner, rooms_to_restore
-from hegmd.operations import Operations, refusal
+from hegmd.operations import Answer, Asked, Operations, refusal
+from hegmd.periodic import Periodic
 from hegmd.pool import Keep, Key, Pool
 from hegmd.pool_found import find_pieces
 from hegmd.protocol.snapshots import Gpu
@@ -126,7 +128,9 @@ class Moving:
         )
         self.sequences = Sequences(lookout, self.operations)
         self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving)
-        for listener in (self.attendance.hear, self.runner.hear, self.resting.hear, self.strays.hear):
+        self.periodic = Periodic(workers, self.runner, events, take=self._take_image, trim=self._trim_images)
+        hears = (self.attendance.hear, self.runner.hear, self.resting.hear, self.strays.hear, self.periodic.hear)
+        for listener in hears:
             workers.listen(listener)
 
     def _means(self, *, simulated: bool) -> tuple[Mapping[str, Method], Mapping[str, Carrier]]:
@@ -174,6 +178,12 @@ class Moving:
         parts = (self._opened_images, self.places, self._workers, self.pool)
         by: dict[str, Any] = {"criu": self._criu, "look": self._look, "in_unit": self._images_by.in_unit}
         return Handoff(*parts, **by), Reviving(*parts, **by, simulated=simulated, notes=self._half_revived)
+
+    async def _take_image(self, pid: int, path: str, rights: Rights, asked: Asked) -> Answer:
+        return await self.checkpoints.checkpoint(pid, path, rights, asked, leave_running=True)
+
+    async def _trim_images(self, path: str, series: str, keep: int, rights: Rights) -> list[str]:
+        return await self._opened_images().trim(path, series, keep, rights)
 
     def _is_in_hand(self, pid: int) -> bool:
         """Whether an operation has that process, or is about to."""
@@ -255,6 +265,7 @@ class Moving:
                     await inner.start(self.runner.run)
                     await inner.start(self.resting.run)
                     await inner.start(self.sequences.run)
+                    await inner.start(self.periodic.run)
                     inner.start_soon(self.attendance.run)
                     if self._by_driver is not None:
                         await inner.start(self._by_driver.run)

@@ -279,6 +279,16 @@ _VERBS = (
             Option(
                 "--name", kind=TEXT, metavar="NAME", doc="what to call the job; two runs of one name are still two jobs"
             ),
+            Option(
+                "--checkpoint-every",
+                kind=SECONDS,
+                metavar="TIME",
+                doc="have an image of the job taken every so often, between two batches, while it runs",
+            ),
+            Option("--keep", kind=POSITIVE, metavar="NUMBER", doc="of these, keep the newest so many; 3 if not given"),
+            Option(
+                "--dir", kind=PATH, metavar="DIR", complete=FILES, doc="the directory that they are in; made if need be"
+            ),
             Option("--simulate", kind=TEXT, metavar="SPEC", doc="if a daemon is started, with such GPUs: 2x8GiB"),
             Option("--no-daemon-start", doc="start no daemon; the agent looks out for one"),
         ),
@@ -286,6 +296,10 @@ _VERBS = (
         examples=(
             ("hegmctl run -- python3 train.py", "a training that can be moved, suspended and resumed"),
             ("hegmctl run --gpu gpu1 -- torchrun train.py", "its ranks move as one"),
+            (
+                "hegmctl run --checkpoint-every 10min --dir /images -- python3 train.py",
+                "the last three images of it are in /images",
+            ),
         ),
     ),
     Verb(

@@ -2,8 +2,8 @@
 
 Nothing stays behind: after the exec there is only the command, under the same pid, in the same process group, with the
 same terminal and signals. What is different for it is its environment: the agent's folder first on PYTHONPATH, and what
-the agent has to know in HEGM_SOCKET, HEGM_RUN, HEGM_JOB and HEGM_GPU. Where nobody listens, a daemon is started first,
-of which the command is neither parent nor child; it ends by itself after the last job.
+the agent has to know in HEGM_SOCKET, HEGM_RUN, HEGM_JOB, HEGM_GPU and HEGM_IMAGES. Where nobody listens, a daemon is
+started first, of which the command is neither parent nor child; it ends by itself after the last job.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping
     from typing import NoReturn
 
+    from hegmctl.arguments import Arguments
     from hegmctl.session import Session
 
 DAEMON_UP_WITHIN_S = 20.0
 _LOOK_AGAIN_S = 0.02
 _LOG_TAIL_BYTES = 2000
+# Of images that are taken every so often: how many are kept if nothing is said, and the least from one to the next.
+KEPT = 3
+SHORTEST_PERIOD_S = 1.0
 
 
 def run(session: Session) -> NoReturn:
@@ -34,6 +38,7 @@ def run(session: Session) -> NoReturn:
     command = arguments.tail
     if not command:
         raise HegmError(USAGE, "run needs a command after `--`", "hegmctl run -- python3 train.py")
+    images = periodic_images(arguments)
     require(command)
     endpoint = find_endpoint(arguments.text("socket"))
     try:
@@ -47,11 +52,34 @@ def run(session: Session) -> NoReturn:
             endpoint = _start_daemon(endpoint, arguments.text("simulate"))
             session.sink.note(f"started hegmd at {endpoint.path} for this job")
             _look_at_daemon(session, endpoint.path)
-    prepare(os.environ, endpoint.path, arguments.text("name"), arguments.text("gpu"))
+    prepare(os.environ, endpoint.path, arguments.text("name"), arguments.text("gpu"), images)
     become(command)
 
 
-def prepare(environ: MutableMapping[str, str], socket_path: str, name: str | None, gpu: str | None) -> None:
+def periodic_images(arguments: Arguments) -> str | None:
+    """What the agent is to tell the daemon of images every so often; None without any. Makes their directory."""
+    every_s, folder = arguments.seconds("checkpoint-every"), arguments.text("dir")
+    if every_s is None:
+        if folder is not None or arguments.whole("keep") is not None:
+            hint = "say how often: hegmctl run --checkpoint-every 10min --dir DIR -- COMMAND"
+            raise HegmError(USAGE, "--keep and --dir are for --checkpoint-every", hint)
+        return None
+    if every_s < SHORTEST_PERIOD_S:
+        raise HegmError(USAGE, f"every {every_s:g} s is too often", f"write at least {SHORTEST_PERIOD_S:g}")
+    if folder is None:
+        hint = "name one with --dir; every image in it is a directory of its own"
+        raise HegmError(USAGE, "--checkpoint-every needs a directory for the images", hint)
+    path = os.path.abspath(folder)
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise HegmError(EXTERNAL, f"{path} cannot be made: {error.strerror}", "name another one with --dir") from error
+    return f"{every_s:g}:{arguments.whole('keep') or KEPT}:{path}"
+
+
+def prepare(
+    environ: MutableMapping[str, str], socket_path: str, name: str | None, gpu: str | None, images: str | None = None
+) -> None:
     """What the command's environment needs besides its own."""
     before = environ.get("PYTHONPATH")
     environ["PYTHONPATH"] = inject_folder() + (os.pathsep + before if before else "")
@@ -60,7 +88,7 @@ def prepare(environ: MutableMapping[str, str], socket_path: str, name: str | Non
     environ["HEGM_SOCKET"] = os.path.abspath(socket_path)
     # Two runs are two jobs, whatever they are called, and each moves by itself; one run within another is its own too.
     environ["HEGM_RUN"] = os.urandom(8).hex()
-    for variable, value in (("HEGM_JOB", name), ("HEGM_GPU", gpu)):
+    for variable, value in (("HEGM_JOB", name), ("HEGM_GPU", gpu), ("HEGM_IMAGES", images)):
         environ.pop(variable, None)
         if value is not None:
             environ[variable] = value

@@ -17,7 +17,7 @@ from time import monotonic
 from .. import __version__
 from ..errors import HegmError
 from ..protocol.connection import Answer, ClientConnection, Failure, Progress
-from ..protocol.messages import SUPPORTED_VERSIONS, AgentAttend, AgentReport, Hello, Order
+from ..protocol.messages import SUPPORTED_VERSIONS, AgentAttend, AgentReport, Hello, Order, PeriodicImages
 from . import torch_state
 from .notes import note
 from .orders import Orders
@@ -178,6 +178,7 @@ class Channel:
             rank=_number("RANK"),
             world_size=_number("WORLD_SIZE"),
             gpu=os.environ.get("HEGM_GPU") or None,
+            images=periodic_images(os.environ.get("HEGM_IMAGES")),
             size_bytes=self._orders.known_bytes,
             boundary=self._gate.count,
             parked=self._gate.parked,
@@ -274,6 +275,15 @@ def _connect(path: str) -> socket.socket:
         connected.close()
         raise
     return connected
+
+
+def periodic_images(text: str | None) -> PeriodicImages | None:
+    """What `hegmctl run` was told: seconds, number and directory, with colons between them."""
+    try:
+        every, keep, path = (text or "").split(":", 2)
+        return PeriodicImages(every_s=float(every), keep=int(keep), path=path)
+    except ValueError:
+        return None
 
 
 def _number(name: str) -> int | None:

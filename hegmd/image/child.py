@@ -37,7 +37,7 @@ from hegmd.image.folder import (
 )
 from hegmd.image.plain_file import copy
 from hegmd.image.seal import read_manifest
-from hegmd.image.shelf import manifest_in, remove, sweep
+from hegmd.image.shelf import manifest_in, remove, sweep, trim
 from hegmd.protocol.record import plain_value
 
 _PR_SET_DUMPABLE = 4
@@ -68,6 +68,7 @@ class Work:
             "read": self.read,
             "show": self.show,
             "sweep": self.sweep,
+            "trim": self.trim,
             "keep": self.keep,
             "sum-of": self.sum_of,
         }
@@ -207,6 +208,11 @@ class Work:
     def sweep(self, request: Request) -> Answer:
         """What killed writers left."""
         return Answer({"gone": list(sweep(str(request.args["path"])))})
+
+    def trim(self, request: Request) -> Answer:
+        """All of a series but the newest."""
+        args = request.args
+        return Answer({"gone": list(trim(str(args["path"]), str(args["series"]), int(args["keep"])))})
 
     # -- with the daemon's own rights ----------------------------------------------------------------------------------
 

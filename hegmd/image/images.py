@@ -290,6 +290,16 @@ class Images:
             with anyio.CancelScope(shield=True):
                 await _let_go(hand, None, None)
 
+    async def trim(self, path: str, series: str, keep: int, rights: Rights) -> list[str]:
+        """Take away all whole images of a series in that directory but the newest; what is gone. Raises HegmError."""
+        hand = await self._hands.start(rights)
+        try:
+            answer = await hand.call("trim", {"path": path, "series": series, "keep": keep})
+            return [str(gone) for gone in answer.values["gone"]]
+        finally:
+            with anyio.CancelScope(shield=True):
+                await _let_go(hand, None, None)
+
     def _require_ours(self, path: str, data: bytes, seal: bytes, manifest: Manifest, rights: Rights) -> None:
         if not self._is_other(rights):
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -101,6 +102,26 @@ def sweep(path: str) -> list[str]:
             if is_left_over(found) == name and not _is_held(left):
                 remove(left)
                 gone.append(left)
+    return gone
+
+
+def trim(path: str, series: str, keep: int) -> list[str]:
+    """Take away all whole images of a series but the newest; which are gone. One that is in use stays.
+
+    They are named `SERIES.STAMP`, and in the order of their stamps. Nobody else's and nothing broken is touched.
+    """
+    named = re.compile(re.escape(series) + r"\.[0-9]{8}T[0-9]{6}Z")
+    mine = [seen for seen in look_into(path) if named.fullmatch(os.path.basename(seen.path))]
+    whole = sorted(seen.path for seen in mine if seen.state in ("whole", "in-use"))
+    gone: list[str] = []
+    for old in whole[:-keep] if keep > 0 else ():
+        try:
+            remove(old)
+        except HegmError as error:
+            if error.code is not BUSY:  # somebody has it in hand; it goes the next time
+                raise
+            continue
+        gone.append(old)
     return gone
 
 

@@ -39,9 +39,9 @@ What a runner has to keep to:
 | verify | beyond | verified(boundary) | that order's report, or a survey that counts more than `beyond` |
 | inspect | | inspected(...), or worker-gone | attended? survey; and what room and pool are really held |
 
-Events from elsewhere: begin, cancel-asked(by), resume-asked(to), taken-up(into), hand-asked(handoff), worker-gone(worker, why), agent-lost(worker),
-agent-back(worker, token), deadline-passed, recovered. `failed` has a fault: refused, disconnected (the connection
-ended, so whether it was done is not known) or broken.
+Events from elsewhere: begin, cancel-asked(by), resume-asked(to), taken-up(into), hand-asked(handoff, limit_s),
+worker-gone(worker, why), agent-lost(worker), agent-back(worker, token), deadline-passed, recovered. `failed` has a
+fault: refused, disconnected (the connection ended, so whether it was done is not known) or broken.
 
 Cancelling: until the workers have left their GPUs (`is_past_return`), the job is brought back to how it was; from there
 on it is refused, because going on is the shorter way, and the operation says so. A resume that fails or is cancelled

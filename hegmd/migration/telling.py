@@ -100,6 +100,7 @@ HAPPENINGS = {
     "operation.suspended": "its job is off the GPUs, its bytes held",
     "operation.done": "what was asked has been done, and a batch was seen after it",
     "operation.undone": "it ended with the job as it was",
+    "operation.image-missed": "an image that is taken every so often was not; the job goes on, and the next is tried",
     "operation.lost": "a process ended while its bytes were out of it",
 }
 

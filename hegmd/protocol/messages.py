@@ -485,6 +485,14 @@ class Order(Record):
     )
 
 
+class PeriodicImages(Record):
+    """Images that are to be taken of a job while it runs, as `hegmctl run --checkpoint-every` was told."""
+
+    every_s: float = field("seconds from one to the next")
+    keep: int = field("how many of them are kept; the oldest go once another one is whole")
+    path: str = field("the directory that they are in, absolute")
+
+
 class AgentDismissed(Record):
     """The daemon has no more orders on this connection."""
 
@@ -519,6 +527,7 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     boundary: int = field("batch boundaries that it has passed")
     parked: bool = field("whether the training thread is parked now, as after a restart of the daemon", default=False)
     held_bytes: int = field("bytes of its storages that are out of the process now", default=0)
+    images: PeriodicImages | None = field("images that are to be taken of its job every so often", default=None)
     revived: bool = field("whether its process was restored from an image since it last stepped aside", default=False)
     entrusted: bool = field("whether the daemon alone has those bytes, so that it has to send them back", default=False)
     mark: str | None = field(

@@ -159,7 +159,8 @@ EVENT_KINDS: Mapping[str, tuple[str, ...]] = {
     "gpu": ("gpu.back", "gpu.found", "gpu.health", "gpu.lost", "gpu.mode"),
     "inventory": ("inventory.fresh", "inventory.ready", "inventory.stale"),
     "operation": (
-        *("operation.began", "operation.done", "operation.found", "operation.held"),
+        *("operation.began", "operation.done", "operation.found", "operation.held", "operation.holding"),
+        "operation.image-missed",
         *("operation.journal-failed", "operation.journal-mended", "operation.lost", "operation.recovered"),
         *("operation.suspended", "operation.turned-back", "operation.undone"),
     ),

@@ -149,6 +149,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *(*GROUND, "hegmd.external", "hegmd.handoff", "hegmd.image", "hegmd.lookout", "hegmd.migration"),
         *("hegmd.operations", "hegmd.reviving"),
     ),
+    "hegmd.periodic": (
+        *(*GROUND, "hegmd.detached", "hegmd.events", "hegmd.external", "hegmd.log", "hegmd.migration"),
+        *("hegmd.operations", "hegmd.workers"),
+    ),
     # Those who ask
     "hegmd.server": (
         *(*GROUND, *SEEN, "hegmd.detached", "hegmd.descriptors", "hegmd.stream"),

@@ -54,7 +54,7 @@ def client_page(day: str) -> str:
         "Where that does not exist, `hegmctl run` starts a daemon at `/tmp/hegm-UID/hegmd.sock`.",
     )
     page.item(
-        "`HEGM_SOCKET`, `HEGM_RUN`, `HEGM_JOB`, `HEGM_GPU`, `HEGM_MSGPACK`, `PYTHONPATH`",
+        "`HEGM_SOCKET`, `HEGM_RUN`, `HEGM_JOB`, `HEGM_GPU`, `HEGM_IMAGES`, `HEGM_MSGPACK`, `PYTHONPATH`",
         "What `hegmctl run` sets for its command, so that the agent is loaded, finds the daemon, and says whose it is.",
     )
     page.item("`NO_COLOR`, `TERM`, `COLUMNS`", "Whether to use colours, and how wide the terminal is.")

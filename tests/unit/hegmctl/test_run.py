@@ -90,6 +90,43 @@ def _seen_both_ways(daemon: FakeDaemon, before: tuple[str, ...] = (), **how: Any
     return under
 
 
+def test_how_often_images_are_wanted_is_told_to_the_agent_and_to_no_job_within(
+    daemon: FakeDaemon, tmp_path: Path
+) -> None:
+    environ = environment(daemon.path)
+    words = [sys.executable, "-I", "-S", "-c", "import os; print(os.environ.get('HEGM_IMAGES'))"]
+    folder = tmp_path / "made" / "images"
+    every = ["--checkpoint-every", "10min", "--dir", str(folder)]
+    within = command("run", "--", *words)
+    for options, then, told in (
+        (every, words, f"600:3:{folder}"),
+        ([*every, "--keep", "1"], words, f"600:1:{folder}"),
+        (every, within, "None"),
+    ):
+        ran = subprocess.run(
+            command("run", *options, "--", *then), env=environ, cwd=ROOT, timeout=15, check=True, stdout=subprocess.PIPE
+        )
+        assert ran.stdout.decode().strip() == told
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--checkpoint-every 10min", "needs a directory"),
+        ("--checkpoint-every 0.5 --dir .", "too often"),
+        ("--keep 3", "are for --checkpoint-every"),
+        ("--checkpoint-every 5 --dir /dev/null/images", "cannot be made: Not a directory"),
+    ],
+)
+def test_images_that_cannot_be_had_are_refused_before_anything_runs(
+    daemon: FakeDaemon, options: str, says: str
+) -> None:
+    ran = hegmctl("run", *options.split(), "--", "true", socket=daemon.path)
+    assert ran.returncode != 0
+    assert says in ran.stderr
+
+
 def test_a_command_in_a_pipe_sees_no_difference(daemon: FakeDaemon, tmp_path: Path) -> None:
     source = tmp_path / "input"
     source.write_bytes(b"not to be read by us")

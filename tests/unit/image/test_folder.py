@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -226,6 +228,32 @@ def test_one_image_is_restored_by_one_at_a_time(tmp_path: Path) -> None:
     assert states(path) == [("whole", "python train.py")]
     with find(str(path)) as other:
         other.lock()
+
+
+def test_of_a_series_the_newest_whole_ones_stay_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    stamps = [f"2026010{day}T000000Z" for day in range(1, 5)]
+    for name in (*(f"job-a.{stamp}" for stamp in stamps), f"job-b.{stamps[0]}", "job-a.mine", "other"):
+        built(tmp_path / name)
+    (tmp_path / f"job-a.{stamps[1]}" / "manifest.json").write_bytes(b"broken")
+    (tmp_path / "job-a.20260109T000000Z").mkdir()  # no image at all
+    with held(tmp_path / f"job-a.{stamps[0]}"):
+        assert shelf.trim(str(tmp_path), "job-a", 2) == []
+    gone = shelf.trim(str(tmp_path), "job-a", 2)
+    assert gone == [str(tmp_path / f"job-a.{stamps[0]}")]
+    assert shelf.trim(str(tmp_path), "job-a", 0) == []
+    left = {f"job-a.{stamp}" for stamp in stamps[1:]} | {"job-a.20260109T000000Z"}
+    assert set(os.listdir(tmp_path)) == left | {f"job-b.{stamps[0]}", "job-a.mine", "other"}
+
+
+@contextlib.contextmanager
+def held(image: Path) -> Iterator[None]:
+    """Somebody restores it."""
+    folder = find(str(image))
+    try:
+        folder.lock()
+        yield
+    finally:
+        folder.close()
 
 
 def test_only_images_are_removed(tmp_path: Path) -> None:
