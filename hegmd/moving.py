@@ -129,9 +129,8 @@ class Moving:
         self.sequences = Sequences(lookout, self.operations)
         self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving)
         self.periodic = Periodic(workers, self.runner, events, take=self._take_image, trim=self._trim_images)
-        hears = (self.attendance.hear, self.runner.hear, self.resting.hear, self.strays.hear, self.periodic.hear)
-        for listener in hears:
-            workers.listen(listener)
+        for part in (self.attendance, self.runner, self.resting, self.strays, self.periodic):
+            workers.listen(part.hear)
 
     def _means(self, *, simulated: bool) -> tuple[Mapping[str, Method], Mapping[str, Carrier]]:
         """What processes and bytes are moved by here, by name."""

@@ -29,8 +29,7 @@ from hegmd.migration.course import DONE
 from hegmd.migration.operation import CHECKPOINT
 from hegmd.migration.runner import Runner
 from hegmd.operations import Answer, Asked
-from hegmd.protocol.messages import PeriodicImages
-from hegmd.protocol.operations import OperationProgress
+from hegmd.protocol.operations import OperationProgress, PeriodicImages
 from hegmd.workers import BACK, CAME, Worker, Workers
 
 logger = logging.getLogger(__name__)
@@ -195,7 +194,7 @@ def _rights_of(worker: Worker) -> Rights:
     """Those of its process, as its files would be made. Blocks. Raises HegmError."""
     try:
         with open(f"/proc/{worker.pid}/status", encoding="utf-8", errors="replace") as file:
-            lines = dict(line.partition(":")[::2] for line in file)
+            lines = {key: value for key, _, value in (line.partition(":") for line in file)}
         uid, gid = (int(lines[key].split()[1]) for key in ("Uid", "Gid"))
         groups = tuple(int(word) for word in lines["Groups"].split())
     except (OSError, KeyError, ValueError) as error:

@@ -17,7 +17,8 @@ from time import monotonic
 from .. import __version__
 from ..errors import HegmError
 from ..protocol.connection import Answer, ClientConnection, Failure, Progress
-from ..protocol.messages import SUPPORTED_VERSIONS, AgentAttend, AgentReport, Hello, Order, PeriodicImages
+from ..protocol.messages import SUPPORTED_VERSIONS, AgentAttend, AgentReport, Hello, Order
+from ..protocol.operations import PeriodicImages
 from . import torch_state
 from .notes import note
 from .orders import Orders

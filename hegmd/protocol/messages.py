@@ -13,7 +13,7 @@ Longer than 400 lines because every message is in this one place, and it is a li
 
 from __future__ import annotations
 
-from .operations import Operation, OperationProgress, Plan, Reason, StoryLine, Stray
+from .operations import Operation, OperationProgress, PeriodicImages, Plan, Reason, StoryLine, Stray
 from .record import Record, field
 from .snapshots import Check, Event, Gpu, GpuProcess, Vendor
 
@@ -277,9 +277,8 @@ class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgre
 class Quiesce(Request, op="quiesce", reply=OperationReply, event=OperationProgress, changes_state=True):
     """Stop running jobs between two of their batches, and let them stand there with all that they have.
 
-    With `wait` the reply comes when they stand, its phase `holding`; or when that could not be. They go on by
-    themselves after `hold_s`, and before that by `resume`. Whatever else is asked of a job meanwhile (`suspend`,
-    `migrate`, `checkpoint`) begins from where it stands, under the same operation.
+    With `wait` the reply comes when they stand, in phase `holding`. They go on by themselves after `hold_s`, or by
+    `resume`. A `suspend`, `migrate` or `checkpoint` meanwhile begins where they stand, under the same operation.
     """
 
     pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
@@ -483,14 +482,6 @@ class Order(Record):
     restored: bool = field(
         "release: the driver has brought its storages back, which cannot be shown to others from then on", default=False
     )
-
-
-class PeriodicImages(Record):
-    """Images that are to be taken of a job while it runs, as `hegmctl run --checkpoint-every` was told."""
-
-    every_s: float = field("seconds from one to the next")
-    keep: int = field("how many of them are kept; the oldest go once another one is whole")
-    path: str = field("the directory that they are in, absolute")
 
 
 class AgentDismissed(Record):

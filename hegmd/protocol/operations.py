@@ -137,3 +137,11 @@ class Stray(Record):
     where: str = field("where it is")
     why: str = field("why nobody has it")
     next: str = field("the command that does something about it")
+
+
+class PeriodicImages(Record):
+    """Images that are to be taken of a job while it runs, as `hegmctl run --checkpoint-every` was told."""
+
+    every_s: float = field("seconds from one to the next")
+    keep: int = field("how many of them are kept; the oldest go once another one is whole")
+    path: str = field("the directory that they are in, absolute")

@@ -11,6 +11,7 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -40,16 +41,24 @@ def daemon_with_criu(folder: Path, *arguments: str, **environ: str) -> RunningDa
 class HandedJob:
     """The script under `hegmctl run`. Whatever has become of it is ended with the context."""
 
-    def __init__(self, folder: Path, socket_path: Path | None, *, workers: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        socket_path: Path | None,
+        *,
+        workers: int = 0,
+        options: Sequence[str] = (),
+        steps: int = STEPS,
+    ) -> None:
         self.folder = folder
         self.folder.mkdir(exist_ok=True)
         self.environ = environment(socket_path)
         if workers:
             self.environ["LOADER_WORKERS"] = str(workers)
-        words = [sys.executable, str(SCRIPT), str(folder), str(STEPS)]
+        words = [sys.executable, str(SCRIPT), str(folder), str(steps)]
         if socket_path is not None:
             (folder / "slow").touch()
-            words = [sys.executable, "-m", "hegmctl", "run", "--gpu", "gpu0", "--", *words]
+            words = [sys.executable, "-m", "hegmctl", "run", "--gpu", "gpu0", *options, "--", *words]
         with (folder / "errors").open("a") as errors:
             self.process = subprocess.Popen(
                 words, env=self.environ, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True

@@ -15,7 +15,7 @@ from hegmd.errors import REFUSED, HegmError
 from hegmd.external import Rights
 from hegmd.operations import Answer, Asked
 from hegmd.periodic import Periodic, series_of
-from hegmd.protocol.messages import PeriodicImages
+from hegmd.protocol.operations import PeriodicImages
 from tests.unit.moving_node import Node, running
 
 Child = subprocess.Popen[bytes]

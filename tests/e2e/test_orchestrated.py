@@ -1,0 +1,114 @@
+"""What orchestrators do with jobs, with real CRIU: the steps one by one, images every so often, and another node."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from tests.e2e.daemon import RunningDaemon
+from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+
+# Nobody knows how fast they are; a job of so many has not ended when a few images of it are there.
+LONG = 2000
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
+    with daemon_with_criu(tmp_path) as running:
+        yield running
+
+
+def test_a_job_is_stopped_taken_off_handed_over_and_restored_in_steps_with_every_loss_the_same(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    with HandedJob(tmp_path / "alone", None) as alone:
+        expected = alone.output()
+    image = tmp_path / "image"
+    with HandedJob(tmp_path / "job", daemon.socket_path) as job:
+        job.await_steps(20)
+        held = job.operation("quiesce", str(job.pid), "--timeout", "30", "--hold", "15min")
+        assert (held["phase"], held["processes"][0]["state"]) == ("holding", "parked")
+        assert job.operation("resume", str(job.pid))["phase"] == "done"
+        held = job.operation("quiesce", str(job.pid), "--hold", "15min")
+        losses = len(job.losses)
+        off = job.operation("offload", str(job.pid), "--timeout", "30")
+        assert (off["id"], off["phase"], off["processes"][0]["state"]) == (held["id"], "suspended", "out")
+        taken = tmp_path / "taken"
+        taken.mkdir()
+        (taken / "thesis.txt").touch()
+        job.command("handoff", str(job.pid), str(taken), status=6)
+        assert job.operation("op", off["id"])["phase"] == "suspended"
+        done = job.operation("handoff", str(job.pid), str(image), "--timeout", "60")
+        assert (done["id"], done["phase"], done["processes"][0]["state"]) == (held["id"], "done", "gone")
+        assert len(job.losses) == losses
+        job.process.wait(ENDS_WITHIN_S)
+        job.operation("restore", str(image), "--to", "gpu1")
+        assert job.output() == expected
+
+
+def test_images_every_so_often_go_on_under_the_next_daemon_and_the_newest_comes_back_on_another_node(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    """Copied there as with any tool that keeps owner and mode: hegmd has no transport of its own."""
+    images, there = tmp_path / "images", tmp_path / "there"
+    every = ("--checkpoint-every", "1", "--keep", "1", "--dir", str(images), "--name", "train")
+    with HandedJob(tmp_path / "alone", None, steps=LONG) as alone:
+        expected = alone.output()
+    with HandedJob(tmp_path / "job", daemon.socket_path, options=every, steps=LONG) as job:
+        job.await_steps(5)
+        _await(lambda: len(_whole(images)) == 1)
+        (first,) = _whole(images)
+        _await(lambda: first not in _whole(images))
+        daemon.stop()
+        before = _whole(images)[-1]
+        daemon.start()
+        _await(lambda: _whole(images)[-1] > before)
+        daemon.stop()
+    (tmp_path / "job" / "slow").unlink()
+    newest = _whole(images)[-1]
+    there.mkdir()
+    (tmp_path / "other").mkdir()
+    copied = f"tar -S -C {images} -cf - {newest} | tar -C {there} -xpf -"
+    subprocess.run(["sh", "-ec", copied], check=True, timeout=60)
+    program = [
+        sys.executable,
+        "-m",
+        "tests.e2e.second_node",
+        str(tmp_path / "other"),
+        str(there / newest),
+        str(job.pid),
+    ]
+    ran = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *program],
+        env=job.environ,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert job.losses == expected
+
+
+def _whole(images: Path) -> list[str]:
+    """Those that have their names, oldest first."""
+    return sorted(name for name in os.listdir(images) if not name.startswith("."))
+
+
+def _await(is_so: Callable[[], bool]) -> None:
+    """Until it is; nobody tells of images but the log, so they are looked for."""
+    until = monotonic() + ENDS_WITHIN_S
+    while not is_so():
+        assert monotonic() < until, "no image came, or none went"
+        select.select([], [], [], 0.02)
