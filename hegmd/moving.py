@@ -86,9 +86,8 @@ class Moving:
     ) -> None:
         self._state_dir = state_dir
         self._images_by = images_by or ImageMeans(state_dir / "hegmd.sock")
-        self._workers = workers
+        self._workers, self._inventory = workers, inventory
         self._start_ticks = start_ticks
-        self._inventory = inventory
         self.pool = pool
         self.rooms = Rooms(simulator, gpus=self._gpus, changed=inventory.expire)
         self.helper = Link()
