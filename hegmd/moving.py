@@ -40,6 +40,7 @@ from hegmd.methods.peer import PeerCarrier
 from hegmd.methods.simulated import SimulatedMethod
 from hegmd.methods.worker import WorkerCarrier
 from hegmd.migration.course import TERMINAL
+from hegmd.migration.disk import Disk
 from hegmd.migration.performer import Performer
 from hegmd.migration.runner import Runner, rooms_to_restore
 from hegmd.operations import Answer, Asked, Operations, refusal
@@ -83,6 +84,7 @@ class Moving:
         spill: str = ASKED,
         still_s: float = STILL_S,
         images_by: ImageMeans | None = None,
+        disk: Disk | None = None,
     ) -> None:
         self._state_dir = state_dir
         self._images_by = images_by or ImageMeans(state_dir / "hegmd.sock")
@@ -98,7 +100,7 @@ class Moving:
         methods, carriers = self._means(simulated=simulator is not None)
         handoff, self._reviving = self._make_imaging(simulated=simulator is not None)
         performer = Performer(workers, methods, carriers, start_ticks=start_ticks, imager=handoff)
-        self.runner = Runner(state_dir, performer, events)
+        self.runner = Runner(state_dir, performer, events, disk=disk)
         self.attendance = Attendance(
             workers,
             self.rooms,

@@ -18,6 +18,7 @@ from hegmd.devices.simulated import SimulatedProvider
 from hegmd.devices.topology import parse_topology
 from hegmd.events import EventLog
 from hegmd.inventory import Inventory
+from hegmd.migration.disk import Disk
 from hegmd.moving import Moving
 from hegmd.operations import Asked
 from hegmd.pool import Keep, Pool
@@ -41,10 +42,20 @@ def start_ticks(pid: int) -> int | None:
 
 
 class Node:
-    """A daemon's inside without its socket. `spill` is the setting, `spare_bytes` what the disk is to keep free."""
+    """A daemon's inside without its socket. `spill` is the setting, `spare_bytes` what the disk is to keep free.
+
+    `disk` is where the journal goes.
+    """
 
     def __init__(
-        self, state_dir: Path, tasks: anyio.abc.TaskGroup, spec: str, *, spill: str = "asked", spare_bytes: int = 0
+        self,
+        state_dir: Path,
+        tasks: anyio.abc.TaskGroup,
+        spec: str,
+        *,
+        spill: str = "asked",
+        spare_bytes: int = 0,
+        disk: Disk | None = None,
     ) -> None:
         self.simulator = SimulatedProvider(parse_topology(spec))
         self.workers = Workers(start_ticks)
@@ -71,6 +82,7 @@ class Node:
             workers=self.workers,
             events=self.events,
             start_ticks=start_ticks,
+            disk=disk,
         )
         self.operations = self.moving.operations
         self.sequences = self.moving.sequences
@@ -112,11 +124,11 @@ class Node:
 
 @asynccontextmanager
 async def running(
-    state_dir: Path, spec: str = "2x1GiB", *, spill: str = "asked", spare_bytes: int = 0
+    state_dir: Path, spec: str = "2x1GiB", *, spill: str = "asked", spare_bytes: int = 0, disk: Disk | None = None
 ) -> AsyncIterator[Node]:
     """A node that runs; leaving it is the daemon's end, as far as operations can tell a kill."""
     async with anyio.create_task_group() as tasks:
-        node = Node(state_dir, tasks, spec, spill=spill, spare_bytes=spare_bytes)
+        node = Node(state_dir, tasks, spec, spill=spill, spare_bytes=spare_bytes, disk=disk)
         async with node.inventory:
             await node.moving.open()
             await node.inventory.refresh()

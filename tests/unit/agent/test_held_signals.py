@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 BEFORE = """
 import _thread, ctypes, os, resource, signal, sys, threading
 from hegmd.agent.orders import Orders
-from hegmd.agent.quiesce import PARK, Asked, Gate
+from hegmd.agent.quiesce import PARK, Asked, Gate, stand
 from hegmd.agent.signals import CannotHold, HeldSignals
 from hegmd.protocol.messages import Order
 
@@ -80,14 +80,18 @@ assert state() == before, (state(), before)
 # Later, when there are some again, it parks, and holds them back.
 orders.obey(Order(order=2, do="park", limit_s=30.0), None)
 seen = []
-def let_go():
-    if gate.parked:
-        seen.append(os.kill(os.getpid(), signal.SIGUSR1))
-        gate.withdraw()
-gate.on_change = let_go
+def interrupt():
+    while sys._current_frames()[threading.main_thread().ident].f_code is not stand.__code__:
+        os.sched_yield()
+    os.kill(os.getpid(), signal.SIGUSR1)
+def let_go(number):
+    seen.append(number)
+    gate.withdraw()
+gate.on_change = lambda: gate.parked and _thread.start_new_thread(interrupt, ())
+gate.on_signal = let_go
 signal.signal(signal.SIGUSR1, lambda *_: seen.append(gate.parked))
 gate.boundary_by_hand()
-assert seen == [None, False], seen
+assert seen == [signal.SIGUSR1, False], seen
 assert state()[:2] == before[:2], (state(), before)
 """)
 

@@ -71,18 +71,29 @@ def test_an_empty_file_is_an_empty_journal() -> None:
     assert journal.read(b"") == journal.Reading({}, 0, torn=False)
 
 
+def _see_what_is_read_of(book: Book, length: int) -> None:
+    reading = journal.read(book.data[:length])
+    sound, operations = book.at(length)
+    assert (reading.sound_bytes, reading.torn) == (sound, sound != length)
+    assert _operations(reading) == operations
+
+
 def test_a_journal_that_is_cut_off_anywhere_is_read_up_to_the_last_whole_record() -> None:
-    whole = len(BOOK.data)
-    # Every byte of the first records and of the last; a sample of those between, which differ only in their number.
-    for length in (
-        *range(BOOK.ends[2][0]),
-        *range(BOOK.ends[2][0], BOOK.ends[-4][0], 11),
-        *range(BOOK.ends[-4][0], whole),
-    ):
-        reading = journal.read(BOOK.data[:length])
-        sound, operations = BOOK.at(length)
-        assert (reading.sound_bytes, reading.torn) == (sound, sound != length)
-        assert _operations(reading) == operations
+    """At every byte of a journal of a few records: what a record means does not depend on how many are before it."""
+    book = Book()
+    refused = Drive(operation()).until("arming")
+    refused.feed(events.CancelAsked(by="ada"))
+    book.begin(refused.taken[0][0])
+    book.follow(refused)
+    for length in range(len(book.data)):
+        _see_what_is_read_of(book, length)
+
+
+def test_a_long_journal_that_is_cut_off_is_read_up_to_the_last_whole_record() -> None:
+    """At the ends of all its records and beside them, and at a sample of what is between."""
+    ends = {end + beside for end, _ in BOOK.ends for beside in (-1, 0, 1)} & set(range(len(BOOK.data)))
+    for length in sorted(ends | set(range(0, len(BOOK.data), 61))):
+        _see_what_is_read_of(BOOK, length)
 
 
 def test_a_record_that_zeros_continue_was_not_written_to_its_end() -> None:

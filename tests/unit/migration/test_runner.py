@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 from pathlib import Path
 
 import anyio
@@ -10,12 +11,37 @@ import pytest
 
 from hegmd.errors import BUSY, CANCELLED, DENIED, NOT_FOUND, REFUSED, HegmError, Refused
 from hegmd.migration import journal
+from hegmd.migration.disk import Disk
 from hegmd.migration.journal_file import JournalFile
 from tests.unit.moving_node import running
 
 MIB = 1 << 20
 
 Child = subprocess.Popen[bytes]
+
+
+class HeldDisk(Disk):
+    """The real one, which holds up all records that are written once the journal is open."""
+
+    def __init__(self) -> None:
+        self._is_open = False
+        self._reached, self._goes = threading.Event(), threading.Event()
+
+    def sync_folder(self, folder: Path) -> None:
+        super().sync_folder(folder)
+        self._is_open = True
+
+    def write(self, fd: int, data: bytes) -> int:
+        if self._is_open:
+            self._reached.set()
+            self._goes.wait()
+        return super().write(fd, data)
+
+    def wait_for_a_record(self) -> None:
+        assert self._reached.wait(15)
+
+    def go_on(self) -> None:
+        self._goes.set()
 
 
 async def test_a_migration_moves_room_and_bytes_and_gives_everything_back(tmp_path: Path, process: Child) -> None:
@@ -212,17 +238,18 @@ async def test_a_suspended_job_was_told_at_rest_while_its_recovery_was_on_its_wa
     async with running(tmp_path) as node:
         await node.attend(process.pid)
         await node.operations.suspend([process.pid], node.asked())
-    async with running(tmp_path) as node:
-        looks = 0
-        while node.operations.runner.describe("1").phase == "suspended":
+    disk = HeldDisk()
+    async with running(tmp_path, disk=disk) as node:
+        try:
+            await anyio.to_thread.run_sync(disk.wait_for_a_record)
+            assert node.operations.runner.describe("1").phase == "suspended"
             said_at_rest = False
             with anyio.CancelScope(deadline=-1):  # one look, without waiting
                 await node.operations.follow("1", node.emit)
                 said_at_rest = True
             assert not said_at_rest
-            looks += 1
-            await anyio.lowlevel.checkpoint()
-        assert looks > 2, "the record was on disk before anybody could look"
+        finally:
+            disk.go_on()
 
 
 async def test_a_daemon_killed_in_the_middle_leaves_the_move_to_the_next_one(tmp_path: Path, process: Child) -> None:
