@@ -206,6 +206,15 @@ async def test_who_cannot_be_held_still_stops_nothing_where_there_is_plenty(part
         assert await rig.state(rig.moved) == "running"
 
 
+async def test_one_that_the_driver_has_given_up_is_not_waited_for(parts: Parts) -> None:
+    async with rigged(parts) as rig:
+        off = await rig.take_off()
+        rig.node.order(f"fail step:state@{rig.moved.pid}")
+        standing = await rig.method.inspect(off)
+        assert standing.gpu is None
+        assert "failed for good" in standing.failed
+
+
 @pytest.mark.parametrize("question", ["verify", "inspect"])
 async def test_a_look_at_a_process_does_not_free_it_for_whom_another_operation_holds_it_still(
     parts: Parts, question: str

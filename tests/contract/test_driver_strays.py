@@ -98,6 +98,24 @@ async def test_a_process_that_ended_is_no_stray_any_more_and_its_number_is_nobod
         assert refused.value.code is NOT_FOUND
 
 
+async def test_one_that_the_driver_has_given_up_is_told_of_and_not_adopted(
+    node: CudaNode, owner: Owner, tmp_path: Path
+) -> None:
+    """Adopting it would hold room for it, and wait, for nothing."""
+    await off(node, owner)
+    node.order(f"fail step:state@{owner.pid}")
+    async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as strays:
+        await strays.look(thorough=True, within_s=LONG_S)
+        (stray,) = [stray for stray in strays.strays() if stray.pid == owner.pid]
+        assert "failed for good" in stray.why
+        assert stray.where == "nowhere that it can be brought back from"
+        assert stray.next == f"end it, and start it anew: kill {owner.pid}"
+        assert stray.size_bytes is None, "nobody gets it back"
+        with pytest.raises(Refused, match=f"process {owner.pid} has failed for good") as refused:
+            await strays.stands(owner.pid)
+        assert f"kill {owner.pid}" in refused.value.hint
+
+
 async def test_whom_an_operation_has_is_no_stray(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
     await off(node, owner)
     async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path, owner.pid) as strays:

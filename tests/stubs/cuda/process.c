@@ -116,7 +116,7 @@ static CUresult step_unlock(void) {
 static int step(int ask, unsigned int timeout_ms, const int *map) {
     static const char *names[] = {"", "step:state", "step:lock", "step:checkpoint", "step:restore", "step:unlock"};
     CUresult ordered = scenario_enter(names[ask], getpid());
-    if (ask == ASK_STATE) return state;
+    if (ask == ASK_STATE) return scenario_has("fail", names[ask], getpid(), NULL) ? FAILED : state;
     if (ordered) return ordered;
     pthread_mutex_t *guard = ask == ASK_LOCK ? NULL : &process_guard; /* a lock waits for calls, which need the guard */
     if (guard) pthread_mutex_lock(guard);

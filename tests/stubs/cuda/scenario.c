@@ -92,7 +92,7 @@ static void read_line(const char *line) {
     else if (!strcmp(what, "log"))
         snprintf(log_path, sizeof log_path, "%s", rest);
     else if (!strcmp(what, "error") || !strcmp(what, "delay") || !strcmp(what, "hang") || !strcmp(what, "hold") ||
-             !strcmp(what, "lose") || !strcmp(what, "nccl_p2p"))
+             !strcmp(what, "lose") || !strcmp(what, "fail") || !strcmp(what, "nccl_p2p"))
         read_order(what, rest);
     else
         refuse("a line that means nothing", line);
