@@ -38,7 +38,7 @@ test: ## all tests but those that need a GPU; end to end ones and a real systemd
 	@$(MAKE) --no-print-directory criu || echo "make: going on with the CRIU of this machine, if there is one"
 	$(PYTEST) -m "not gpu and not bench" -ra $(WORKERS)
 
-test-chaos: ## kill or strike everything at every state of every command, 1,000 times, while jobs train (CHAOS="--victim daemon")
+test-chaos: ## kill or strike everything at every state of every command, 2,000 times, while jobs train (CHAOS="--victim daemon")
 	@tools/setup.sh full
 	@$(PYTHON) -m tests.chaos $(CHAOS)
 

@@ -1,6 +1,8 @@
 """`python -m tests.chaos`: every kill there is, with the bytes in flight held by a keeper and then by files.
 
-Prints each kill and how the operation ended, and in the end the figures. `--victim` and `--state` choose some.
+First on simulated GPUs, with trainings; then on GPUs behind the stub driver, with CUDA programs with and without an
+agent. Prints each kill and how the operation ended, and in the end the figures. `--gpus`, `--memory`, `--victim` and
+`--state` choose some.
 """
 
 from __future__ import annotations
@@ -9,40 +11,83 @@ import argparse
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 
-from tests.chaos.campaign import Campaign
-from tests.chaos.cells import BOTH, CLIENT, DAEMON, FAULTS, KEEPER, VICTIMS, every_cell
+from tests.chaos.campaign import Campaign, Tally, trainings
+from tests.chaos.cells import (
+    BOTH,
+    CLIENT,
+    DAEMON,
+    FAULTS,
+    HELPER,
+    KEEPER,
+    OF_THE_HELPER,
+    STATES,
+    VICTIMS,
+    Cell,
+    every_cell,
+    for_both_kinds,
+)
+from tests.chaos.gpu_node import GpuNode
 from tests.chaos.node import Node
 
-#: Those that end daemons first: the others then find, in one daemon, whatever is left behind each time.
-VICTIMS_OF = {"nameless": (DAEMON, BOTH, CLIENT, KEEPER), "named": (DAEMON, *FAULTS)}
+SIMULATED, DRIVEN = "simulated", "driven"
+NAMELESS, NAMED = "nameless", "named"
+#: Those that end daemons first: the others then find, in one daemon, whatever is left behind each time. What a driver
+#: has copied out is held by daemon and keeper alone, so both at once are no victims there.
+VICTIMS_OF = {
+    (SIMULATED, NAMELESS): (DAEMON, BOTH, CLIENT, KEEPER),
+    (SIMULATED, NAMED): (DAEMON, *FAULTS),
+    (DRIVEN, NAMELESS): (DAEMON, CLIENT, KEEPER, *OF_THE_HELPER),
+    (DRIVEN, NAMED): (DAEMON, HELPER),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--victim", choices=(*VICTIMS, *FAULTS), action="append")
-    parser.add_argument("--state", action="append")
-    parser.add_argument("--memory", choices=tuple(VICTIMS_OF), action="append")
+    parser.add_argument("--victim", choices=(*VICTIMS, *FAULTS, *OF_THE_HELPER), action="append")
+    parser.add_argument(
+        "--state", choices=sorted({state for states in STATES.values() for state in states}), action="append"
+    )
+    parser.add_argument("--command", choices=tuple(STATES), action="append")
+    parser.add_argument("--memory", choices=(NAMELESS, NAMED), action="append")
+    parser.add_argument("--gpus", choices=(SIMULATED, DRIVEN), action="append")
     asked = parser.parse_args()
-    for memory in asked.memory or VICTIMS_OF:
-        victims = asked.victim or VICTIMS_OF[memory]
-        cells = [cell for cell in every_cell(victims) if not asked.state or cell.state in asked.state]
-        folder = Path(tempfile.mkdtemp(prefix="hegm-", dir="/tmp"))
-        began = monotonic()
-        try:
-            with Node(folder, nameless=memory == "nameless") as node:
-                tally = Campaign(node, with_torch=3, by_hand=1, say=print).run(cells)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        killed = ", ".join(f"{victim} {count}" for victim, count in tally.kills.items())
-        ends = ", ".join(f"{end} {count}" for end, count in tally.ends.items())
-        print(
-            f"{memory}: {tally.rounds} rounds, {tally.kills.total()} killed or struck ({killed}) in"
-            f" {monotonic() - began:.0f} s; {ends}; {tally.steps} steps, each as in an undisturbed run"
-        )
+    for (gpus, memory), all_victims in VICTIMS_OF.items():
+        victims = [victim for victim in all_victims if not asked.victim or victim in asked.victim]
+        if gpus not in (asked.gpus or [gpus]) or memory not in (asked.memory or [memory]):
+            continue
+        cells = [
+            cell
+            for cell in every_cell(victims)
+            if cell.state in (asked.state or [cell.state]) and cell.command in (asked.command or [cell.command])
+        ]
+        if cells:
+            began = monotonic()
+            tally = _played(cells, gpus, nameless=memory == NAMELESS)
+            killed = ", ".join(f"{victim} {count}" for victim, count in tally.kills.items())
+            ends = ", ".join(f"{end} {count}" for end, count in tally.ends.items())
+            print(
+                f"{gpus}, {memory}: {tally.rounds} rounds, {tally.kills.total()} killed or struck ({killed}) in"
+                f" {monotonic() - began:.0f} s; {ends}; {tally.steps} steps, each as in an undisturbed run"
+            )
     return 0
+
+
+def _played(cells: Sequence[Cell], gpus: str, *, nameless: bool) -> Tally:
+    folder = Path(tempfile.mkdtemp(prefix="hegm-", dir="/tmp"))
+    try:
+        if gpus == SIMULATED:
+            with Node(folder, nameless=nameless) as node:
+                return Campaign(node, trainings(node, with_torch=3, by_hand=1), say=print).run(cells)
+        with GpuNode(folder, nameless=nameless) as driven:
+            around = [cell for cell in cells if cell.victim not in OF_THE_HELPER]
+            within = for_both_kinds(cell for cell in cells if cell.victim in OF_THE_HELPER)
+            return Campaign(driven, driven.programs(with_agent=2, without=2), say=print).run([*around, *within])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

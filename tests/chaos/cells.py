@@ -1,13 +1,12 @@
 """What is struck when: every state of every command, at each moment that can be told apart, for each victim.
 
-Pure. A cell is one kill, or one fault. To add a victim, such as a helper process of the daemon: a name here, and in
-node.py where it is found.
+Pure. A cell is one kill, or one fault. To add a victim: a name here, and in node.py or gpu_node.py where it is found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 from tests.chaos.halts import BEGUN, MOMENTS, RECORDED
@@ -19,6 +18,9 @@ VICTIMS = (DAEMON, CLIENT, KEEPER, BOTH)
 #: whole process stands still for a while.
 CUT, HALF, SPOILT, STOPPED = "cut socket", "half a frame", "nonsense", "stopped worker"
 FAULTS = (CUT, HALF, SPOILT, STOPPED)
+#: The GPU helper, on nodes that have one: killed, standing still for a while, and for good, until its daemon ends it.
+HELPER, STILL, HUNG = "helper", "stopped helper", "hung helper"
+OF_THE_HELPER = (HELPER, STILL, HUNG)
 
 _GOING = ("planned", "arming", "quiescing", "measuring", "evacuating", "checkpointing")
 _COMING = ("restoring", "refilling", "releasing", "verifying", "tidying")
@@ -29,7 +31,14 @@ STATES = {
     RESUME: ("arming", *_COMING, "done"),
     DRAIN: (*_GOING, *_COMING, "done"),
 }
-#: How an operation may end when the daemon or the agent's connection did, under it.
+#: The same of a process without an agent, whom only the driver moves.
+_STATES_BARE = {
+    MIGRATE: ("planned", "arming", "checkpointing", "restoring", "verifying", "tidying", "done"),
+    SUSPEND: ("planned", "checkpointing", "leaving", "suspended"),
+    RESUME: ("arming", "restoring", "verifying", "done"),
+    DRAIN: ("planned", "arming", "checkpointing", "restoring", "verifying", "tidying", "done"),
+}
+#: How an operation may end when the daemon, its helper or the agent's connection did, under it.
 ENDS = {
     MIGRATE: frozenset({"done", "undone"}),
     SUSPEND: frozenset({"suspended", "undone"}),
@@ -40,17 +49,23 @@ ENDS = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One kill: of whom, during which command, in which state, at which moment of it."""
+    """One kill: of whom, during which command, in which state, at which moment of it; and for which kind of job."""
 
     command: str
     state: str
     moment: str
     victim: str
+    with_agent: bool | None = None  # None: whatever job's turn it is
+
+    def fits(self, *, has_agent: bool) -> bool:
+        """Whether a job with or without an agent can be struck so."""
+        goes_through = STATES if has_agent else _STATES_BARE
+        return self.state in goes_through[self.command] and self.with_agent in (None, has_agent)
 
     @property
     def ends(self) -> frozenset[str]:
         """The states in which the operation may come to rest."""
-        lived = self.victim in (CLIENT, KEEPER, STOPPED)
+        lived = self.victim in (CLIENT, KEEPER, STOPPED, STILL)
         return frozenset({STATES[self.command][-1]}) if lived else ENDS[self.command]
 
 
@@ -58,14 +73,24 @@ def every_cell(victims: Sequence[str] = VICTIMS) -> Iterator[Cell]:
     """All of them, one victim after the other: the last of them find what the others have left in one daemon."""
     for victim, (command, states) in product(victims, STATES.items()):
         for state, moment in product(states, MOMENTS):
-            if state != states[-1] or moment in (RECORDED, BEGUN):
+            # Each takes a deadline of some driver call, and a drain is made of migrations.
+            is_too_dear = victim == HUNG and (moment != RECORDED or command == DRAIN)
+            if not is_too_dear and (state != states[-1] or moment in (RECORDED, BEGUN)):
                 yield Cell(command, state, moment, victim)
 
 
-def few_cells(victims: Sequence[str]) -> Iterator[Cell]:
-    """Every state of every command once, with victims and moments in turn."""
+def for_both_kinds(cells: Iterable[Cell]) -> Iterator[Cell]:
+    """Each for a job with an agent, and for one without where that goes through it."""
+    for cell, with_agent in product(cells, (True, False)):
+        if cell.fits(has_agent=with_agent):
+            yield replace(cell, with_agent=with_agent)
+
+
+def few_cells(victims: Sequence[str], commands: Sequence[str] = tuple(STATES)) -> Iterator[Cell]:
+    """Every state of these commands once, with victims and moments in turn."""
     turn = 0
-    for command, states in STATES.items():
+    for command in commands:
+        states = STATES[command]
         for state in states[:-1]:
             yield Cell(command, state, MOMENTS[turn % 3], victims[turn % len(victims)])
             turn += 1

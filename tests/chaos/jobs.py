@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import psutil
 from typing_extensions import Self
@@ -26,8 +27,31 @@ BY_HAND = SCRIPTS / "chained_by_hand.py"
 PATIENCE_S = 60.0
 
 
+class Trainee(Protocol):
+    """What a campaign asks of a job, whatever it is made of. A context manager that leaves nothing of it."""
+
+    pid: int
+    has_agent: bool
+
+    def make_steps(self, count: int) -> None:
+        """Wait until it has made so many steps more, and see whatever of it can be seen meanwhile."""
+
+    def descriptors(self) -> Counter[str]: ...
+
+    def end(self) -> int:
+        """See that all of it is as in an undisturbed run; how many steps it has made."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None: ...
+
+
 class Job:
     """One script under `hegmctl run`."""
+
+    has_agent = True
 
     def __init__(self, script: Path, seed: int, gpu: str, socket_path: Path) -> None:
         self.script = script
@@ -86,6 +110,12 @@ class Job:
         assert self.process.wait(PATIENCE_S) == 0, self.error_text()
         self._reader.join()
         return self._lines
+
+    def end(self) -> int:
+        """Have it end, and see that it has printed what an undisturbed run prints; how many steps that were."""
+        lines = self.output()
+        assert lines == undisturbed(self.script, self.seed, len(lines)), f"job {self.seed} printed other numbers"
+        return len(lines)
 
     def descriptors(self) -> Counter[str]:
         """What it has open, by kind: numbers and names differ from time to time."""

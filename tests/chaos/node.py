@@ -1,6 +1,7 @@
 """A private node to kill things on: a daemon that can be halted, its keeper, its clients, and what is left of them.
 
-Owns the processes and knows where each victim is found. Asks nothing of jobs.
+Owns the processes and knows where each victim is found. Asks nothing of jobs. Its GPUs are simulated; `gpu_node` has
+one with a driver.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -68,8 +69,10 @@ class Client:
 class Node:
     """The daemon and what belongs to it; a context manager that leaves nothing."""
 
-    def __init__(self, folder: Path, *, nameless: bool) -> None:
-        """With `nameless` memory a keeper has the bytes in flight; else they are files, and there is none."""
+    def __init__(
+        self, folder: Path, *, nameless: bool, environ: Mapping[str, str] | None = None, simulate: bool = True
+    ) -> None:
+        """With `nameless` memory a keeper has the bytes in flight; else they are files, where memory can be one."""
         self.folder = folder
         self.state_dir = folder / "state"
         self.halts = Halts(folder / "halt.sock")
@@ -79,7 +82,8 @@ class Node:
             arguments = ["--config", str(folder / "hegmd.toml")]
         halted = {"LD_PRELOAD": str(build_stub("halt", folder)), "HEGM_TEST_HALT": str(self.halts.path)}
         alone = {_UNDER_SYSTEMD: ""} if _UNDER_SYSTEMD in os.environ else {}
-        self.daemon = RunningDaemon(folder, *arguments, environ={**halted, **alone})
+        around = {**(environ or {}), **halted, **alone}
+        self.daemon = RunningDaemon(folder, *arguments, environ=around, simulate=simulate)
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -112,15 +116,32 @@ class Node:
                     hegmd.call(Story(id=known.id, follow=True), StoryReply)
             return {op.id: op for op in hegmd.operations().operations}
 
-    def await_agents(self, pids: set[int], *, on_gpu: bool) -> dict[int, str]:
-        """The GPU of each of these, once their agents are all there, and counted; they come by themselves."""
+    def await_jobs(self, pids: Iterable[int], *, agents: Iterable[int] = (), on_gpu: bool = True) -> dict[int, str]:
+        """The GPU of each of these, once they are counted, and the agents of those that have one are there."""
+        wanted, agented = set(pids), set(agents)
         until = monotonic() + REST_LIMIT_S
         with self.asked() as hegmd:
             while True:
-                found = {process.pid: process for process in hegmd.processes().processes if process.agent}
-                if pids <= found.keys() and (not on_gpu or all(found[pid].gpus for pid in pids)):
-                    return {pid: found[pid].gpus[0].gpu if found[pid].gpus else "" for pid in pids}
-                assert monotonic() < until, f"of {pids}, there are {found}\n{self.daemon.log_text()[-4000:]}"
+                processes = hegmd.processes().processes
+                found = {one.pid: one for one in processes if one.pid not in agented or one.agent}
+                if wanted <= found.keys() and (not on_gpu or all(found[pid].gpus for pid in wanted)):
+                    return {pid: found[pid].gpus[0].gpu if found[pid].gpus else "" for pid in wanted}
+                assert monotonic() < until, f"of {wanted}, there are {found}\n{self.daemon.log_text()[-4000:]}"
+
+    def await_video_memory_of(self, pids: Iterable[int]) -> None:
+        """Until no video memory is held but by these; the daemon's figures may be some looks behind."""
+        known = set(pids)
+        until = monotonic() + REST_LIMIT_S
+        with self.asked() as hegmd:
+            while True:
+                used = {gpu.id: gpu.memory_used_bytes or 0 for gpu in hegmd.gpus().gpus}
+                owned = dict.fromkeys(used, 0)
+                for process in hegmd.processes().processes:
+                    for use in process.gpus if process.pid in known else ():
+                        owned[use.gpu] += use.vram_bytes or 0
+                if used == owned:
+                    return
+                assert monotonic() < until, f"{used} is in use, of which {owned} is the jobs'"
 
     def story(self, op: str) -> str:
         """What is known of an operation, for whoever reads why a round has failed."""
@@ -162,6 +183,9 @@ class Node:
             with self.asked() as hegmd:
                 hegmd.operations()  # it answers others meanwhile
             os.kill(pid, signal.SIGCONT)
+
+    def release(self) -> None:
+        """Once all is at rest: let go on what was stopped for good and nobody has ended."""
 
     def _kill_keepers(self) -> list[psutil.Process]:
         keepers = self.keepers()

@@ -6,6 +6,7 @@ Everything above libcuda and libnvidia-ml is the real thing: daemon, helper, bin
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 # As often is a figure asked for again; the daemon looks anew every quarter of a second.
 LOOKS = 3000
+ANSWER_LIMIT_S = 50.0
 
 
 class DrivenProgram:
@@ -50,9 +52,11 @@ class DrivenProgram:
         return self.process.pid
 
     def tell(self, line: str) -> str:
-        """Have it do something; what it answers."""
+        """Have it do something; what it answers. Fails when it does not: its calls of CUDA may wait for good."""
         self._stdin.write(f"{line}\n")
         self._stdin.flush()
+        answers = select.select([self._stdout], [], [], ANSWER_LIMIT_S)[0]
+        assert answers, f"process {self.pid} has not answered {line!r} within {ANSWER_LIMIT_S:g} s"
         return self._stdout.readline().strip()
 
     def end(self) -> None:

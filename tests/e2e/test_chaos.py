@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.campaign import Campaign
-from tests.chaos.cells import FAULTS, STATES, VICTIMS, every_cell, few_cells
+from tests.chaos.campaign import Campaign, trainings
+from tests.chaos.cells import FAULTS, HELPER, RESUME, STATES, SUSPEND, VICTIMS, every_cell, few_cells
+from tests.chaos.gpu_node import GpuNode
 from tests.chaos.node import Node
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -20,7 +21,7 @@ pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh ful
 @pytest.mark.xdist_group("memory of the node")
 def test_no_kill_at_any_state_changes_a_number_or_leaves_anything(socket_dir: Path) -> None:
     with Node(socket_dir, nameless=True) as node:
-        tally = Campaign(node, with_torch=1, by_hand=1, say=print).run(few_cells(VICTIMS))
+        tally = Campaign(node, trainings(node, with_torch=1, by_hand=1), say=print).run(few_cells(VICTIMS))
         missing = {state for states in STATES.values() for state in states} - node.halts.seen
     assert tally.kills.total() > 25, tally
     assert not missing
@@ -28,8 +29,17 @@ def test_no_kill_at_any_state_changes_a_number_or_leaves_anything(socket_dir: Pa
 
 def test_no_broken_connection_or_stopped_worker_does_either(socket_dir: Path) -> None:
     with Node(socket_dir, nameless=False) as node:
-        tally = Campaign(node, with_torch=1, by_hand=0, say=print).run(few_cells(FAULTS))
+        tally = Campaign(node, trainings(node, with_torch=1, by_hand=0), say=print).run(few_cells(FAULTS))
     assert tally.kills.total() > 30, tally
+
+
+def test_no_kill_of_the_gpu_helper_does_either(socket_dir: Path) -> None:
+    """CUDA programs behind the stub driver, with an agent and without; moves from one GPU to the other are for
+    `make test-chaos`, and for test_carriers.py and test_driver.py, which kill it within single calls."""
+    with GpuNode(socket_dir, nameless=False) as node:
+        cells = few_cells((HELPER,), (SUSPEND, RESUME))
+        tally = Campaign(node, node.programs(with_agent=1, without=1), say=print).run(cells)
+    assert tally.kills.total() > 9, tally
 
 
 def test_the_whole_run_kills_at_least_two_hundred_times_and_everywhere() -> None:

@@ -7,7 +7,7 @@ on its standard output, so whoever drives it always knows where it is, and ends 
     (at start)      ready PID
     ping            pong: without a call of CUDA
     step            step N: adds one to the counter, which is in video memory
-    run             from now on it steps without being asked, until the next line
+    run [SECONDS]   from now on it steps without being asked, once in so long, until the next line
     digest          digest HEX: of all its contents, the counter left out
     handles         handles HEX...: an IPC handle for each piece
     free, make      freed, made: gives its pieces back, and makes them again, empty
@@ -190,9 +190,9 @@ def say(line: str) -> None:
 def main() -> None:
     program = Program(int(sys.argv[1]), [int(size) for size in sys.argv[2:]])
     say(f"ready {os.getpid()}")
-    by_itself = ""
+    by_itself, pause_s = "", 0.0
     while True:
-        while by_itself and not select.select([0], [], [], 0)[0]:
+        while by_itself and not select.select([0], [], [], pause_s)[0]:
             getattr(program, BY_ITSELF[by_itself])()
         line = os.read(0, 4096)  # one line at a time: the other side waits for each answer
         if not line:
@@ -200,6 +200,7 @@ def main() -> None:
         command, *arguments = line.decode().split()
         by_itself = command if command in BY_ITSELF else ""
         if by_itself:
+            pause_s = float(*arguments)
             say(SAID[by_itself])
         elif command in COMMANDS:
             say(getattr(program, command)(*arguments))
