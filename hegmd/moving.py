@@ -97,9 +97,9 @@ class Moving:
         self._neighbours = Neighbours(
             self.helper, state_dir, start_ticks=start_ticks, is_stopped=is_stopped, still_s=still_s
         )
-        methods, carriers = self._means(simulated=simulator is not None)
-        handoff, self._reviving = self._make_imaging(simulated=simulator is not None)
-        performer = Performer(workers, methods, carriers, start_ticks=start_ticks, imager=handoff)
+        simulated = simulator is not None
+        handoff, self._reviving = self._make_imaging(simulated=simulated)
+        performer = Performer(workers, *self._means(simulated=simulated), start_ticks=start_ticks, imager=handoff)
         self.runner = Runner(state_dir, performer, events, disk=disk)
         self.attendance = Attendance(
             workers,
@@ -109,9 +109,8 @@ class Moving:
             out_bytes=self.runner.held_bytes,
             changed=inventory.expire,
         )
-        self._by_driver = self._driver_strays() if simulator is None else None
+        self._by_driver = None if simulated else self._driver_strays()
         self._standing = StandingStrays(workers, self._is_in_hand, by_driver=self._by_driver)
-        self._distrusted = DistrustedStrays()
         self.strays = self._make_strays(events)
         self.resting = Resting(workers, pool, self.runner, events, when=spill)
         lookout = Lookout(
@@ -150,6 +149,7 @@ class Moving:
 
     def _make_strays(self, events: EventLog) -> Strays:
         """Of all kinds."""
+        self._distrusted = DistrustedStrays()
         in_video = VideoStrays(self.memory, self._owned, self._why_stray, self._gpu_named)
         sources: list[Source] = [PieceStrays(self.pool, self._why_stray), in_video, self._distrusted, self._standing]
         if self._by_driver is None:

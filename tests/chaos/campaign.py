@@ -185,7 +185,7 @@ class Campaign:
 
 def _lasting(node: Node) -> set[str]:
     """What the daemon has open by kind, without what it is reading of processes at this moment."""
-    return {kind for kind in descriptors(node.daemon.process.pid) if not kind.startswith("/proc/")}
+    return {kind for kind in descriptors(node.daemon.process.pid) if not kind.startswith("/proc")}
 
 
 def _words(command: str, pid: int, gpu: str) -> list[str]:
