@@ -184,7 +184,7 @@ def tour(node: Node) -> None:
 
 def main() -> int:
     """Run the tour in a folder that is gone afterwards; the exit status."""
-    with tempfile.TemporaryDirectory(prefix="hegm-demo-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"hegm-demo-{os.getpid()}-", dir="/tmp") as folder:
         try:
             tour(Node(Path(folder)))
         except NotAsTold as error:

@@ -193,7 +193,7 @@ def main() -> int:
     if find_spec("torch") is None:
         print("\nThe second part shows a PyTorch training being moved, and needs torch: pip install torch==2.13.0")
         return 0
-    with tempfile.TemporaryDirectory(prefix="hegm-demo-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"hegm-demo-{os.getpid()}-", dir="/tmp") as folder:
         try:
             tour(Node(Path(folder)))
         except NotAsTold as error:

@@ -6,6 +6,7 @@ is a real memfd. Blocking, with a limit on every wait.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -130,7 +131,8 @@ class Attended:
             self.said = request
             self._attend_id = asked.id
         elif isinstance(request, AgentReport):
-            self._socket.sendall(self._protocol.reply(asked.id, Noted()))
+            with contextlib.suppress(BrokenPipeError):  # one that steps aside says so and hangs up
+                self._socket.sendall(self._protocol.reply(asked.id, Noted()))
             if request.result == "progress":
                 self.progress.append(request)
             else:

@@ -128,6 +128,7 @@ async def running(
     state_dir: Path, spec: str = "2x1GiB", *, spill: str = "asked", spare_bytes: int = 0, disk: Disk | None = None
 ) -> AsyncIterator[Node]:
     """A node that runs; leaving it is the daemon's end, as far as operations can tell a kill."""
+    await anyio.Path(state_dir).mkdir(parents=True, exist_ok=True)
     async with anyio.create_task_group() as tasks:
         node = Node(state_dir, tasks, spec, spill=spill, spare_bytes=spare_bytes, disk=disk)
         async with node.inventory:

@@ -27,7 +27,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
-            num_train_epochs=3,
+            num_train_epochs=5,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
             warmup_steps=10,
