@@ -27,6 +27,7 @@ from hegmd.helper.link import DriverFailed, HelperLost, Link
 from hegmd.methods.driver import CHECKPOINTED, FAILED, LOCKED, is_stopped
 from hegmd.methods.neighbours import Neighbours
 from hegmd.migration.adoption import Driven, room_bound
+from hegmd.places import place_of
 from hegmd.processes.cuda_users import CudaUser, find_cuda_users, read_cuda_user
 from hegmd.protocol.operations import Stray
 from hegmd.protocol.snapshots import Gpu, GpuProcess
@@ -249,7 +250,7 @@ class DriverStrays:
             uid=user.uid,
             name=user.name,
             state=state,
-            gpu=None if off else gpus[0],
+            gpu=None if off else place_of(gpus),
             rest_bytes=room_bound(user.own_bytes, [_whole_bytes(gpu) for gpu in node.gpus]) if off else 0,
         )
 

@@ -119,6 +119,7 @@ class Lookout:
                 gpus=tuple(use.gpu for use in process.gpus),
                 kinds=tuple(use.kind for use in process.gpus),
                 vram_bytes=_sum([use.vram_bytes for use in process.gpus]),
+                shares_bytes={use.gpu: use.vram_bytes for use in process.gpus if use.vram_bytes is not None},
                 agent=None if worker is None else _told(worker),
             )
         for worker in self._standing():  # off its GPU, and in no operation that would have it shown there

@@ -306,9 +306,12 @@ _VERBS = (
         "migrate",
         "move running jobs to another GPU",
         "Stops the job between two batches, moves it, and lets it go on; done means that its next batch was seen. "
-        "Whatever fails, the job ends up running where it was. Ctrl-C asks whether to turn back or to leave it going.",
+        "Whatever fails, the job ends up running where it was. Ctrl-C asks whether to turn back or to leave it going. "
+        "Of a process on several GPUs, --to names one for each, in the order of `hegmctl ps`, or which takes whose place.",
         options=(
-            Option("--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go to"),
+            Option(
+                "--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go to; GPU,GPU or OLD=NEW for several"
+            ),
             _CARRIER,
             _DRY_RUN,
             _WAIT,
@@ -319,6 +322,8 @@ _VERBS = (
             ("hegmctl migrate 4711 --to gpu1", "move process 4711, and the others of its job"),
             ("hegmctl migrate 4711 --to gpu1 --dry-run", "what that would take"),
             ("hegmctl migrate 4711 --to gpu1 --carrier host", "by way of the pool, also where NVLink is faster"),
+            ("hegmctl migrate 4711 --to gpu2,gpu3", "move process 4711, which is on gpu0 and gpu1"),
+            ("hegmctl migrate 4711 --to gpu0=gpu2", "move what it has on gpu0 only"),
         ),
     ),
     Verb(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ..errors import HegmError
+    from .peers import Peers
     from .shown import Shown, View
     from .torch_state import Found
     from .transfer import Evacuated
@@ -31,6 +32,7 @@ class Carrying:
         self._evacuated: Evacuated | None = None
         self._shown: Shown | None = None
         self._showable = cuda_state.Showable()
+        self._peers: Peers | None = None
 
     @property
     def out(self) -> Evacuated | Shown | None:
@@ -75,6 +77,19 @@ class Carrying:
         torch = cuda_state.in_use()
         if torch is not None:
             self._showable.note_restored(cuda_state.Segments(torch).all)
+        self._peers = None  # access between its GPUs is refused to it from now on
+
+    def part(self) -> int:
+        """Have its GPUs reach no other's memory, as the driver wants it; for how many pairs. Raises HegmError."""
+        if self._peers is None:
+            self._peers = _parting().Peers()
+        return int(self._peers.part())
+
+    def rejoin(self) -> None:
+        """Have that again before the thread goes on, as far as the driver lets it be had."""
+        if self._peers is not None:
+            self._peers.rejoin()
+            self._peers = None
 
     def room_bytes(self, found: Found) -> int:
         """What has to be held for these storages, by the way that needs more."""
@@ -138,7 +153,7 @@ def load() -> None:
     What is missing for it is told when it is needed.
     """
     try:
-        for name in ("cuda_driver", "shown", "transfer", "video_memory"):
+        for name in ("cuda_driver", "peers", "shown", "transfer", "video_memory"):
             __import__(f"{__package__}.{name}")
     except ImportError as error:
         note(f"nothing can be carried: {error!r}")
@@ -158,6 +173,14 @@ def _showing() -> Any:
     except ImportError as error:
         raise _no_ctypes(error) from None
     return shown
+
+
+def _parting() -> Any:
+    try:
+        from . import peers
+    except ImportError as error:
+        raise _no_ctypes(error) from None
+    return peers
 
 
 def _no_ctypes(error: ImportError) -> HegmError:

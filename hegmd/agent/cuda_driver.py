@@ -85,6 +85,70 @@ class Driver:
         _check("cuMemcpyHtoD", self._in(video, host, size_bytes))
 
 
+class PeerAccess:
+    """Access from one GPU of this process to the memory of another, by the contexts that it has already."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1", mode=_NO_LOAD)
+        self._driver = Driver()
+        pointer, number = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int)
+        self._count = _bound(library.cuDeviceGetCount, number)
+        self._state = _bound(library.cuDevicePrimaryCtxGetState, ctypes.c_int, ctypes.POINTER(ctypes.c_uint), number)
+        self._retain = _bound(library.cuDevicePrimaryCtxRetain, pointer, ctypes.c_int)
+        self._release = _bound(library.cuDevicePrimaryCtxRelease_v2, ctypes.c_int)
+        self._can = _bound(library.cuDeviceCanAccessPeer, number, ctypes.c_int, ctypes.c_int)
+        self._enable = _bound(library.cuCtxEnablePeerAccess, ctypes.c_void_p, ctypes.c_uint)
+        self._disable = _bound(library.cuCtxDisablePeerAccess, ctypes.c_void_p)
+
+    def devices(self) -> list[int]:
+        """Those that have a context now."""
+        count, flags, is_active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+        _check("cuDeviceGetCount", self._count(ctypes.byref(count)))
+        found: list[int] = []
+        for device in range(count.value):
+            state = self._state(device, ctypes.byref(flags), ctypes.byref(is_active))
+            _check("cuDevicePrimaryCtxGetState", state)
+            if is_active.value:
+                found.append(device)
+        return found
+
+    def is_possible(self, device: int, other: int) -> bool:
+        """Whether that device could reach the other's memory."""
+        can = ctypes.c_int()
+        _check("cuDeviceCanAccessPeer", self._can(ctypes.byref(can), device, other))
+        return bool(can.value)
+
+    def end(self, device: int, other: int) -> bool:
+        """Have that device not reach the other's memory any more; whether it did."""
+        code = self._between(device, other, self._disable)
+        if code == _NOT_ENABLED:
+            return False
+        _check("cuCtxDisablePeerAccess", code)
+        return True
+
+    def begin(self, device: int, other: int) -> int:
+        """Have that device reach the other's memory; what the driver answers, which refuses it after a restore."""
+        return self._between(device, other, lambda context: self._enable(context, 0))
+
+    def _between(self, device: int, other: int, do: Any) -> int:
+        """Do it to the other's context in the first one's, which is current meanwhile."""
+        before = self._driver.context()
+        here, there = self._retained(device), self._retained(other)
+        try:
+            self._driver.use(here)
+            return int(do(there))
+        finally:
+            self._driver.use(before)
+            self._release(device)
+            self._release(other)
+
+    def _retained(self, device: int) -> int | None:
+        context = ctypes.c_void_p()
+        _check("cuDevicePrimaryCtxRetain", self._retain(ctypes.byref(context), device))
+        return context.value
+
+
+_NOT_ENABLED = 705  # of CUresult
 _NO_LOAD = 4  # RTLD_NOLOAD, which `os` has only by its number on some systems
 _HINT = "start the job with HEGM_AGENT_DEBUG=FILE to see more; it goes on"
 

@@ -8,6 +8,7 @@ the driver says of each, whether another process can be shown it, is asked once 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -23,7 +24,7 @@ GRAPHS = "a CUDA graph was captured, and it has their addresses in it"
 SHARED_IPC = "they are shared with another process through CUDA IPC"
 NOT_THE_ALLOCATORS = "their memory is not of PyTorch's own allocator"
 
-HAZARD_GRAPHS, HAZARD_NCCL, HAZARD_IPC = "graphs", "nccl-p2p", "ipc-shared"
+HAZARD_GRAPHS, HAZARD_NCCL, HAZARD_IPC, HAZARD_MAPPED = "graphs", "nccl-p2p", "ipc-shared", "peer-mapped"
 _DEFAULT_POOL = (0, 0)
 # Of PyTorch's allocator, c10/cuda/CUDACachingAllocator.cpp.
 _BLOCK_BYTES, _SMALL_BYTES, _UNIT_BYTES, _SHARED_BYTES, _LARGE_BYTES = 512, 1 << 20, 2 << 20, 20 << 20, 10 << 20
@@ -149,6 +150,10 @@ def facts(
     used = sorted(sizes) or [
         device for device in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(device)
     ]
+    if len(used) > 1 and (segments.expandable or segments.allocator != "native"):
+        hazards.append(HAZARD_MAPPED)
+    if len(used) > 1 and HAZARD_NCCL not in hazards and _is_data_parallel(torch):
+        hazards.append(HAZARD_NCCL)
     return CudaFacts(
         gpus=tuple(_uuid(torch, device) for device in used),
         allocator=segments.allocator,
@@ -197,6 +202,12 @@ def _stacks_bytes(torch: Any, device: int) -> int:
     return threads * kept_bytes if kept_bytes <= USUAL_STACK_BYTES else 0
 
 
+def maps_for_peers(torch: Any) -> bool:
+    """Whether PyTorch's allocator maps its memory for other GPUs, where these may reach it."""
+    segments = Segments(torch)
+    return segments.expandable or segments.allocator != "native"
+
+
 def give_back(torch: Any) -> None:
     """Give the driver what PyTorch keeps for later: workspaces of cuBLAS, and memory that is free."""
     clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
@@ -236,6 +247,15 @@ def _shared() -> tuple[frozenset[int], bool]:
         # A pair of a handle and an offset; the CPU's have the numbers of a file, or a name.
         received = received or (isinstance(key, tuple) and isinstance(key[0], bytes))
     return frozenset(alive), received
+
+
+def _is_data_parallel(torch: Any) -> bool:
+    """Whether a module is spread over several GPUs here: that has communicators of NCCL that nobody lists."""
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return False
+    kind = torch.nn.DataParallel
+    modules: list[Any] = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kind)]
+    return any(len(getattr(module, "device_ids", ())) > 1 for module in modules)
 
 
 def _has_peer_communicators(torch: Any) -> bool:

@@ -82,6 +82,7 @@ class Orders:
             "free": self._free,
             "make": self._make,
             "filled": self._filled,
+            "part": self._part,
             "release": self._release,
         }
 
@@ -251,6 +252,12 @@ class Orders:
         shown.fill(order.first or 0, len(shown) if order.count is None else order.count)
         self._done(order.order, held_bytes=self.held_bytes)
 
+    def _part(self, order: Order, _fd: int | None) -> None:
+        """Its GPUs reach no other's memory from now on, until the thread goes on."""
+        self._require_parked("part")
+        self._carrying.part()
+        self._done(order.order)
+
     def _release(self, order: Order, _fd: int | None) -> None:
         if self._carrying.out is not None:
             raise refusal("the bytes of this process are out of it", "refill it first")
@@ -258,6 +265,7 @@ class Orders:
         self._carrying.forget()
         if order.restored:
             self._carrying.note_restored()
+        self._carrying.rejoin()
         self._found = None
         self._resting = False
         self._wait_for(order, order.limit_s)
@@ -350,6 +358,7 @@ class Orders:
 
     def _let_go(self) -> None:
         self._carrying.forget()
+        self._carrying.rejoin()
         self._found = None
         self._resting = False
         self._gate.withdraw()

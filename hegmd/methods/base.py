@@ -19,6 +19,7 @@ from typing import Protocol
 
 from hegmd.agent_orders import AgentAway
 from hegmd.errors import Refused
+from hegmd.places import shared_out
 from hegmd.workers import Worker
 
 __all__ = ["Carrier", "Left", "Making", "Method", "NoRoom", "Outgrown", "Progress", "Standing", "Subject"]
@@ -34,18 +35,22 @@ class NoRoom(Refused):
 class Outgrown(Refused):
     """The process has more on its GPU than was planned for. It was left as it was: this has to be on disk first."""
 
-    def __init__(self, pid: int, planned_bytes: int, rest_bytes: int) -> None:
+    def __init__(self, pid: int, planned_bytes: int, rest_bytes: int, shares_bytes: tuple[int, ...] = ()) -> None:
         super().__init__(
             f"process {pid} has come to need {rest_bytes} bytes on its GPU, and {planned_bytes} were planned for",
             "it is tried again with as much room",
             {"pid": pid, "planned_bytes": planned_bytes, "rest_bytes": rest_bytes},
         )
         self.rest_bytes = rest_bytes
+        self.shares_bytes = shares_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The process that is moved, as its operation knows it now. GPUs are named as people name them, such as gpu0."""
+    """The process that is moved, as its operation knows it now. GPUs are named as people name them, such as gpu0.
+
+    One that is on several is at a place of several, such as `gpu0,gpu1` (`hegmd.places`).
+    """
 
     operation: str
     name: str
@@ -61,6 +66,8 @@ class Subject:
     size_bytes: int = 0
     storage_room_bytes: int = 0
     rest_bytes: int = 0
+    #: Of one on several GPUs: which part of that each of its devices needs, in their order.
+    shares_bytes: tuple[int, ...] = ()
     #: Whether there is not room for all of its storages before its carrier gives memory back.
     in_rounds: bool = False
     #: Whether the room on the GPU that it leaves is to be kept for the way back.
@@ -74,6 +81,10 @@ class Subject:
     def who(self) -> tuple[int, int]:
         """Its identity."""
         return self.pid, self.start_ticks
+
+    def needs(self, place: str | None) -> dict[str, int]:
+        """What it needs on each GPU of that place besides its storages."""
+        return shared_out(place, self.shares_bytes, self.rest_bytes)
 
     @property
     def worker(self) -> Worker:
@@ -91,6 +102,8 @@ class Left:
     room_bytes: int | None = None
     #: What it had on that GPU when it was taken off, with a margin; None if nothing was measured.
     rest_bytes: int | None = None
+    #: Of one on several GPUs: the part of that which each of its devices had, in their order.
+    shares_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

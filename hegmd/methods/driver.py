@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Container, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Container, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from hegmd.methods.base import Left, Making, NoRoom, Outgrown, Progress, Standin
 from hegmd.methods.gpus import Gpus, VideoMemory, rest_of, storages_of
 from hegmd.methods.neighbours import Neighbours
 from hegmd.pieces import RESTORE_MARGIN_BYTES
+from hegmd.places import exchange, gpus_of, is_several, more_than, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -81,28 +82,33 @@ class DriverMethod:
 
     async def hold_room(self, subject: Subject, gpu: str, size_bytes: int) -> None:
         """Two pieces: what the driver needs, which goes at the restore, and that for the storages, which goes later."""
-        rest_bytes = 0 if subject.gpu == gpu else min(subject.rest_bytes, size_bytes)
-        await self._hold(subject, gpu, rest_bytes, min(subject.storage_room_bytes, size_bytes))
+        missing = more_than(subject.needs(gpu), subject.needs(subject.gpu))
+        rests = {name: min(rest_bytes, size_bytes) for name, rest_bytes in missing.items()}
+        await self._hold(subject, rests, min(subject.storage_room_bytes, size_bytes))
 
-    async def _hold(self, subject: Subject, gpu: str, rest_bytes: int, storage_bytes: int) -> None:
-        uuid = await self._gpus.uuid_of(gpu)
-        async with self._gpus.turn(gpu):
-            is_first = not self._memory.of(rest_of(subject)).get(uuid)
+    async def _hold(self, subject: Subject, rests: Mapping[str, int], storage_bytes: int) -> None:
+        """So much for the driver on each of these GPUs, and so much for storages; on all of them or on none."""
+        uuids = {gpu: await self._gpus.uuid_of(gpu) for gpu in rests}
+        async with self._gpus.turns(rests):
+            held = self._memory.of(rest_of(subject))
+            fresh = [uuid for uuid in uuids.values() if not held.get(uuid)]
             try:
-                await self._memory.hold(rest_of(subject), uuid, rest_bytes)
-                await self._memory.hold(storages_of(subject), uuid, storage_bytes)
+                for gpu, rest_bytes in rests.items():
+                    await self._memory.hold(rest_of(subject), uuids[gpu], rest_bytes)
+                    await self._memory.hold(storages_of(subject), uuids[gpu], storage_bytes)
             except BaseException as error:
-                if is_first:  # one half is no room, and nobody would know of it
-                    with anyio.CancelScope(shield=True):
+                with anyio.CancelScope(shield=True):  # one half is no room, and nobody would know of it
+                    for uuid in fresh:
                         await self._memory.give(rest_of(subject), uuid)
                 if isinstance(error, Refused):
                     raise NoRoom(error.message, error.hint, error.facts) from error
                 raise
 
     async def give_room(self, subject: Subject, gpu: str) -> None:
-        uuid = await self._gpus.uuid_of(gpu)
-        await self._memory.give(rest_of(subject), uuid)
-        await self._memory.give(storages_of(subject), uuid)
+        for name in gpus_of(gpu):
+            uuid = await self._gpus.uuid_of(name)
+            await self._memory.give(rest_of(subject), uuid)
+            await self._memory.give(storages_of(subject), uuid)
         self._gpus.changed()
 
     def rooms(self, subject: Subject) -> Mapping[str, int]:
@@ -112,8 +118,10 @@ class DriverMethod:
             for uuid, size_bytes in self._memory.of(owner).items():
                 name = self._gpus.name_of(uuid)
                 held[name] = held.get(name, 0) + size_bytes
-        if subject.gpu is not None:
-            held[subject.gpu] = max(held.get(subject.gpu, 0), subject.rest_bytes + subject.storage_room_bytes)
+        if subject.shares_bytes:
+            return _by_place(subject, held)
+        for gpu, rest_bytes in subject.needs(subject.gpu).items():
+            held[gpu] = max(held.get(gpu, 0), rest_bytes + subject.storage_room_bytes)
         return held
 
     def note_size(self, subject: Subject, size_bytes: int) -> None:
@@ -129,18 +137,29 @@ class DriverMethod:
             if state == CHECKPOINTED:
                 off = dataclasses.replace(subject, gpu=None)
                 return Left(room_bytes=self.rooms(off).get(subject.gpu or "", 0))
-            if state != LOCKED:  # as one is that an earlier caller has locked when it ended
+            if is_several(subject.gpu):
+                await self._unlock(subject)
+                await subject.worker.order("part")
+            if state != LOCKED or is_several(subject.gpu):  # as one is that an earlier caller has locked when it ended
                 await self._lock(subject)
             self._standing.add(subject.who)
             async with self._unlocked_unless_done(subject):
-                need_bytes = await self._needed(subject)
-                if need_bytes > subject.rest_bytes:
-                    raise Outgrown(subject.pid, subject.rest_bytes, need_bytes)
+                subject = await self._measured(subject)
                 if subject.goal is not None:
-                    await self._hold(subject, subject.goal, need_bytes, subject.storage_room_bytes)
-                await self._call("checkpoint", subject, deadline_s=STEP_S + need_bytes / STEP_BYTES_PER_S)
+                    await self.hold_room(subject, subject.goal, subject.rest_bytes + subject.storage_room_bytes)
+                await self._call("checkpoint", subject, deadline_s=STEP_S + subject.rest_bytes / STEP_BYTES_PER_S)
                 await self._see_it_gone(subject)
-            return Left(room_bytes=await self._keep_way_back(subject, need_bytes), rest_bytes=need_bytes)
+            room_bytes = await self._keep_room(subject)
+            return Left(room_bytes=room_bytes, rest_bytes=subject.rest_bytes, shares_bytes=subject.shares_bytes)
+
+    async def _measured(self, subject: Subject) -> Subject:
+        """The locked process with what it really needs. Raises Outgrown when that is more than is on disk."""
+        needs = await self._needed(subject)
+        need_bytes, shares_bytes = sum(needs), tuple(needs) if is_several(subject.gpu) else ()
+        planned = subject.needs(subject.gpu).values()
+        if any(need > size_bytes for need, size_bytes in zip(needs, planned, strict=True)):
+            raise Outgrown(subject.pid, subject.rest_bytes, need_bytes, shares_bytes)
+        return dataclasses.replace(subject, rest_bytes=need_bytes, shares_bytes=shares_bytes)
 
     async def _lock(self, subject: Subject) -> None:
         try:
@@ -170,18 +189,20 @@ class DriverMethod:
                     logger.warning("process %d was not unlocked yet: %s", subject.pid, error.message)
             raise
 
-    async def _needed(self, subject: Subject) -> int:
-        """What the locked process has on its GPU, with the margin. Raises Refused where the driver does not say."""
+    async def _needed(self, subject: Subject) -> list[int]:
+        """What the locked process has on each GPU, with the margin. Raises Refused where the driver does not say."""
+        gpus = gpus_of(subject.gpu)
         node = await self._gpus.seen()
         uses = [use for process in node.processes if process.pid == subject.pid for use in process.gpus]
-        sizes = [use.vram_bytes for use in uses if use.gpu == subject.gpu]
-        if len(uses) != 1 or len(sizes) != 1 or sizes[0] is None:
+        shown = {use.gpu: use.vram_bytes for use in uses}
+        sizes = [size_bytes for gpu in gpus if (size_bytes := shown.get(gpu)) is not None]
+        if len(uses) != len(gpus) or len(sizes) != len(gpus):
             raise Refused(
                 f"the driver does not say how much process {subject.pid} holds on {subject.gpu}",
                 "see hegmctl ps; without that figure no room can be held for it",
                 {"pid": subject.pid, "gpus": [use.gpu for use in uses]},
             )
-        return sizes[0] + RESTORE_MARGIN_BYTES
+        return [size_bytes + RESTORE_MARGIN_BYTES for size_bytes in sizes]
 
     async def _see_it_gone(self, subject: Subject) -> None:
         """What is said to be done is looked at: by the driver's state, and by NVML, which shows when memory is free."""
@@ -196,16 +217,22 @@ class DriverMethod:
             {"pid": subject.pid, "gpu": subject.gpu, "waited_s": QUICK_S},
         )
 
-    async def _keep_way_back(self, subject: Subject, need_bytes: int) -> int:
-        """As far as it can be had: somebody may have been quicker, and the way on is still open then."""
-        if subject.gpu is None or not subject.keeps_room:
-            return 0
+    async def _keep_room(self, subject: Subject) -> int:
+        """As far as it can be had: somebody may have been quicker, and the way on is still open then.
+
+        First what it needs for the way on where it has just been, which was its own until now.
+        """
+        back, onward = subject.needs(subject.gpu), subject.needs(subject.goal)
+        again = {gpu: size_bytes for gpu, size_bytes in onward.items() if gpu in back}
         try:
-            await self._hold(subject, subject.gpu, need_bytes, subject.storage_room_bytes)
+            await self._hold(subject, again, subject.storage_room_bytes)
+            if subject.gpu is None or not subject.keeps_room:
+                return 0
+            await self._hold(subject, back, subject.storage_room_bytes)
         except HegmError as error:
             logger.warning("no room is kept on %s for the way back: %s", subject.gpu, error.message)
             return 0
-        return need_bytes + subject.storage_room_bytes
+        return subject.rest_bytes + subject.storage_room_bytes
 
     # -- and back ------------------------------------------------------------------------------------------------------
 
@@ -213,15 +240,15 @@ class DriverMethod:
         """Never without the room having been held until the moment of the call, and seen to be free at that moment."""
         with self._having_in_hand(subject):
             await self._neighbours.let_be(subject.who)
-            uuid = await self._gpus.uuid_of(gpu)
+            rooms = {name: await self._gpus.uuid_of(name) for name in gpus_of(gpu)}
             if await self._state(subject) != CHECKPOINTED:
                 await self._unlock(subject)
                 return await self._place(subject) if subject.anywhere else None
             if subject.anywhere:
                 return await self._restore_where_it_was(subject, gpu)
-            pairs = await self._pairs(subject, uuid)
-            async with self._gpus.turn(gpu):
-                await self._restore_in_room(subject, {gpu: uuid}, pairs)
+            pairs = await self._pairs(subject, list(rooms.values()))
+            async with self._gpus.turns(rooms):
+                await self._restore_in_room(subject, rooms, subject.needs(gpu), pairs)
                 await self._unlock(subject)  # before others count on what they see of it
             return None
 
@@ -230,16 +257,16 @@ class DriverMethod:
         devices = (await self._helper.call("devices", deadline_s=QUICK_S)).values["devices"]
         await self._gpus.seen()
         rooms = {self._gpus.name_of(uuid): uuid for uuid in (str(device["uuid"]) for device in devices)}
+        needs = dict.fromkeys(rooms, subject.rest_bytes)
         try:
-            for name in rooms:
-                await self._hold(subject, name, subject.rest_bytes, 0)
+            await self._hold(subject, needs, 0)
             async with self._gpus.turns(rooms):
-                await self._restore_in_room(subject, rooms, [])
+                await self._restore_in_room(subject, rooms, needs, [])
                 await self._unlock(subject)
         finally:
             with anyio.CancelScope(shield=True):
                 for name, uuid in rooms.items():
-                    if name != gpu:  # that of its goal is the operation's
+                    if name not in gpus_of(gpu):  # that of its goal is the operation's
                         await self._memory.give(rest_of(subject), uuid)
         return await self._place(subject)
 
@@ -250,14 +277,16 @@ class DriverMethod:
                 break
             await anyio.sleep(_LOOK_AGAIN_S)
         self._gpus.changed()
-        return places[0]
+        return place_of(places)
 
-    async def _restore_in_room(self, subject: Subject, rooms: Mapping[str, str], pairs: list[list[str]]) -> None:
-        """`rooms` are the GPUs by name, with their UUIDs, on which there has to be room for it."""
+    async def _restore_in_room(
+        self, subject: Subject, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
+    ) -> None:
+        """`rooms` are the GPUs by name, with their UUIDs, on which there has to be room for it: as `needs` says."""
         for gpu, uuid in rooms.items():
             held_bytes = self._memory.of(rest_of(subject)).get(uuid, 0)
-            if held_bytes < subject.rest_bytes:
-                raise _no_room(subject, gpu, subject.rest_bytes, held_bytes, "held")
+            if held_bytes < needs[gpu]:
+                raise _no_room(subject, gpu, needs[gpu], held_bytes, "held")
         others = await self._others(subject, rooms)
         async with self._neighbours.held_still(others, but_for=self._in_hand, restored=subject.who) as going:
             # One of ours that is not locked yet goes on as well.
@@ -271,14 +300,14 @@ class DriverMethod:
                 await self._memory.give(rest_of(subject), uuid)
             for gpu in rooms:
                 free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
-                if free_bytes is None or free_bytes < subject.rest_bytes + spare_bytes:
-                    await self._hold_again(subject, rooms.values())
-                    raise _no_room(subject, gpu, subject.rest_bytes + spare_bytes, free_bytes, "free")
+                if free_bytes is None or free_bytes < needs[gpu] + spare_bytes:
+                    await self._hold_again(subject, rooms, needs)
+                    raise _no_room(subject, gpu, needs[gpu] + spare_bytes, free_bytes, "free")
             await self._restore_to_its_end(subject, pairs)
             try:
                 await self._expect(subject, "restore", LOCKED, RUNNING)
             except Untrue:
-                await self._hold_again(subject, rooms.values())
+                await self._hold_again(subject, rooms, needs)
                 raise
 
     async def _restore_to_its_end(self, subject: Subject, pairs: list[list[str]]) -> None:
@@ -308,21 +337,21 @@ class DriverMethod:
             logger.info("the restore of process %d was cut off, and it is %s", subject.pid, state)
             return
 
-    async def _hold_again(self, subject: Subject, uuids: Iterable[str]) -> None:
-        for uuid in uuids:
+    async def _hold_again(self, subject: Subject, rooms: Mapping[str, str], needs: Mapping[str, int]) -> None:
+        for gpu, uuid in rooms.items():
             try:
-                await self._memory.hold(rest_of(subject), uuid, subject.rest_bytes)
+                await self._memory.hold(rest_of(subject), uuid, needs[gpu])
             except HegmError as error:
                 logger.warning("the room for process %d was lost: %s", subject.pid, error.message)
 
-    async def _pairs(self, subject: Subject, to: str) -> list[list[str]]:
-        """The map for the driver: every GPU that it sees, the old and the new one changing places; none to stay."""
+    async def _pairs(self, subject: Subject, to: list[str]) -> list[list[str]]:
+        """The map for the driver: every GPU that it sees, the old and the new ones changing places; none to stay."""
         source = subject.left or subject.gpu
-        old = to if source is None else await self._gpus.uuid_of(source)
+        old = to if source is None else [await self._gpus.uuid_of(gpu) for gpu in gpus_of(source)]
         if old == to:
             return []
         answer = await self._helper.call("devices", deadline_s=QUICK_S)
-        changed = {old: to, to: old}
+        changed = exchange(old, to)
         uuids = [str(device["uuid"]) for device in answer.values["devices"]]
         return [[uuid, changed.get(uuid, uuid)] for uuid in uuids]
 
@@ -366,11 +395,13 @@ class DriverMethod:
         *,
         task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
     ) -> None:
-        uuid = await self._gpus.uuid_of(gpu)
-        async with self._gpus.turn(gpu):
-            others = await self._others(subject, gpu) if self._memory.of(storages_of(subject)).get(uuid) else []
+        uuids = {name: await self._gpus.uuid_of(name) for name in gpus_of(gpu)}
+        async with self._gpus.turns(uuids):
+            held = self._memory.of(storages_of(subject))
+            others = await self._others(subject, [name for name, uuid in uuids.items() if held.get(uuid)])
             async with self._neighbours.held_still(others, but_for=self._in_hand):
-                await self._memory.give(storages_of(subject), uuid)
+                for uuid in uuids.values():
+                    await self._memory.give(storages_of(subject), uuid)
                 task_status.started()
                 with anyio.move_on_after(self._neighbours.still_s):
                     await made.wait()
@@ -397,8 +428,9 @@ class DriverMethod:
         if state == FAILED:
             return Standing(gpu=None, failed="the driver says that its checkpoint or restore has failed for good")
         places = await self._places(subject)
-        likely = [gpu for gpu in (subject.gpu, subject.goal, subject.left) if gpu in places]
-        place = likely[0] if likely else places[0] if places else subject.gpu
+        known = [place for place in (subject.gpu, subject.goal, subject.left) if place is not None]
+        likely = [place for place in known if set(gpus_of(place)).issubset(places)]
+        place = likely[0] if likely else place_of(places) if places else subject.gpu
         if place is None:
             raise HegmError(
                 UNAVAILABLE,
@@ -411,7 +443,8 @@ class DriverMethod:
     async def _until_shown(self, subject: Subject, *, there: bool) -> None:
         """Wait until NVML shows it on its GPU, or no longer; the driver tells nobody when."""
         while True:
-            if (subject.gpu in await self._places(subject)) is there:
+            places = await self._places(subject)
+            if all((gpu in places) is there for gpu in gpus_of(subject.gpu)):
                 break
             await anyio.sleep(_LOOK_AGAIN_S)
         self._gpus.changed()
@@ -501,6 +534,18 @@ class DriverCarrier:
 
     async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
         return 0
+
+
+def _by_place(subject: Subject, held: Mapping[str, int]) -> Mapping[str, int]:
+    """What is held for one on several GPUs, by the places that it is to do with; 0 where some of it is missing."""
+    own = subject.needs(subject.gpu)
+    rooms: dict[str, int] = {}
+    for place in (subject.gpu, subject.goal, subject.left):
+        missing = more_than(more_than(subject.needs(place), own), held)
+        if place is not None and (place == subject.gpu or any(gpu in held for gpu in missing)):
+            rooms[place] = 0 if any(missing.values()) else subject.rest_bytes + subject.storage_room_bytes
+    named = {gpu for place in rooms for gpu in gpus_of(place)}
+    return {**rooms, **{gpu: size_bytes for gpu, size_bytes in held.items() if gpu not in named}}
 
 
 def is_stopped(pid: int) -> bool:

@@ -288,7 +288,9 @@ def checkpointed(op: Operation, worker: Worker, pending: Pending, event: events.
     if event.room_bytes is not None and worker.at is not None:
         rooms[worker.at] = event.room_bytes
     rest_bytes = worker.rest_bytes if event.rest_bytes is None else event.rest_bytes
-    return op.with_worker(worker.replace(at=None, left=worker.at, rooms=rooms, rest_bytes=rest_bytes))
+    shares_bytes = event.shares_bytes or worker.shares_bytes
+    off = worker.replace(at=None, left=worker.at, rooms=rooms, rest_bytes=rest_bytes, shares_bytes=shares_bytes)
+    return op.with_worker(off)
 
 
 def held(op: Operation, worker: Worker, pending: Pending, event: events.Held) -> Operation:
@@ -312,7 +314,7 @@ def ended(op: Operation, worker: Worker, pending: Pending, event: events.Ended) 
 
 def outgrown(op: Operation, worker: Worker, pending: Pending, event: events.Outgrown) -> Operation:
     """It is tried again once this is on disk and room for it is held."""
-    return op.with_worker(worker.replace(rest_bytes=event.rest_bytes))
+    return op.with_worker(worker.replace(rest_bytes=event.rest_bytes, shares_bytes=event.shares_bytes))
 
 
 def restored(op: Operation, worker: Worker, pending: Pending, event: events.Restored) -> Operation:

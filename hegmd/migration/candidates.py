@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, Limits, Operation, Worker
+from hegmd.places import gpus_of
 from hegmd.protocol.messages import CudaFacts, LeftAlone
 from hegmd.protocol.operations import PlannedProcess
 from hegmd.protocol.record import Record, field
@@ -70,6 +71,7 @@ class Candidate(Record):
     gpus: tuple[str, ...] = field("the GPUs that it is on; empty for a rank that is on none yet")
     kinds: tuple[str, ...] = field("how it uses each of them: compute, graphics or mps", default=())
     vram_bytes: int | None = field("what it holds on them by the driver's word; nil if that is not known", default=None)
+    shares_bytes: Mapping[str, int] = field("what of that it holds on each, by GPU, as far as it is known", default={})
     parent: int | None = field("the nearest of its ancestors that is a candidate too", default=None)
     around: Surroundings = field("what is seen of it from outside", default=Surroundings())
     agent: AgentSurvey | None = field("its agent, if one is connected", default=None)
@@ -118,8 +120,10 @@ class Request(Record):
 
     kind: str = field("migrate, suspend, resume, checkpoint or quiesce")
     pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
-    to: str | None = field("the GPU for all of them; for resume nil is where they were", default=None)
-    placement: Mapping[str, str] = field("a GPU for single ones, by pid; before `to`", default={})
+    to: str | None = field(
+        "the GPU for all of them, or the GPUs of one on several; for resume nil is where they were", default=None
+    )
+    placement: Mapping[str, str] = field("the same for single ones, by pid; before `to`", default={})
     carrier: str | None = field("peer, host, worker or driver, where it is not to be chosen", default=None)
 
 
@@ -179,7 +183,7 @@ def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, s
         method=planned.method,
         carrier=planned.carrier if planned.carrier != "none" else "worker" if candidate.agent else "driver",
         rank=candidate.agent.rank if candidate.agent else None,
-        chip=chips.get(gpu) if gpu else None,
+        chip=chips.get(gpus_of(gpu)[0]) if gpu else None,
         was_on=gpu,
         origin=gpu,
         goal=planned.to,
@@ -187,6 +191,7 @@ def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, s
         size_bytes=0 if planned.carrier == BY_DRIVER else planned.size_bytes,
         rest_bytes=planned.rest_bytes,
         beside_bytes=planned.beside_bytes,
+        shares_bytes=planned.shares_bytes,
         overlap_bytes=planned.overlap_bytes,
         rooms={gpu: planned.room_bytes} if gpu else {},
     )

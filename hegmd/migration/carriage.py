@@ -124,6 +124,8 @@ def _against(
     size_bytes = agent.size_bytes or 0
     if not size_bytes:
         yield "its agent vouches for no storages"
+    if len(candidate.gpus) > 1:
+        yield "it is on several GPUs, and all of such a process goes with the driver"
     if "graphs" in told.hazards:
         yield "it has captured CUDA graphs, whose addresses have to stay"
     if carrier in SHOWN:

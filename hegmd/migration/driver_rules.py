@@ -28,6 +28,10 @@ _HAZARDS = {
         "shares video memory with another process through CUDA IPC, and the driver might never bring it back",
         "let it close what it has opened, or end the process that it shares with",
     ),
+    "peer-mapped": (
+        "is on several GPUs and its allocator maps memory of one for the others, which the driver would not bring back",
+        "run it with PyTorch's own allocator and without expandable segments: leave PYTORCH_CUDA_ALLOC_CONF out",
+    ),
     "managed": (
         "uses managed memory, which the driver's checkpoint refuses",
         "run it without cudaMallocManaged; nothing else can carry such memory",
@@ -61,7 +65,7 @@ def against_leaving(snapshot: Snapshot, candidate: Candidate, gpu: GpuRoom) -> I
     if candidate.around.stopped:
         message = f"{who} is stopped by a signal, and the driver would wait for it without end"
         yield REFUSED, message, f"let it go on first: kill -CONT {candidate.pid}"
-    if candidate.vram_bytes is None:
+    if candidate.vram_bytes is None or (len(candidate.gpus) > 1 and gpu.id not in candidate.shares_bytes):
         message = f"the driver does not say how much {who} holds on {gpu.id}, so no room can be held for it"
         yield REFUSED, message, "run hegmd in the node's own pid namespace; see hegmctl ps"
     yield from _against_what_it_uses(candidate, who)
@@ -73,8 +77,13 @@ def _against_what_it_uses(candidate: Candidate, who: str) -> Iterator[Against]:
         if hazard in _HAZARDS:
             what, hint = _HAZARDS[hazard]
             yield REFUSED, f"{who} {what}", hint
-    # Without an agent's word, NCCL's shared memory is taken for communicators that are alive.
-    if told is None and candidate.around.nccl_shared and not candidate.around.nccl_p2p_disabled:
+    # Without an agent's word, NCCL's shared memory is taken for communicators that are alive; and those between the
+    # GPUs of one process are in no list that an agent could read.
+    if (
+        (told is None or len(candidate.gpus) > 1)
+        and candidate.around.nccl_shared
+        and not candidate.around.nccl_p2p_disabled
+    ):
         what, hint = _HAZARDS["nccl-p2p"]
         yield REFUSED, f"{who} {what}", hint
 
@@ -132,6 +141,13 @@ def padding_of(candidate: Candidate) -> int:
     """What its allocator takes more than its storages have, when they are made again."""
     cuda = None if candidate.agent is None else candidate.agent.cuda
     return 0 if cuda is None else cuda.padding_bytes
+
+
+def shares_of(candidate: Candidate) -> tuple[int, ...]:
+    """What one on several GPUs needs on each of them, in their order; nothing for one on a single GPU."""
+    if len(candidate.gpus) < 2:
+        return ()
+    return tuple([candidate.shares_bytes.get(gpu, 0) + RESTORE_MARGIN_BYTES for gpu in candidate.gpus])
 
 
 def major_of(version: str | None) -> int | None:

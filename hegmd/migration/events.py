@@ -165,6 +165,7 @@ class Checkpointed(Ending, tag="checkpointed"):
     rest_bytes: int | None = field(
         "what it had there besides its storages, with a margin; nil if it was not measured", default=None
     )
+    shares_bytes: tuple[int, ...] = field("of one on several GPUs: the part of that on each, in order", default=())
 
 
 class Outgrown(Ending, tag="outgrown"):
@@ -174,6 +175,7 @@ class Outgrown(Ending, tag="outgrown"):
     """
 
     rest_bytes: int = field("what it has there besides its storages, with a margin")
+    shares_bytes: tuple[int, ...] = field("of one on several GPUs: the part of that on each, in order", default=())
 
 
 class Held(Ending, tag="held"):

@@ -6,10 +6,13 @@ before any of them has taken anything. Pure; knows no rule of moving.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hegmd.migration.candidates import Candidate, GpuRoom, Plan, PoolRoom, Snapshot
 from hegmd.migration.carriage import PEER
 from hegmd.migration.operation import BY_DRIVER, FORWARD, RESUME, Operation, Worker
 from hegmd.pieces import whole_size
+from hegmd.places import gpus_of, more_than, shared_out
 from hegmd.protocol.operations import PlannedProcess
 
 
@@ -19,12 +22,12 @@ def expected(snapshot: Snapshot) -> Snapshot:
     pool_bytes = 0
     for op in snapshot.running:
         for worker in op.live:
-            if worker.goal is not None:
-                rooms[worker.goal] = rooms.get(worker.goal, 0) - _room_to_take(worker)
+            for gpu, size_bytes in _rooms_to_take(worker).items():
+                rooms[gpu] = rooms.get(gpu, 0) - size_bytes
             if not _has_memory_to_take(op, worker):
                 continue
             if worker.carrier == PEER and worker.goal is not None:
-                rooms[worker.goal] -= worker.size_bytes - worker.pool_bytes
+                rooms[worker.goal] = rooms.get(worker.goal, 0) - (worker.size_bytes - worker.pool_bytes)
             else:
                 pool_bytes -= whole_size(worker.size_bytes) - (
                     whole_size(worker.pool_bytes) if worker.pool_bytes else 0
@@ -38,9 +41,9 @@ def after(snapshot: Snapshot, plan: Plan) -> Snapshot:
     carried = [worker for worker in plan.workers if worker.to != worker.gpu]
     for worker in carried:
         taken_bytes = _taken_bytes(worker)
-        for gpu, more_bytes in ((worker.to, -taken_bytes), (worker.gpu, taken_bytes)):
-            if gpu is not None:
-                rooms[gpu] = rooms.get(gpu, 0) + more_bytes
+        for place, sign in ((worker.to, -1), (worker.gpu, 1)):
+            for gpu, size_bytes in shared_out(place, worker.shares_bytes, taken_bytes).items():
+                rooms[gpu] = rooms.get(gpu, 0) + sign * size_bytes
     pool_bytes = 0
     for worker in carried:
         if not worker.size_bytes or worker.carrier == BY_DRIVER:
@@ -59,8 +62,18 @@ def _taken_bytes(worker: PlannedProcess) -> int:
     return worker.rest_bytes + (worker.size_bytes if worker.carrier != BY_DRIVER else 0)
 
 
-def _room_to_take(worker: Worker) -> int:
-    return 0 if worker.at == worker.goal else max(0, worker.room_bytes - worker.rooms.get(str(worker.goal), 0))
+def rooms_of(shares_bytes: Sequence[int], here: str | None, there: str) -> dict[str, int]:
+    """The room that one on several GPUs needs beyond its own to go from here to there, by GPU."""
+    return more_than(shared_out(there, shares_bytes, 0), shared_out(here, shares_bytes, 0))
+
+
+def _rooms_to_take(worker: Worker) -> dict[str, int]:
+    if worker.goal is None or worker.at == worker.goal:
+        return {}
+    missing_bytes = max(0, worker.room_bytes - worker.rooms.get(worker.goal, 0))
+    if worker.shares_bytes and missing_bytes:
+        return rooms_of(worker.shares_bytes, worker.at, worker.goal)
+    return dict.fromkeys(gpus_of(worker.goal), missing_bytes)
 
 
 def _has_memory_to_take(op: Operation, worker: Worker) -> bool:
@@ -72,8 +85,7 @@ def _has_memory_to_take(op: Operation, worker: Worker) -> bool:
 def _moved(candidate: Candidate, to: dict[int, str | None]) -> Candidate:
     if candidate.pid not in to:
         return candidate
-    gpu = to[candidate.pid]
-    return candidate.replace(gpus=() if gpu is None else (gpu,))
+    return candidate.replace(gpus=gpus_of(to[candidate.pid]))
 
 
 def _changed(snapshot: Snapshot, rooms: dict[str, int], pool_bytes: int) -> Snapshot:

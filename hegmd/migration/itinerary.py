@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from hegmd.errors import REFUSED
-from hegmd.migration.candidates import Plan, Request, Snapshot
+from hegmd.migration.candidates import Candidate, Plan, Request, Snapshot
 from hegmd.migration.carriage import PEER
 from hegmd.migration.draft import candidate_of
 from hegmd.migration.forecast import after
@@ -20,6 +20,8 @@ from hegmd.migration.operation import MIGRATE, SUSPEND
 from hegmd.migration.plan import planned, planned_return
 from hegmd.migration.wording import listed
 from hegmd.protocol.operations import Reason
+
+_ON_ONE_EACH = "swap is for jobs on one GPU each; see hegmctl migrate"
 
 Outcome = tuple[Plan, ...] | tuple[Reason, ...]
 
@@ -43,10 +45,11 @@ def departure(snapshot: Snapshot, pid: int, gpu: str, to: Sequence[str]) -> Plan
     """
     candidate = candidate_of(snapshot, pid)
     members = () if candidate is None else members_of(snapshot, candidate)
-    leaving = [member.pid for member in members if gpu in member.gpus] or [pid]
+    leaving = {member.pid: _leave(member, gpu) for member in members if gpu in member.gpus} or {pid: ""}
     reasons: dict[Reason, None] = {}
     for target in to or _others(snapshot, gpu):
-        request = Request(kind=MIGRATE, pids=(pid,), placement={str(member): target for member in leaving})
+        placement = {str(member): leave + target for member, leave in leaving.items()}
+        request = Request(kind=MIGRATE, pids=(pid,), placement=placement)
         found = planned(snapshot, request)
         if isinstance(found, Plan):
             return found
@@ -55,6 +58,11 @@ def departure(snapshot: Snapshot, pid: int, gpu: str, to: Sequence[str]) -> Plan
         hint = f"take what is on it off: hegmctl suspend {pid}"
         return (Reason(code=REFUSED.name, message=f"there is no other GPU than {gpu}", hint=hint, pid=pid),)
     return tuple(reasons)
+
+
+def _leave(member: Candidate, gpu: str) -> str:
+    """What comes before its target: of one on several GPUs only what is on that GPU is to leave."""
+    return f"{gpu}=" if len(member.gpus) > 1 else ""
 
 
 def planned_drain(
@@ -102,7 +110,7 @@ def planned_swap(snapshot: Snapshot, first: int, second: int) -> Outcome:
         gpus = dict.fromkeys(gpu for member in members_of(snapshot, candidate) for gpu in member.gpus)
         if len(gpus) > 1:
             message = f"the job of process {candidate.pid} is on {listed(tuple(gpus))}"
-            return (_against(message, "swap is for jobs on one GPU each; see hegmctl migrate", candidate.pid),)
+            return (_against(message, _ON_ONE_EACH, candidate.pid),)
     return _exchange(snapshot, (first, here), (second, there))
 
 
@@ -180,8 +188,12 @@ def _not_to_be_moved(snapshot: Snapshot, pids: Sequence[int]) -> tuple[Reason, .
     reasons: dict[Reason, None] = {}
     for pid in pids:
         found = planned(snapshot, Request(kind=SUSPEND, pids=(pid,)))
+        candidate = candidate_of(snapshot, pid)
         if not isinstance(found, Plan):
             reasons.update(dict.fromkeys(found))
+        elif candidate is not None and len(candidate.gpus) > 1:
+            message = f"process {pid} is on {listed(candidate.gpus)}"
+            reasons[_against(message, _ON_ONE_EACH, pid)] = None
     return tuple(reasons)
 
 

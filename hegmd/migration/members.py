@@ -12,7 +12,7 @@ from hegmd.errors import BUSY, NOT_FOUND, REFUSED
 from hegmd.migration.candidates import Candidate, Snapshot
 from hegmd.migration.draft import Draft, candidate_of
 from hegmd.migration.machine import HOLDING
-from hegmd.migration.operation import QUIESCE
+from hegmd.migration.operation import CHECKPOINT, QUIESCE
 from hegmd.migration.wording import listed
 
 NVIDIA = "nvidia"
@@ -91,11 +91,32 @@ def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
     if not candidate.gpus and candidate.agent is not None and candidate.agent.size_bytes == 0:
         hint = "a job can be moved once it has storages of PyTorch; hegmctl ps shows who is on the GPUs"
         draft.against(REFUSED, f"{who} holds nothing that could be moved", hint, pid=candidate.pid)
-    elif len(candidate.gpus) != 1:
-        where = f"on {listed(candidate.gpus)}" if candidate.gpus else "on no GPU that is known"
-        hint = "only processes on one GPU can be moved"
-        draft.against(REFUSED, f"{who} is {where}", hint, pid=candidate.pid)
+    elif not candidate.gpus:
+        hint = "only processes on GPUs that are known can be moved; see hegmctl ps"
+        draft.against(REFUSED, f"{who} is on no GPU that is known", hint, pid=candidate.pid)
+    elif len(candidate.gpus) > 1:
+        _judge_several(draft, candidate, f"{who} is on {listed(candidate.gpus)}")
     return len(draft.reasons) == before
+
+
+def _judge_several(draft: Draft, candidate: Candidate, who_is: str) -> None:
+    """One on several GPUs that reach into one another's memory is lost by the driver's restore, and that is seen and
+    undone from inside the process alone."""
+    if not are_of(draft, candidate, NVIDIA):
+        hint = "on several GPUs only processes on NVIDIA's can be moved"
+        draft.against(REFUSED, who_is, hint, pid=candidate.pid)
+    elif candidate.agent is None:
+        hint = "start the job with `hegmctl run`: its agent undoes that before it is moved"
+        message = f"{who_is}, and without an agent nobody sees whether these reach into one another's memory"
+        draft.against(
+            REFUSED, f"{message}: then the driver could take it off and never bring it back", hint, pid=candidate.pid
+        )
+    elif candidate.agent.cuda is None:
+        hint = "only PyTorch's access from GPU to GPU can be undone before a move"
+        draft.against(REFUSED, f"{who_is}, and its agent does not know what it does there", hint, pid=candidate.pid)
+    elif draft.request.kind == CHECKPOINT:
+        hint = f"take it off its GPUs for a while instead: hegmctl suspend {candidate.pid}"
+        draft.against(REFUSED, f"{who_is}, and an image is of processes on one GPU", hint, pid=candidate.pid)
 
 
 def are_of(draft: Draft, candidate: Candidate, vendor: str) -> bool:

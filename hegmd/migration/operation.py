@@ -96,6 +96,9 @@ class Worker(Record):
     size_bytes: int = field("bytes of the storages that its agent vouches for")
     rest_bytes: int = field("what it needs on a GPU besides them: what the driver carries, with a margin", default=0)
     beside_bytes: int = field("room that its agent needs besides, when it makes its storages again", default=0)
+    shares_bytes: tuple[int, ...] = field(
+        "of one on several GPUs: which part of that each of its devices needs, in their order", default=()
+    )
     overlap_bytes: int = field(
         "of the room for its storages, what the carrier's own memory on that GPU makes free bit by bit", default=0
     )

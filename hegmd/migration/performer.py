@@ -212,9 +212,11 @@ class Performer:
         try:
             left = await self._method(member).checkpoint(self._subject(op, member))
         except Outgrown as more:
-            return events.Outgrown(**_ends(effect), rest_bytes=more.rest_bytes)
+            return events.Outgrown(**_ends(effect), rest_bytes=more.rest_bytes, shares_bytes=more.shares_bytes)
         self._note_pace(member, BY_DRIVER, OUT, left.rest_bytes or 0, began)
-        return events.Checkpointed(**_ends(effect), room_bytes=left.room_bytes, rest_bytes=left.rest_bytes)
+        return events.Checkpointed(
+            **_ends(effect), room_bytes=left.room_bytes, rest_bytes=left.rest_bytes, shares_bytes=left.shares_bytes
+        )
 
     async def _hold(self, op: Operation, _: Member, effect: effects.Hold, __: Progress) -> Event:
         """Never beyond the instant that the request itself allowed, however often a daemon is started meanwhile."""
@@ -335,6 +337,7 @@ class Performer:
             size_bytes=member.size_bytes,
             storage_room_bytes=member.room_bytes - member.rest_bytes,
             rest_bytes=member.rest_bytes,
+            shares_bytes=member.shares_bytes,
             in_rounds=member.overlap_bytes > 0,
             keeps_room=member.goal is not None or member.keeps is not None or len(op.workers) > 1,
             anywhere=member.anywhere,

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hegmd.errors import BUSY, NOT_FOUND, REFUSED
-from hegmd.migration import carriage, driver_rules
+from hegmd.errors import BUSY, REFUSED
+from hegmd.migration import carriage, driver_rules, targets
 from hegmd.migration.candidates import Candidate, GpuRoom, Plan, Request, Snapshot
 from hegmd.migration.carriage import Choice, Refusal
 from hegmd.migration.draft import Draft, candidate_of
-from hegmd.migration.forecast import expected
+from hegmd.migration.forecast import expected, rooms_of
 from hegmd.migration.members import NVIDIA, can_be_stopped, members_named
 from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, QUIESCE, RESUME, SUSPEND, Operation, Worker
 from hegmd.migration.wording import gigabytes, listed, named
 from hegmd.pieces import CONTEXT_BYTES, whole_size
+from hegmd.places import gpus_of, place_of
 from hegmd.protocol.operations import PlannedProcess, Reason
 
 SIMULATED = "simulated"
@@ -128,31 +129,33 @@ def planned_handoff(op: Operation) -> Plan:
 
 
 def _place(draft: Draft, candidate: Candidate) -> None:
-    request, source = draft.request, candidate.gpus[0]
-    to = (
-        None
-        if request.kind in (SUSPEND, CHECKPOINT)
-        else request.placement.get(str(candidate.pid), request.to or source)
-    )
+    request, source = draft.request, place_of(candidate.gpus)
     if request.kind == CHECKPOINT and candidate.agent is None:
         hint = f"start it with hegmctl run; as it is it can be moved or suspended: hegmctl suspend {candidate.pid}"
         draft.against(REFUSED, f"process {candidate.pid} has no agent, which an image needs", hint, pid=candidate.pid)
         return
-    own = draft.gpu(source)
-    if own is None or own.state != "ok":
-        state = "unknown" if own is None else own.state
-        hint = "nothing can be fetched from a GPU that does not answer; see hegmctl doctor"
-        draft.against(REFUSED, f"{source} is {state}", hint, gpu=source)
+    own = targets.judge_source(draft, candidate.pid, source)
+    to = None
+    if own and request.kind not in (SUSPEND, CHECKPOINT):
+        asked = request.placement.get(str(candidate.pid), request.to or source)
+        to = targets.destination(draft, candidate.pid, source, asked)
+        if to is None:
+            return
+        targets.judge_place(draft, to, source, own[0].vendor, own[0].chip)
+    if not own:
         return
-    if to is not None:
-        _judge_target(draft, to, own.vendor, own.chip, stays=to == source)
-    if own.vendor == NVIDIA:
+    if own[0].vendor == NVIDIA:
         _place_by_driver(draft, candidate, own, to)
-    elif own.vendor == SIMULATED and candidate.agent is not None:
+    elif own[0].vendor == SIMULATED and candidate.agent is not None:
         _place_simulated(draft, candidate, to)
     else:
-        hint = "this version moves processes between NVIDIA's GPUs and between simulated ones"
-        draft.against(REFUSED, f"{source} is of vendor {own.vendor}, which no carrier serves yet", hint, gpu=source)
+        message = f"{source} is of vendor {own[0].vendor}, which no carrier serves yet"
+        draft.against(
+            REFUSED,
+            message,
+            "this version moves processes between NVIDIA's GPUs and between simulated ones",
+            gpu=source,
+        )
 
 
 def _leave_in_place(draft: Draft, candidate: Candidate) -> None:
@@ -200,14 +203,16 @@ def _place_simulated(draft: Draft, candidate: Candidate, to: str | None) -> None
     )
 
 
-def _place_by_driver(draft: Draft, candidate: Candidate, own: GpuRoom, to: str | None) -> None:
+def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuRoom, ...], to: str | None) -> None:
     """One whose context only NVIDIA's driver can take off; its storages go by the fastest carrier that can."""
-    stays = to == own.id
-    for reason in () if stays else driver_rules.against_leaving(draft.snapshot, candidate, own):
-        draft.against(*reason, pid=candidate.pid, gpu=own.id)
-    for reason in () if stays or to is None else driver_rules.against_moving(own):
-        draft.against(*reason, pid=candidate.pid, gpu=own.id)
-    choice = carriage.choose_as_asked(draft.snapshot, draft.request, candidate, own, draft.gpu(to))
+    source = place_of(candidate.gpus)
+    stays = to == source
+    for gpu in () if stays else own:
+        for reason in driver_rules.against_leaving(draft.snapshot, candidate, gpu):
+            draft.against(*reason, pid=candidate.pid, gpu=gpu.id)
+        for reason in () if to is None else driver_rules.against_moving(gpu):
+            draft.against(*reason, pid=candidate.pid, gpu=gpu.id)
+    choice = carriage.choose_as_asked(draft.snapshot, draft.request, candidate, own[0], draft.gpu(to))
     if isinstance(choice, Refusal):
         draft.against(REFUSED, choice.message, choice.hint, pid=candidate.pid)
         return
@@ -215,6 +220,8 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: GpuRoom, to: str |
     by_driver = choice.carrier == BY_DRIVER
     rest_bytes = driver_rules.rest_of(candidate) + (vouched_bytes if by_driver and candidate.agent is not None else 0)
     stacks_bytes = driver_rules.stacks_of(candidate) if choice.carrier in carriage.SHOWN else 0
+    shares_bytes = driver_rules.shares_of(candidate)
+    rest_bytes = sum(shares_bytes) if shares_bytes else rest_bytes
     for reason in () if stays else driver_rules.against_memory(draft.snapshot, candidate, rest_bytes):
         draft.against(*reason, pid=candidate.pid)
     draft.choices[candidate.pid] = choice
@@ -222,63 +229,26 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: GpuRoom, to: str |
         PlannedProcess(
             pid=candidate.pid,
             name=named(candidate),
-            gpu=own.id,
+            gpu=source,
             to=to,
             size_bytes=candidate.vram_bytes or 0 if by_driver else vouched_bytes,
             carrier="none" if stays else choice.carrier,
             method=DRIVER,
             rest_bytes=max(0, rest_bytes - stacks_bytes),
             beside_bytes=stacks_bytes + (0 if by_driver else driver_rules.padding_of(candidate)),
+            shares_bytes=shares_bytes,
             overlap_bytes=choice.overlap_bytes,
         )
     )
 
 
-def _judge_target(draft: Draft, to: str, vendor: str, chip: str | None, *, stays: bool) -> None:
-    target = draft.gpu(to)
-    if target is None:
-        here = listed(tuple(gpu.id for gpu in draft.snapshot.gpus)) or "none"
-        draft.against(NOT_FOUND, f"there is no GPU {to}", f"the GPUs here: {here}", gpu=to)
-    elif stays:
-        return
-    elif target.state != "ok":
-        draft.against(REFUSED, f"{to} is {target.state}", "choose another; see hegmctl gpus", gpu=to)
-    elif target.mig or target.mps:
-        how = "cut into MIG instances" if target.mig else "shared through MPS"
-        draft.against(REFUSED, f"{to} is {how}", "choose a GPU that is whole; see hegmctl gpus", gpu=to)
-    elif target.vendor != vendor or (chip is not None and target.chip != chip):
-        hint = "a living process can only go to an equal chip; see hegmctl gpus"
-        draft.against(REFUSED, f"{to} has another chip: {target.chip or 'unknown'}, not {chip}", hint, gpu=to)
-
-
-def _place_anywhere(draft: Draft, worker: Worker) -> str | None:
-    """It comes back where the driver had it, and nobody knows where that was: so there is to be room on every GPU."""
-    gpus = tuple([gpu.id for gpu in draft.snapshot.gpus if gpu.vendor == NVIDIA])
-    to = draft.request.placement.get(str(worker.pid), draft.request.to)
-    if to is not None and gpus != (to,):
-        message = f"on which GPU the driver had process {worker.pid} is not known, and it can only come back there"
-        hint = f"leave --to out, and once it runs: hegmctl migrate {worker.pid} --to {to}"
-        draft.against(REFUSED, message, hint, pid=worker.pid)
-    for gpu in gpus:
-        _judge_target(draft, gpu, NVIDIA, worker.chip, stays=False)
-    draft.anywhere[worker.pid] = gpus
-    return gpus[0] if gpus else None
-
-
 def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate) -> None:
-    request = draft.request
-    to = request.placement.get(str(worker.pid), request.to or worker.keeps or worker.was_on)
-    if worker.anywhere:
-        to = _place_anywhere(draft, worker)
-    elif worker.at is not None and worker.method == DRIVER and not worker.parked and not worker.out:
-        to = worker.at  # it was never off
+    to = _place_resumed(draft, worker)
     if to is None:
-        hint = "name one with --to; see hegmctl gpus"
-        draft.against(REFUSED, f"it is not known on which GPU process {worker.pid} was", hint, pid=worker.pid)
         return
-    target = draft.gpu(to)
-    _judge_target(draft, to, target.vendor if target else SIMULATED, worker.chip, stays=False)
-    left = draft.gpu(worker.left)
+    target = draft.gpu(gpus_of(to)[0])
+    targets.judge_place(draft, to, None, target.vendor if target else SIMULATED, worker.chip)
+    left = draft.gpu(next(iter(gpus_of(worker.left)), None))
     for reason in driver_rules.against_moving(left) if left is not None and worker.left != to else ():
         if worker.method == DRIVER:
             draft.against(*reason, pid=candidate.pid, gpu=to)
@@ -295,9 +265,27 @@ def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate) -> None
             method=worker.method,
             rest_bytes=worker.rest_bytes,
             beside_bytes=worker.beside_bytes,
+            shares_bytes=worker.shares_bytes,
             overlap_bytes=worker.overlap_bytes,
         )
     )
+
+
+def _place_resumed(draft: Draft, worker: Worker) -> str | None:
+    """Where one that is suspended goes on; None, with the reason in the draft, where that is not known."""
+    asked = draft.request.placement.get(str(worker.pid), draft.request.to)
+    if worker.anywhere:
+        to = targets.place_anywhere(draft, worker)
+    elif worker.at is not None and worker.method == DRIVER and not worker.parked and not worker.out:
+        to = worker.at  # it was never off
+    elif asked is not None:
+        return targets.destination(draft, worker.pid, worker.left or worker.was_on, asked)
+    else:
+        to = worker.keeps or worker.was_on
+    if to is None:
+        hint = "name one with --to; see hegmctl gpus"
+        draft.against(REFUSED, f"it is not known on which GPU process {worker.pid} was", hint, pid=worker.pid)
+    return to
 
 
 # ---- whether it fits -------------------------------------------------------------------------------------------------
@@ -331,8 +319,11 @@ def _room_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
         if worker.to is not None:
             own_bytes = draft.choices.get(worker.pid, Choice("")).target_bytes
             more_bytes = worker.room_bytes + own_bytes - held.get(worker.pid, 0)
-            for gpu in draft.anywhere.get(worker.pid, (worker.to,)):
-                needed[gpu] = needed.get(gpu, 0) + more_bytes
+            places = dict.fromkeys(draft.anywhere.get(worker.pid, (worker.to,)), more_bytes)
+            if worker.shares_bytes and more_bytes > 0:
+                places = rooms_of(worker.shares_bytes, worker.gpu, worker.to)
+            for gpu, size_bytes in places.items():
+                needed[gpu] = needed.get(gpu, 0) + size_bytes
     return needed
 
 
@@ -444,6 +435,11 @@ def _hazards(members: tuple[Candidate, ...], world: int) -> Iterator[str]:
             yield (
                 f"process {candidate.pid} has no agent: managed memory, and another's video memory open through CUDA "
                 "IPC, cannot be seen from outside; with the latter the driver could not bring it back"
+            )
+        if len(candidate.gpus) > 1:
+            yield (
+                f"process {candidate.pid} is on several GPUs: once moved, copies between these go through host "
+                "memory, and a kernel that reads another one's memory by itself fails"
             )
     ranks = [c for c in members if c.agent and c.agent.rank is not None]
     if world > len(ranks) and world > 1:

@@ -27,8 +27,8 @@ class PlannedProcess(Record):
 
     pid: int = field("process id")
     name: str = field("what people know it by")
-    gpu: str | None = field("where it is; nil if it is suspended")
-    to: str | None = field("where it is to go; nil to be suspended")
+    gpu: str | None = field("where it is; several GPUs with commas between them; nil if it is suspended")
+    to: str | None = field("where it is to go, each of its devices in the same order; nil to be suspended")
     size_bytes: int = field("bytes to carry")
     left_alone_bytes: int = field("bytes that stay in the process", default=0)
     carrier: str = field("how the bytes go: peer, host, worker, driver, or none for one that only stands by")
@@ -37,6 +37,9 @@ class PlannedProcess(Record):
         "room that it needs besides its storages: what the driver carries, with a margin", default=0
     )
     beside_bytes: int = field("room that its agent needs besides, when it makes its storages again", default=0)
+    shares_bytes: tuple[int, ...] = field(
+        "of one on several GPUs: which part of that each of its devices needs, in their order", default=()
+    )
     overlap_bytes: int = field(
         "of the room for its storages, what the carrier's own memory there makes free bit by bit", default=0
     )

@@ -17,6 +17,7 @@ from typing import Any
 
 from hegmctl.connection import Connection, connect
 from hegmd.agent.aside import Aside
+from hegmd.agent.cuda_driver import PeerAccess
 from hegmd.protocol.messages import AgentAttend, AgentDismissed, AgentReport, CudaFacts, Noted, Order, Place
 from tests.stubs.cuda.program import MIB, Address, Handle, Program, call, cuda
 
@@ -38,6 +39,7 @@ class Agent:
         self.refuses: dict[str, str] = {}
         self.token = secrets.token_hex(16)
         self.stays: Aside | None = None
+        self.parted: list[tuple[int, int]] = []
 
     @property
     def held_bytes(self) -> int:
@@ -107,12 +109,23 @@ class Agent:
 
     def withdraw(self, _: Order) -> dict[str, Any]:
         assert not self.held_bytes, "a thread was let go without its bytes"
+        access = PeerAccess()
+        while self.parted:
+            access.begin(*self.parted.pop())
         self.parked = False
         return {}
 
     def release(self, order: Order) -> dict[str, Any]:
         self.withdraw(order)
         self.boundary += 1
+        return {}
+
+    def part(self, _: Order) -> dict[str, Any]:
+        """By the real agent's own calls of the driver."""
+        assert self.parked
+        access = PeerAccess()
+        pairs = [(one, other) for one in access.devices() for other in access.devices() if one != other]
+        self.parted += [pair for pair in pairs if access.end(*pair)]
         return {}
 
     def rest(self, _: Order) -> dict[str, Any]:
@@ -188,7 +201,7 @@ class Agent:
 
 def main() -> None:
     socket_path, gpu, *sizes_mib = sys.argv[1:]
-    program = Program(int(gpu), [int(size) for size in sizes_mib])
+    program = Program([int(one) for one in gpu.split(",")], [int(size) for size in sizes_mib])
     agent = Agent(program)
     threading.Thread(target=agent.attend, args=(socket_path,), daemon=True).start()
     _say(f"ready {os.getpid()}")

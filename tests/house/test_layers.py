@@ -94,6 +94,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.doctor": (*GROUND, "hegmd.log", "hegmd.criu", "hegmd.detached", "hegmd.elf", *NODE, "hegmd.processes"),
     # What moves them: decided without I/O, from values; done by the runner and what it has for hands
     "hegmd.pieces": (),
+    "hegmd.places": (),
     # The GPU helper: a process of its own, and the daemon's side of it
     "hegmd.helper": (*GROUND, "hegmd.crew", "hegmd.descriptors"),
     "hegmd.helper.cuda": (),
@@ -119,16 +120,17 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.rooms": (*GROUND, "hegmd.log", "hegmd.devices"),
     "hegmd.attendance": (*GROUND, "hegmd.rooms", "hegmd.workers"),
     "hegmd.methods": (
-        *(*GROUND, "hegmd.log", "hegmd.agent_orders", "hegmd.helper", "hegmd.pieces", "hegmd.pool", "hegmd.rooms"),
-        *("hegmd.vram", "hegmd.workers"),
+        *(*GROUND, "hegmd.log", "hegmd.agent_orders", "hegmd.helper", "hegmd.pieces", "hegmd.places", "hegmd.pool"),
+        *("hegmd.rooms", "hegmd.vram", "hegmd.workers"),
     ),
-    "hegmd.migration": (*GROUND, "hegmd.pieces"),
+    "hegmd.migration": (*GROUND, "hegmd.pieces", "hegmd.places"),
     "hegmd.migration.ledger": (*GROUND, "hegmd.log", "hegmd.events", "hegmd.migration"),
     "hegmd.migration.performer": (*MOVING, "hegmd.migration"),
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
     "hegmd.strays": (*MOVING, "hegmd.events", "hegmd.migration.adoption", "hegmd.pool_found", "hegmd.vram"),
     "hegmd.driver_strays": (
-        *(*GROUND, "hegmd.detached", "hegmd.helper", "hegmd.methods", "hegmd.migration.adoption", "hegmd.processes"),
+        *(*GROUND, "hegmd.detached", "hegmd.helper", "hegmd.methods", "hegmd.migration.adoption", "hegmd.places"),
+        "hegmd.processes",
     ),
     "hegmd.resting": (*MOVING, "hegmd.agent_orders", "hegmd.events", "hegmd.migration"),
     "hegmd.lookout": (
@@ -218,9 +220,11 @@ PURE = (
     "hegmd.migration.plan",
     "hegmd.migration.stages",
     "hegmd.migration.tagged",
+    "hegmd.migration.targets",
     "hegmd.migration.telling",
     "hegmd.migration.wording",
     "hegmd.pieces",
+    "hegmd.places",
 )
 
 # Parts get values. Only these read the configuration file's form.

@@ -23,7 +23,9 @@ EVERYTHING_BYTES = 1 << 60
 
 
 class RestoresWithoutHolding(DriverMethod):
-    async def _restore_in_room(self, subject: Subject, rooms: Mapping[str, str], pairs: list[list[str]]) -> None:
+    async def _restore_in_room(
+        self, subject: Subject, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
+    ) -> None:
         await self._restore_to_its_end(subject, pairs)
         for uuid in rooms.values():
             await self._memory.give(rest_of(subject), uuid)
@@ -32,7 +34,9 @@ class RestoresWithoutHolding(DriverMethod):
 class DoesNotLookOnceMore(DriverMethod):
     """What was held is believed to be free when it has been let go of."""
 
-    async def _restore_in_room(self, subject: Subject, rooms: Mapping[str, str], pairs: list[list[str]]) -> None:
+    async def _restore_in_room(
+        self, subject: Subject, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
+    ) -> None:
         for uuid in rooms.values():
             await self._memory.give(rest_of(subject), uuid)
         async with self._neighbours.held_still(await self._others(subject, rooms)):
@@ -40,7 +44,7 @@ class DoesNotLookOnceMore(DriverMethod):
 
 
 class MapsTwoGpus(DriverMethod):
-    async def _pairs(self, subject: Subject, to: str) -> list[list[str]]:
+    async def _pairs(self, subject: Subject, to: list[str]) -> list[list[str]]:
         return [pair for pair in await super()._pairs(subject, to) if pair[0] != pair[1]]
 
 
@@ -57,8 +61,8 @@ class CountsTheOldFigure(DriverMethod):
 
 
 class ForgetsTheMargin(DriverMethod):
-    async def _needed(self, subject: Subject) -> int:
-        return await super()._needed(subject) - RESTORE_MARGIN_BYTES
+    async def _needed(self, subject: Subject) -> list[int]:
+        return [size_bytes - RESTORE_MARGIN_BYTES for size_bytes in await super()._needed(subject)]
 
     async def restore(self, subject: Subject, gpu: str) -> None:
         await super().restore(dataclasses.replace(subject, rest_bytes=subject.rest_bytes - RESTORE_MARGIN_BYTES), gpu)

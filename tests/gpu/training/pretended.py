@@ -62,7 +62,7 @@ def main() -> None:
     steps, size_mib = int(sys.argv[1]), int(sys.argv[2])
     given = [word.partition("=")[::2] for word in sys.argv[3:]]
     pace_s, digest_every = float(dict(given)["pace"]), int(dict(given)["digest"])
-    program = Program(0, [size_mib // 2, size_mib - size_mib // 2])
+    program = Program([0], [size_mib // 2, size_mib - size_mib // 2])
     agent: StandingAgent | None = None
     if "HEGM_RUN" in os.environ:
         agent = StandingAgent(program)

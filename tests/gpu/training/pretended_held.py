@@ -18,7 +18,7 @@ def main() -> None:
     if "waits" in sys.argv:
         _say("waits")
         sys.stdin.readline()
-    program = Program(0, [int(sys.argv[1])] * 2)
+    program = Program([0], [int(sys.argv[1])] * 2)
     agent = StandingAgent(program) if "HEGM_RUN" in os.environ else None
     if agent is not None:
         threading.Thread(target=agent.attend, args=(os.environ["HEGM_SOCKET"],), daemon=True).start()

@@ -20,6 +20,7 @@ _Thread_local CUcontext current_context;
 
 static int is_initialised, is_forked, is_answering;
 static int state = RUNNING, is_lost; /* the driver thread's own */
+static int was_restored;
 static struct node_process *mailbox;
 
 /* Writers first: a locked-out call would otherwise wait for calls that come later than itself. */
@@ -89,7 +90,14 @@ static CUresult step_checkpoint(void) {
     return CUDA_SUCCESS;
 }
 
-/* A restore that fails for want of room, or because NCCL had peer-to-peer memory, cannot be had again: the job is lost. */
+/* Whether any of its contexts may reach another one's memory, with which nobody is brought back. */
+static int has_peers(void) {
+    for (int i = 0; i < context_count; i++)
+        if (contexts[i].users && contexts[i].peers) return 1;
+    return 0;
+}
+
+/* A restore that fails for want of room, or because there was peer-to-peer memory, cannot be had again: the job is lost. */
 static CUresult step_restore(const int *map) {
     if (is_lost) return CUDA_ERROR_OPERATING_SYSTEM;
     if (state != CHECKPOINTED) return CUDA_ERROR_ILLEGAL_STATE;
@@ -97,9 +105,12 @@ static CUresult step_restore(const int *map) {
     long code;
     snprintf(pid, sizeof pid, "%d", (int)getpid());
     int is_doomed = scenario_has("nccl_p2p", pid, -1, &code) || scenario_has("lose", "step:restore", getpid(), &code);
-    CUresult restored = !is_doomed ? memory_restore(map) : code ? (CUresult)code : CUDA_ERROR_NOT_SUPPORTED;
-    is_lost = is_doomed || restored == CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult restored = is_doomed     ? (code ? (CUresult)code : CUDA_ERROR_NOT_SUPPORTED)
+                        : has_peers() ? CUDA_ERROR_INVALID_VALUE
+                                      : memory_restore(map);
+    is_lost = is_doomed || has_peers() || restored == CUDA_ERROR_OUT_OF_MEMORY;
     if (restored) return restored;
+    was_restored = 1;
     for (int i = 0; i < context_count; i++) contexts[i].gpu = map[contexts[i].gpu];
     state = LOCKED;
     return CUDA_SUCCESS;
@@ -403,11 +414,12 @@ CUresult cuCtxGetDevice(CUdevice *device) {
     LEAVE(CUDA_SUCCESS);
 }
 
-/* From the current context to the memory of `peer`. */
+/* From the current context to the memory of `peer`; refused for good to a process that was restored (580.159.04). */
 CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned int flags) {
     ENTER_ABOUT(peer ? peer->gpu : -1);
     if (!current_context || !peer || !peer->users || peer == current_context) LEAVE(CUDA_ERROR_INVALID_CONTEXT);
     if (flags) LEAVE(CUDA_ERROR_INVALID_VALUE);
+    if (was_restored) LEAVE(CUDA_ERROR_INVALID_HANDLE);
     if (current_context->peers & 1u << peer->ordinal) LEAVE(CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
     current_context->peers |= 1u << peer->ordinal;
     LEAVE(CUDA_SUCCESS);

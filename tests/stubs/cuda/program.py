@@ -1,5 +1,7 @@
 """A CUDA program for tests, by the driver's own functions alone: `program.py GPU MIB...`, told what to do by lines.
 
+On several GPUs (`0,1`) its pieces lie on them in turn, and the counter on the first.
+
 Holds one piece of video memory of each size given, filled with a pattern of its own, and a counter beside them. Runs on
 the stub and on a real GPU, with any Python and nothing installed. It answers every line on its standard input with one
 on its standard output, so whoever drives it always knows where it is, and ends with its input:
@@ -20,6 +22,8 @@ on its standard output, so whoever drives it always knows where it is, and ends 
     uuid            uuid GPU-...: what it takes its GPU for
     info            info FREE TOTAL
     open HEX, shut  opened, shut: another process's memory
+    reach, part     reached CODE..., parted CODE...: each of its GPUs may reach every other one's memory, or no longer
+    across          crossed: the first piece went to each other GPU and was the same there
 
 A call that fails ends it with the call's name and code.
 """
@@ -49,6 +53,9 @@ cuda.cuMemFree_v2.argtypes = (Address,)
 cuda.cuMemcpyHtoD_v2.argtypes = (Address, ctypes.c_char_p, ctypes.c_size_t)
 cuda.cuMemcpyDtoH_v2.argtypes = (ctypes.c_void_p, Address, ctypes.c_size_t)
 cuda.cuCtxSetCurrent.argtypes = (ctypes.c_void_p,)
+cuda.cuCtxEnablePeerAccess.argtypes = (ctypes.c_void_p, ctypes.c_uint)
+cuda.cuCtxDisablePeerAccess.argtypes = (ctypes.c_void_p,)
+cuda.cuMemcpyPeer.argtypes = (Address, ctypes.c_void_p, Address, ctypes.c_void_p, ctypes.c_size_t)
 cuda.cuIpcGetMemHandle.argtypes = (ctypes.POINTER(Handle), Address)
 cuda.cuIpcOpenMemHandle_v2.argtypes = (ctypes.POINTER(Address), Handle, ctypes.c_uint)
 cuda.cuIpcCloseMemHandle.argtypes = (Address,)
@@ -62,16 +69,17 @@ def call(name: str, *arguments: object) -> None:
 
 
 class Program:
-    def __init__(self, ordinal: int, sizes_mib: list[int]) -> None:
+    def __init__(self, ordinals: list[int], sizes_mib: list[int]) -> None:
         self.sizes_mib = sizes_mib
         self.pieces: list[int] = []
         self.opened: list[int] = []
         self.steps = 0
         call("cuInit", 0)
-        context = ctypes.c_void_p()
-        call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
-        call("cuCtxSetCurrent", context)
-        self.ordinal = ordinal
+        self.contexts = [ctypes.c_void_p() for _ in ordinals]
+        for context, ordinal in zip(self.contexts, ordinals):  # noqa: B905 - runs on Python 3.9 too
+            call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
+        call("cuCtxSetCurrent", self.contexts[0])
+        self.ordinal = ordinals[0]
         self.counter = self.allocate(COUNTER_BYTES)
         call("cuMemcpyHtoD_v2", self.counter, bytes(COUNTER_BYTES), COUNTER_BYTES)
         self.make()
@@ -126,8 +134,41 @@ class Program:
         return "freed"
 
     def make(self) -> str:
-        self.pieces = [self.allocate(size_mib * MIB) for size_mib in self.sizes_mib]
+        self.pieces = []
+        for number, size_mib in enumerate(self.sizes_mib):
+            call("cuCtxSetCurrent", self.contexts[number % len(self.contexts)])
+            self.pieces.append(self.allocate(size_mib * MIB))
+        call("cuCtxSetCurrent", self.contexts[0])
         return "made"
+
+    def between(self, name: str, *arguments: object) -> list[int]:
+        """What a call about another context answers, for each pair, in the first one's."""
+        answers: list[int] = []
+        for context in self.contexts:
+            call("cuCtxSetCurrent", context)
+            answers += [getattr(cuda, name)(other, *arguments) for other in self.contexts if other is not context]
+        call("cuCtxSetCurrent", self.contexts[0])
+        return answers
+
+    def reach(self) -> str:
+        return " ".join(["reached", *map(str, self.between("cuCtxEnablePeerAccess", 0))])
+
+    def part(self) -> str:
+        return " ".join(["parted", *map(str, self.between("cuCtxDisablePeerAccess"))])
+
+    def across(self) -> str:
+        seen, sent = ctypes.create_string_buffer(MIB), ctypes.create_string_buffer(MIB)
+        call("cuMemcpyDtoH_v2", sent, self.pieces[0], MIB)
+        for context in self.contexts[1:]:
+            call("cuCtxSetCurrent", context)
+            there = self.allocate(MIB)
+            call("cuMemcpyPeer", there, context, self.pieces[0], self.contexts[0], MIB)
+            call("cuMemcpyDtoH_v2", seen, there, MIB)
+            call("cuMemFree_v2", there)
+            if seen.raw != sent.raw:
+                sys.exit("what went from GPU to GPU came as something else")
+        call("cuCtxSetCurrent", self.contexts[0])
+        return "crossed"
 
     def queue(self, seconds: str) -> str:
         """A host function holds up the stream for that long, on any GPU: libc's usleep, called by the driver."""
@@ -176,7 +217,7 @@ class Program:
 
 
 COMMANDS = {"step", "digest", "fill", "handles", "free", "make", "queue", "drain", "alloc", "grab", "uuid", "info"}
-COMMANDS |= {"open", "ping", "shut"}
+COMMANDS |= {"open", "ping", "shut", "reach", "part", "across"}
 # What it goes on doing until the next line, and what it says to that.
 BY_ITSELF = {"run": "step", "hoard": "grab"}
 SAID = {"run": "running", "hoard": "hoarding"}
@@ -188,7 +229,7 @@ def say(line: str) -> None:
 
 
 def main() -> None:
-    program = Program(int(sys.argv[1]), [int(size) for size in sys.argv[2:]])
+    program = Program([int(gpu) for gpu in sys.argv[1].split(",")], [int(size) for size in sys.argv[2:]])
     say(f"ready {os.getpid()}")
     by_itself, pause_s = "", 0.0
     while True:

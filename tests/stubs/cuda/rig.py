@@ -112,7 +112,7 @@ class DriverRig:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def start(self, gpu: int, *sizes_mib: int) -> Target:
+    def start(self, gpu: int | str, *sizes_mib: int) -> Target:
         program = Program(str(PROGRAM), str(gpu), *map(str, sizes_mib))
         self._stack.callback(program.end)
         program.must_hear("its start")

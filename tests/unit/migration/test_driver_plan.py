@@ -196,7 +196,7 @@ def test_the_carrier_that_is_asked_for_is_taken_or_refused() -> None:
         (_process(_agent(_cuda(hazards=("managed",)))), {}, "managed memory", "cudaMallocManaged"),
         (_process(around=Surroundings(memory_room_bytes=8 * GIB)), {}, "the kernel would kill it", "memory.max"),
         (_process(), {"available_bytes": 16 * GIB}, "memory available", "free memory"),
-        (_process(gpus=("gpu0", "gpu1")), {}, "on gpu0 and gpu1", "one GPU"),
+        (_process(gpus=("gpu0", "gpu1")), {}, "on gpu0 and gpu1, and without an agent", "hegmctl run"),
     ],
 )
 def test_what_would_lose_the_job_or_fail_is_refused_before_anything_is_done(

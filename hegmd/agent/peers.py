@@ -1,0 +1,71 @@
+"""Access from one GPU of this process to another's memory: undone before the driver takes the process off.
+
+The driver takes a process off that has such access, and never brings it back (580.159.04). Undone before, it comes back
+with all its bytes; then access is refused to it for good, and copies between its GPUs go through host memory. PyTorch
+asks for access at the first copy between two GPUs, and fails when that is refused. So it makes one such copy for each
+pair while access can still be had: it remembers that, and asks no more.
+
+Owns which pairs had access. Called in the agent's thread while the training thread is parked.
+"""
+
+from __future__ import annotations
+
+from ..errors import HegmError
+from . import cuda_state
+from .cuda_driver import PeerAccess
+from .notes import note
+from .refusals import refusal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_HINT = "it stays where it is; nothing has happened to it"
+
+
+class Peers:
+    """The GPUs of this process that reached into one another's memory."""
+
+    def __init__(self) -> None:
+        self._parted: list[tuple[int, int]] = []
+
+    def part(self) -> int:
+        """Undo all access; for how many pairs. Raises HegmError, with access as it was, when that cannot be."""
+        torch = cuda_state.in_use()
+        if torch is None:
+            raise refusal("nothing is known of its access from GPU to GPU: it does not use PyTorch on them", _HINT)
+        if cuda_state.maps_for_peers(torch):
+            raise refusal("its allocator maps memory of one GPU for the others, and that cannot be undone", _HINT)
+        access = PeerAccess()
+        pairs = [(one, other) for one in access.devices() for other in access.devices() if one != other]
+        try:
+            _have_noted(torch, [pair for pair in pairs if access.is_possible(*pair)])
+            self._parted += [pair for pair in pairs if access.end(*pair)]
+        except Exception as error:
+            self.rejoin()
+            why = error.message if isinstance(error, HegmError) else repr(error)
+            raise refusal(f"its access from GPU to GPU could not be undone: {why}", _HINT) from error
+        note(f"access of {len(self._parted)} pairs of GPUs is undone")
+        return len(self._parted)
+
+    def rejoin(self) -> None:
+        """Have access again for the pairs that had it: they have, where the process was not taken off meanwhile."""
+        parted, self._parted = self._parted, []
+        if not parted:
+            return
+        try:
+            access = PeerAccess()
+            answers = [access.begin(*pair) for pair in parted]
+        except (HegmError, OSError) as error:
+            note(f"access from GPU to GPU is not had again: {error!r}")
+            return
+        note(f"access of {len(parted)} pairs of GPUs: {answers}")
+
+
+def _have_noted(torch: Any, pairs: list[tuple[int, int]]) -> None:
+    """Have PyTorch copy once over each pair, and wait until all of it is over and given back."""
+    for one, other in pairs:
+        torch.zeros(1, device=f"cuda:{one}").to(f"cuda:{other}")
+    for device in sorted({device for pair in pairs for device in pair}):
+        torch.cuda.synchronize(device)
+    cuda_state.give_back(torch)

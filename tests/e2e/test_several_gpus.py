@@ -1,0 +1,189 @@
+"""One process on several GPUs, whose GPUs reach into one another's memory: moved, suspended, cut off, refused.
+
+The stub has the trap of the real driver: with that access at the checkpoint the restore fails and the job is lost for
+good. Every program here has it, so one that answers with its digest afterwards was parted before.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmctl.connection import Connection
+from hegmd.errors import HegmError
+from hegmd.protocol import operations as told
+from hegmd.protocol.messages import Drain, Drained, Migrate, OperationReply
+from tests.e2e.driven import GIB, LOOKS, MIB, DrivenNode, DrivenProgram, Watched, at_rest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+
+# What the pieces on each of its GPUs come to, in turn; the counter is with the first.
+FIRST_BYTES, SECOND_BYTES = 64 * MIB + 512, 200 * MIB
+
+
+class Spread(Watched):
+    """A watched program on two GPUs that reach one another."""
+
+    def __init__(self, program: DrivenProgram) -> None:
+        assert program.tell("reach") == "reached 0 0"
+        super().__init__(program)
+
+    def is_whole(self) -> None:
+        super().is_whole()
+        assert self.program.tell("across") == "crossed"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[DrivenNode]:
+    with DrivenNode(tmp_path, gpus=4) as made:
+        yield made
+
+
+def spread(node: DrivenNode) -> DrivenProgram:
+    return node.agented("0,1", 48, 200, 16)
+
+
+def migrate(connection: Connection, pid: int, to: str) -> told.Operation:
+    reply = connection.call(Migrate(pids=(pid,), to=to), OperationReply)
+    assert reply.operation is not None
+    assert (reply.operation.phase, reply.operation.failure) == ("done", None)
+    return reply.operation
+
+
+def holds(node: DrivenNode, pid: int) -> dict[str, int]:
+    """What it holds on which GPU besides its contexts, which all have the same, once nobody else holds anything."""
+    own, used = node.vram(pid), node.used()
+    for _ in range(LOOKS):
+        own, used = node.vram(pid), node.used()
+        if {gpu: size_bytes for gpu, size_bytes in used.items() if size_bytes} == own:
+            break
+    else:
+        raise AssertionError(f"{used} is in use, of which {own} is the program's")
+    return {gpu: size_bytes - min(own.values()) + FIRST_BYTES for gpu, size_bytes in own.items()}
+
+
+def test_all_of_it_moves_or_one_device_or_they_change_places(node: DrivenNode) -> None:
+    with spread(node) as program, node.connect() as connection:
+        watched = Spread(program)
+        assert holds(node, watched.pid) == {"gpu0": FIRST_BYTES, "gpu1": SECOND_BYTES}
+        moved = migrate(connection, watched.pid, "gpu3,gpu2")
+        assert moved.processes[0].gpu == "gpu3,gpu2"
+        watched.is_whole()
+        assert holds(node, watched.pid) == {"gpu3": FIRST_BYTES, "gpu2": SECOND_BYTES}
+        migrate(connection, watched.pid, "gpu3=gpu0")
+        watched.is_whole()
+        assert holds(node, watched.pid) == {"gpu0": FIRST_BYTES, "gpu2": SECOND_BYTES}
+        migrate(connection, watched.pid, "gpu2,gpu0")
+        watched.is_whole()
+        assert holds(node, watched.pid) == {"gpu2": FIRST_BYTES, "gpu0": SECOND_BYTES}
+        assert program.tell("seen").split().count("part") == 3
+
+
+def test_it_is_suspended_and_resumes_elsewhere_also_by_a_daemon_that_was_killed_meanwhile(node: DrivenNode) -> None:
+    """What each device needs is in the journal: nobody can ask any more once it is off."""
+    with spread(node) as program:
+        watched = Spread(program)
+        with node.connect() as connection:
+            suspended = connection.suspend(watched.pid).operation
+            assert suspended is not None
+            assert (suspended.phase, suspended.processes[0].state) == ("suspended", "parked")
+            assert set(node.used().values()) == {0}
+        node.daemon.process.kill()
+        node.daemon.stop()
+        node.daemon.start()
+        node.wait_for_agents(watched.pid)
+        with node.connect() as connection:
+            with pytest.raises(HegmError, match="1 GPU was named"):
+                connection.resume(watched.pid, "gpu2")
+            resumed = connection.resume(watched.pid, "gpu0=gpu2").operation
+            assert resumed is not None
+            assert (resumed.phase, resumed.failure, resumed.processes[0].gpu) == ("done", None, "gpu2,gpu1")
+        watched.is_whole()
+        assert holds(node, watched.pid) == {"gpu2": FIRST_BYTES, "gpu1": SECOND_BYTES}
+
+
+@pytest.mark.parametrize("stage", ["step:lock", "step:checkpoint", "step:restore", "cuCheckpointProcessUnlock"])
+@pytest.mark.parametrize("to", ["gpu1,gpu0", "gpu1=gpu2"])
+def test_a_daemon_that_is_killed_in_the_middle_costs_no_job(
+    node: DrivenNode, tmp_path: Path, stage: str, to: str
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with spread(node) as program:
+        watched = Spread(program)
+        node.cuda.order(f"hold {stage} {gate}")
+        with node.connect() as connection:
+            connection.call(Migrate(pids=(watched.pid,), to=to, wait=False), OperationReply)
+        with gate.open("w"):  # from here on somebody stands in the call
+            node.daemon.process.send_signal(signal.SIGKILL)
+            node.cuda.mend()
+        node.daemon.stop()
+        node.daemon.start()
+        ended = at_rest(node)
+        assert (ended.phase in {"done", "undone"}, ended.processes[0].state) == (True, "running")
+        watched.is_whole()
+        place = ended.processes[0].gpu
+        assert place in {"gpu0,gpu1", "gpu1,gpu0" if to == "gpu1,gpu0" else "gpu0,gpu2"}
+        assert holds(node, watched.pid) == dict(zip(place.split(","), (FIRST_BYTES, SECOND_BYTES), strict=True))
+
+
+def test_a_move_that_came_to_nothing_leaves_its_gpus_reaching_one_another(node: DrivenNode) -> None:
+    with spread(node) as program, node.connect() as connection:
+        watched = Spread(program)
+        node.cuda.order("error cuCheckpointProcessLock 600")
+        moved = connection.migrate(watched.pid, "gpu2,gpu3").operation
+        assert moved is not None
+        assert (moved.phase, moved.processes[0].gpu) == ("undone", "gpu0,gpu1")
+        watched.is_whole()
+        assert program.tell("reach") == "reached 704 704"
+
+
+def test_an_agent_that_cannot_part_them_keeps_its_job_where_it_is(node: DrivenNode) -> None:
+    with spread(node) as program, node.connect() as connection:
+        watched = Spread(program)
+        program.tell("refuse part")
+        moved = connection.migrate(watched.pid, "gpu2,gpu3").operation
+        assert moved is not None
+        assert (moved.phase, moved.processes[0].gpu) == ("undone", "gpu0,gpu1")
+        assert moved.failure is not None
+        assert "the test wants it so" in moved.failure.message
+        watched.is_whole()
+
+
+def test_a_gpu_that_is_emptied_gets_rid_of_its_part_alone(node: DrivenNode) -> None:
+    with spread(node) as program, node.connect() as connection:
+        watched = Spread(program)
+        drained = connection.call(Drain(gpu="gpu1", to=("gpu3",)), Drained)
+        assert [op.phase for op in drained.operations] == ["done"]
+        watched.is_whole()
+        assert holds(node, watched.pid) == {"gpu0": FIRST_BYTES, "gpu3": SECOND_BYTES}
+
+
+def test_what_is_not_clear_or_would_lose_it_is_refused(tmp_path: Path) -> None:
+    with (
+        DrivenNode(tmp_path, gpus=3, gpu_bytes=2 * GIB) as node,
+        spread(node) as program,
+        node.program("0,1") as bare,
+        node.connect() as connection,
+    ):
+
+        def refused(pid: int, to: str) -> str:
+            with pytest.raises(HegmError) as error:
+                connection.migrate(pid, to)
+            return f"{error.value.message}; {error.value.hint}"
+
+        pid = program.pid
+        assert f"hegmctl migrate {pid} --to gpu0=gpu2" in refused(pid, "gpu2")
+        assert "cannot come together on gpu2" in refused(pid, "gpu2,gpu2")
+        assert "cannot come together on gpu1" in refused(pid, "gpu0=gpu1")
+        assert "not on gpu2" in refused(pid, "gpu2=gpu1")
+        assert "does not say which" in refused(pid, "gpu0=,gpu1=gpu2")
+        assert "there is no GPU gpu9" in refused(pid, "gpu0=gpu9")
+        assert "already" in refused(pid, "gpu0,gpu1")
+        assert "hegmctl run" in refused(bare.pid, "gpu1,gpu2")
+        program.tell("facts hazards=peer-mapped,")
+        assert "expandable segments" in refused(pid, "gpu0=gpu2")
