@@ -307,7 +307,7 @@ _VERBS = (
         "move running jobs to another GPU",
         "Stops the job between two batches, moves it, and lets it go on; done means that its next batch was seen. "
         "Whatever fails, the job ends up running where it was. Ctrl-C asks whether to turn back or to leave it going. "
-        "Of a process on several GPUs, --to names one for each, in the order of `hegmctl ps`, or which takes whose place.",
+        "Of a process on several GPUs, --to names one for each, as `hegmctl ps` has them, or which takes whose place.",
         options=(
             Option(
                 "--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go to; GPU,GPU or OLD=NEW for several"

@@ -96,6 +96,7 @@ def test_it_is_suspended_and_resumes_elsewhere_also_by_a_daemon_that_was_killed_
         node.daemon.stop()
         node.daemon.start()
         node.wait_for_agents(watched.pid)
+        assert at_rest(node).phase == "suspended"
         with node.connect() as connection:
             with pytest.raises(HegmError, match="1 GPU was named"):
                 connection.resume(watched.pid, "gpu2")
