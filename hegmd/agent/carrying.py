@@ -81,9 +81,9 @@ class Carrying:
 
     def part(self) -> int:
         """Have its GPUs reach no other's memory, as the driver wants it; for how many pairs. Raises HegmError."""
-        if self._peers is None:
-            self._peers = _parting().Peers()
-        return int(self._peers.part())
+        peers: Peers = self._peers or _parting().Peers()
+        self._peers = peers
+        return peers.part()
 
     def rejoin(self) -> None:
         """Have that again before the thread goes on, as far as the driver lets it be had."""

@@ -128,7 +128,11 @@ class PeerAccess:
 
     def begin(self, device: int, other: int) -> int:
         """Have that device reach the other's memory; what the driver answers, which refuses it after a restore."""
-        return self._between(device, other, lambda context: self._enable(context, 0))
+
+        def enable(context: int | None) -> Any:
+            return self._enable(context, 0)
+
+        return self._between(device, other, enable)
 
     def _between(self, device: int, other: int, do: Any) -> int:
         """Do it to the other's context in the first one's, which is current meanwhile."""

@@ -1,8 +1,9 @@
 """What the code relies on about CUDA's process checkpoint calls, each as a check for the stub and for real GPUs.
 
-Owns the rows about states, callers and moving; those about video memory are in video_memory.py, and `ROWS` there names
-them all. A row takes a `Rig` (which starts processes and looks at the GPUs; tests hand one in) and raises
-ContractBroken. Each row wants a process of its own: some destroy a job on purpose, one gives up root, one must not
+Owns the rows about states, callers and moving; those about video memory are in video_memory.py, those about several GPUs
+in several_gpus.py, and `ROWS` there names them all. A row takes a `Rig` (which starts processes and looks at the GPUs;
+tests hand one in) and raises ContractBroken. Each row wants a process of its own: some destroy a job on purpose, one
+gives up root, one must not
 have initialised the driver. Knows nothing of the stub: to meet a step under way is for the rig to bring about.
 """
 
@@ -377,59 +378,3 @@ def a_restore_without_room_destroys_the_job(rig: Rig) -> None:
     for pairs in (swapped(), []):
         with fails(cuda.OPERATING_SYSTEM):
             cuda.restore(target.pid, pairs)
-
-
-# ---- one process on several GPUs -------------------------------------------------------------------------------------
-
-
-def begin_on_both(rig: Rig) -> tuple[Target, str]:
-    """The driver initialised, and a program with a piece on each of the first two GPUs."""
-    cuda.start()
-    target = rig.start("0,1", 64, 32)
-    return target, target.ask("digest")
-
-
-@row(gpus=2)
-def a_process_on_two_gpus_changes_them_and_comes_back(rig: Rig) -> None:
-    target, digest = begin_on_both(rig)
-    identity = [(device.uuid, device.uuid) for device in cuda.devices()]
-    for pairs in (swapped(), identity, [], swapped()):
-        take_off(target.pid)
-        gone = [uuid for pid, uuid in rig.look().by_process if pid == target.pid]
-        must_be(gone, [], "where NVML lists it while it is checkpointed")
-        cuda.restore(target.pid, pairs)
-        cuda.unlock(target.pid)
-        goes_on(target, digest)
-        must_be(target.ask("across"), "crossed", "a copy between its GPUs")
-    shown = {uuid: used for (pid, uuid), used in rig.look().by_process.items() if pid == target.pid}
-    must_be(set(shown), {device.uuid for device in cuda.devices()[:2]}, "where NVML lists it")
-
-
-@row(gpus=2)
-def a_process_whose_gpus_reach_one_another_is_lost_by_a_restore(rig: Rig) -> None:
-    """Why an agent undoes that before; it shows in nothing that can be seen from outside."""
-    target, _ = begin_on_both(rig)
-    must_be(target.ask("reach"), "reached 0 0", "what enabling peer access answers")
-    take_off(target.pid)
-    with fails(cuda.INVALID_VALUE):
-        cuda.restore(target.pid, swapped())
-    for pairs in (swapped(), []):
-        with fails(cuda.OPERATING_SYSTEM):
-            cuda.restore(target.pid, pairs)
-
-
-@row(gpus=2)
-def peer_access_that_was_undone_before_is_no_trouble_and_is_refused_from_then_on(rig: Rig) -> None:
-    """What the agent of a process on several GPUs relies on, a second move included, which follows refused calls."""
-    target, digest = begin_on_both(rig)
-    must_be(target.ask("part"), "parted 705 705", "what disabling answers where nothing was enabled")
-    must_be(target.ask("reach"), "reached 0 0", "what enabling peer access answers")
-    must_be(target.ask("part"), "parted 0 0", "what disabling peer access answers")
-    for _ in range(2):
-        take_off(target.pid)
-        cuda.restore(target.pid, swapped())
-        cuda.unlock(target.pid)
-        goes_on(target, digest)
-        must_be(target.ask("reach"), "reached 400 400", "what enabling answers after a restore")
-        must_be(target.ask("part"), "parted 705 705", "what disabling answers after that")
-        must_be(target.ask("across"), "crossed", "a copy between its GPUs")
