@@ -265,10 +265,7 @@ class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgre
     """
 
     pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
-    to: str = field(
-        "the GPU to go to; of a process on several, a GPU for each, `gpu2,gpu3`, or for some, `gpu0=gpu2`: the others "
-        "stay"
-    )
+    to: str = field("the GPU to go to; of a process on several one for each, `gpu2,gpu3`, or for some, `gpu0=gpu2`")
     limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
     wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plan is wanted", default=False)
@@ -467,9 +464,7 @@ class Order(Record):
         "survey, park, withdraw, evacuate, refill, export, free, make, filled, part, rest, entrust, aside, release or "
         "dismiss"
     )
-    at: int | None = field(
-        "park: at the boundary with this count, or the next one after it; nil for the next", default=None
-    )
+    at: int | None = field("park: at this boundary by count, or the next one after it; nil for the next", default=None)
     limit_s: float | None = field(
         "park and release: how long it may take, nil for as long as it takes; aside: when to come back by itself",
         default=None,
@@ -507,9 +502,7 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     Where the daemon copies by itself: `export` shows the storages, `free` frees exactly these, and from then on they
     are out; `make` makes those again that are out and not made yet, and shows them; `filled` says that some have their
     bytes. With the last of them filled, nothing is out any more. Each may come a second time and changes nothing then.
-
-    One that is on several GPUs is told to `part` them before the driver takes it off: none of them reaches into another
-    one's memory then, until the thread goes on.
+    One on several GPUs has to `part` them before it is taken off: none reaches into another's memory until it goes on.
     """
 
     token: str = field("names this agent across connections; made by the agent, 32 hexadecimal digits")
@@ -551,8 +544,7 @@ class CudaFacts(Record):
     padding_bytes: int = field("what its allocator takes more than its storages have", default=0)
     hazards: tuple[str, ...] = field(
         "graphs: CUDA graphs were captured, so addresses must stay; nccl-p2p: live communicators that may use "
-        "peer-to-peer; ipc-shared: storages are shared with another process; peer-mapped: memory of one GPU is mapped "
-        "for others; managed: managed memory is in use",
+        "peer-to-peer; ipc-shared: shared with another process; peer-mapped: mapped for other GPUs; managed memory",
         default=(),
     )
 

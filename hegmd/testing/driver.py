@@ -1,10 +1,10 @@
 """What the code relies on about CUDA's process checkpoint calls, each as a check for the stub and for real GPUs.
 
-Owns the rows about states, callers and moving; those about video memory are in video_memory.py, those about several GPUs
-in several_gpus.py, and `ROWS` there names them all. A row takes a `Rig` (which starts processes and looks at the GPUs;
-tests hand one in) and raises ContractBroken. Each row wants a process of its own: some destroy a job on purpose, one
-gives up root, one must not
-have initialised the driver. Knows nothing of the stub: to meet a step under way is for the rig to bring about.
+Owns the rows about states, callers and moving; those about video memory are in video_memory.py, those about several
+GPUs in several_gpus.py, and `ROWS` there names them all. A row takes a `Rig` (which starts processes and looks at the
+GPUs; tests hand one in) and raises ContractBroken. Each row wants a process of its own: some destroy a job on purpose,
+one gives up root, one must not have initialised the driver. Knows nothing of the stub: to meet a step under way is for
+the rig to bring about.
 """
 
 from __future__ import annotations
