@@ -26,7 +26,7 @@ from hegmd.migration.plan import planned, planned_handoff, planned_resume
 from hegmd.operations import Answer, Asked, Operations, plan_or_raise, refusal, told_plan
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import Reason
-from hegmd.reviving import Reviving
+from hegmd.reviving import Grown, Reviving
 
 
 class Checkpoints:
@@ -113,7 +113,7 @@ class Checkpoints:
         reasons += objections.reasons
         if reasons or not isinstance(found, Plan):
             refused = refusal(reasons)
-            grown = [[file.path, file.size_bytes] for file in objections.grown]
+            grown = [[file.path, file.size_bytes] for file in to_cut_back(reasons, objections.grown)]
             raise HegmError(refused.code, refused.message, refused.hint, {**refused.facts, "grown": grown})
         return found.replace(hazards=(*found.hazards, *objections.notes))
 
@@ -132,6 +132,15 @@ class Checkpoints:
                 raise
             self._reviving.settled(manifest, op_id)
             return op
+
+
+def to_cut_back(reasons: Sequence[Reason], grown: Sequence[Grown]) -> Sequence[Grown]:
+    """The files that it is enough to cut back, if it is: while anything else stands against a restore, none is named.
+
+    Who asked cuts what is named, and what is cut off is gone; the job itself may be what still writes there.
+    """
+    named = [file.reason for file in grown]
+    return grown if all(reason in named for reason in reasons) else ()
 
 
 def _require_absolute(path: str) -> None:

@@ -50,10 +50,11 @@ ATTENDS_WITHIN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """An output file of the job that is longer than it was, and how long that was."""
+    """An output file of the job that is longer than it was, how long that was, and what is said against it."""
 
     path: str
     size_bytes: int
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,4 +381,4 @@ def _changed_files(needs: Needs, root: Path) -> Iterator[tuple[Reason, Grown | N
             hint="restore with --truncate-outputs to cut it back" if has_grown else "put it back as it was then",
         )
         minds = not (file.is_appended and has_grown)
-        yield reason, Grown(file.path, file.size_bytes) if has_grown else None, minds
+        yield reason, Grown(file.path, file.size_bytes, reason) if has_grown else None, minds

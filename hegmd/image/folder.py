@@ -213,6 +213,7 @@ class Folder:
 def make(path: str) -> Folder:
     """A new directory for an image at that path, empty, locked, under a name of its own. Raises HegmError."""
     parent, name = split(path)
+    _require_outside(parent, path)
     with told(path, "made"):
         parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         unnamed = unnamed_beside(name, NEW)
@@ -240,13 +241,16 @@ def make(path: str) -> Folder:
 def free_bytes_at(path: str) -> int:
     """How much its disk has free for an image at that path. Raises HegmError when none could be made; makes nothing."""
     parent, name = split(path)
+    _require_outside(parent, path)
     with told(path, "made"):
         parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _require_free(parent_fd, name, path)
+            status = os.fstatvfs(parent_fd)
+            if status.f_flag & os.ST_RDONLY:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
             if not os.access(".", os.W_OK | os.X_OK, dir_fd=parent_fd, effective_ids=True):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            status = os.fstatvfs(parent_fd)
             return status.f_bavail * status.f_frsize
         finally:
             os.close(parent_fd)
@@ -258,6 +262,18 @@ def find(path: str) -> Folder:
     with told(path, "opened"):
         parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         return Folder(parent_fd, name, path)
+
+
+def _require_outside(parent: str, path: str) -> None:
+    """Raise Refused where that is within another image: with anything more in it, that one is no longer whole."""
+    inner = os.path.realpath(parent)
+    while inner != os.path.dirname(inner):
+        if all(os.path.lexists(os.path.join(inner, name)) for name in (MANIFEST, SEAL)):
+            raise Refused(
+                f"{path} would be within the image {inner}, which could not be restored any more",
+                "name a directory outside of it",
+            )
+        inner = os.path.dirname(inner)
 
 
 def is_left_over(name: str) -> str | None:

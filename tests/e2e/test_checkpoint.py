@@ -62,6 +62,9 @@ def test_a_job_that_is_left_running_goes_on_and_its_image_begins_where_it_was(
         job.await_steps(20)
         done = job.operation("checkpoint", "--leave-running", str(job.pid), str(image))
         assert (done["phase"], done["processes"][0]["gpu"]) == ("done", "gpu0")
+        job.await_steps(len(job.losses) + 1)
+        # It was refused because the job still runs, and had cut the job's output back before.
+        job.command("restore", str(image), "--truncate-outputs", status=6)
         assert job.output() == expected
         job.process.wait(ENDS_WITHIN_S)
         plan = job.command("restore", "--dry-run", str(image))["plan"]

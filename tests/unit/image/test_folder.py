@@ -14,7 +14,7 @@ import pytest
 
 from hegmd.errors import BUSY, DENIED, INCOMPATIBLE, NOT_FOUND, REFUSED, UNAVAILABLE, Code, HegmError
 from hegmd.image import shelf
-from hegmd.image.folder import find, make
+from hegmd.image.folder import find, free_bytes_at, make
 from hegmd.image.seal import load_key
 from tests.unit.image.directory import BLOCK_BYTES, CHUNK_BYTES, SIZE_BYTES, built, flip, ignore, rewritten
 
@@ -184,6 +184,19 @@ def test_nothing_that_is_there_is_written_over(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["empty", "file", "image", "link", "loop"]
     built(tmp_path / "empty")
     shelf.verify(str(tmp_path / "empty"), ignore)
+
+
+def test_an_image_within_another_left_that_one_damaged(tmp_path: Path) -> None:
+    """It was no longer whole, and the job that it was of could not be restored: also by way of a link."""
+    image = tmp_path / "image"
+    built(image)
+    (tmp_path / "link").symlink_to(image / "criu")
+    for within in (image / "other", image / "criu" / "other", tmp_path / "link" / "other"):
+        for asked in (free_bytes_at, make):
+            with pytest.raises(HegmError, match="would be within the image") as refused:
+                asked(str(within))
+            assert refused.value.code is REFUSED
+    assert shelf.verify(str(image), ignore)
 
 
 def test_a_directory_that_came_meanwhile_is_not_written_over(tmp_path: Path) -> None:
