@@ -1,0 +1,33 @@
+"""A training on two GPUs of one process, with copies between them; every loss is printed bit for bit.
+
+    python two.py STEPS PAD_MIB [layout] [pace=SECONDS]
+
+type and layout too, which PyTorch does by a kernel that reads the other GPU: after a move that is likely to fail.
+type and layout too, which PyTorch does by a kernel that reads the other GPU: after a move that is expected to fail.
+"""
+
+import sys
+import threading
+
+import torch
+
+steps, pad_mib, traits = int(sys.argv[1]), int(sys.argv[2]), set(sys.argv[3:])
+pace_s = next((float(trait.split("=")[1]) for trait in traits if trait.startswith("pace=")), 0.0)
+torch.manual_seed(7)
+one, other = torch.device("cuda:0"), torch.device("cuda:1")
+pads = [torch.randint(-(1 << 62), 1 << 62, (pad_mib << 17,), device=gpu) for gpu in (one, other)]
+below = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU()).to(one)
+above = torch.nn.Linear(1024, 10).to(other)
+optimizer = torch.optim.AdamW([*below.parameters(), *above.parameters()], lr=1e-3)
+pause = threading.Event()
+for step in range(steps):
+    inputs, labels = torch.randn(32, 512).to(one), torch.randint(0, 10, (32,)).to(other)
+    middle = below(inputs)
+    there = middle.t().to(other, torch.float64).t().float() if "layout" in traits else middle.to(other)
+    loss = torch.nn.functional.cross_entropy(above(there), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print("loss", step, loss.item().hex(), flush=True)
+    pause.wait(pace_s)
+print("digest", *[int(pad.sum().item()) for pad in pads], flush=True)
