@@ -364,6 +364,7 @@ class App:
                 in_unit=self._manager.present and os.path.isdir(SYSTEMD_RUNS),
                 criu=self._config.images.criu,
                 key_file=self._config.images.key_file,
+                lock_dir=self._config.images.lock_dir,
             ),
         )
 

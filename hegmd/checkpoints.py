@@ -102,6 +102,7 @@ class Checkpoints:
             if asked.dry_run:
                 return Answer(None, told_plan(plan))
             op = await self._bring_back(image, asked)
+            await self._handoff.forget(image.manifest)
         return await self._operations.go_on_with(op, plan, replace(asked, dry_run=False))
 
     async def _plan(self, manifest: Manifest, to: str | None, rights: Rights, *, as_then: bool) -> Plan:

@@ -27,13 +27,14 @@ from hegmd.errors import DENIED, NOT_FOUND, TIMEOUT, Bug, HegmError, Refused
 from hegmd.external import Rights
 from hegmd.image.images import Images, Lent
 from hegmd.inventory import NodeSnapshot
-from hegmd.manifests import byte_name, composed, is_of
+from hegmd.lock_files import LockFiles
+from hegmd.manifests import byte_name, composed, is_of, mark_in, mark_of
 from hegmd.meeting import MeetingPlaces
 from hegmd.migration.operation import Handoff as Wish
 from hegmd.migration.operation import Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.pool import Key, Pool
-from hegmd.protocol.images import ImageWorker
+from hegmd.protocol.images import ImageWorker, Manifest
 from hegmd.protocol.operations import Reason
 from hegmd.workers import Worker, Workers
 
@@ -64,7 +65,9 @@ class Handoff:
         criu: Callable[[], Awaitable[Criu]],
         look: Callable[[], Awaitable[NodeSnapshot]],
         in_unit: bool,
+        locks: LockFiles,
     ) -> None:
+        self._locks = locks
         self._images = images
         self._places = places
         self._workers = workers
@@ -290,8 +293,25 @@ class Handoff:
     async def end(self, op: Operation, member: Member) -> None:
         """End the whole tree, the process itself last, so that what is left of it can still be found from there."""
         wish = _wish_of(op)
+        try:
+            await run_detached(lambda _: self._tell_controllers(op, wish), name="hegmd-lock")
+        except HegmError as error:  # the image is whole, and so the job ends all the same
+            logger.error("no lock file tells of operation %s: %s; %s", op.id, error.message, error.hint)
         await run_detached(lambda _: _end_tree(wish, member), name="hegmd-end")
         self._places.leave(member.token)
+
+    def _tell_controllers(self, op: Operation, wish: Wish) -> None:
+        """While its parent can still be told; of ranks, the first that ends takes the whole tree with it. Blocks."""
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if population_of([wish.root_pid]).start_ticks.get(wish.root_pid) == wish.root_ticks:
+                self._locks.make(_ancestors(wish.root_pid)[1], wish.path, mark_of(op))
+
+    async def forget(self, manifest: Manifest) -> None:
+        """The job of that image is back: nobody is to take it for gone. Raises nothing."""
+        try:
+            await run_detached(lambda _: self._locks.remove(mark_in(manifest)), name="hegmd-lock")
+        except HegmError as error:
+            logger.error("a lock file still tells of a job that is back: %s; %s", error.message, error.hint)
 
 
 def _wish_of(op: Operation) -> Wish:

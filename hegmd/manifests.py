@@ -101,6 +101,17 @@ def is_of(manifest: Manifest, op: Operation) -> bool:
     return more.get("operation") == op.id and more.get("asked_utc") == op.created_utc
 
 
+def mark_of(op: Operation) -> str:
+    """What tells the image of an operation from all others."""
+    return f"{op.id} {op.created_utc!r}"
+
+
+def mark_in(manifest: Manifest) -> str:
+    """The same, as it stands in the image."""
+    more = manifest.more or {}
+    return f"{more.get('operation')} {more.get('asked_utc')!r}"
+
+
 def needs_in(manifest: Manifest) -> Needs:
     """What CRIU has to be told. Raises HegmError."""
     plain: Any = (manifest.more or {}).get("needs")

@@ -29,6 +29,7 @@ from hegmd.handoff import Handoff
 from hegmd.helper.link import Link
 from hegmd.image.images import Images
 from hegmd.inventory import Inventory, NodeSnapshot
+from hegmd.lock_files import LockFiles
 from hegmd.lookout import Lookout
 from hegmd.meeting import MeetingPlaces
 from hegmd.methods.base import Carrier, Method
@@ -66,6 +67,8 @@ class ImageMeans:
     in_unit: bool = False
     criu: Path | None = None
     key_file: Path | None = None
+    #: Where controllers look for lock files of jobs that have gone into images.
+    lock_dir: Path | None = None
 
 
 class Moving:
@@ -177,7 +180,8 @@ class Moving:
         self.places = MeetingPlaces(self._images_by.socket_path)
         parts = (self._opened_images, self.places, self._workers, self.pool)
         by: dict[str, Any] = {"criu": self._criu, "look": self._look, "in_unit": self._images_by.in_unit}
-        return Handoff(*parts, **by), Reviving(*parts, **by, simulated=simulated, notes=self._half_revived)
+        handoff = Handoff(*parts, **by, locks=LockFiles(self._images_by.lock_dir))
+        return handoff, Reviving(*parts, **by, simulated=simulated, notes=self._half_revived)
 
     async def _take_image(self, pid: int, path: str, rights: Rights, asked: Asked) -> Answer:
         return await self.checkpoints.checkpoint(pid, path, rights, asked, leave_running=True)

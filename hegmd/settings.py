@@ -424,6 +424,12 @@ class ImagesSettings:
         'The CRIU to use; "" for the system\'s own, or the one that contrib/criu/install.sh has unpacked.',
         reloads=False,
     )
+    lock_dir: Path | None = setting(
+        PathName(optional=True),
+        "",
+        'Where controllers look for PPID/lock of a job that has gone into an image, as in /checkpoint; "" for none.',
+        reloads=False,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,9 @@ ENDS_WITHIN_S = 60.0
 def daemon_with_criu(folder: Path, *arguments: str, **environ: str) -> RunningDaemon:
     """A daemon with the CRIU of these tests; skips the test where there is none."""
     config = folder / "hegmd.toml"
-    config.write_text(f'[images]\ncriu = "{criu_or_skip().path}"\n')
+    locks = folder / "locks"
+    locks.mkdir(mode=0o755, exist_ok=True)
+    config.write_text(f'[images]\ncriu = "{criu_or_skip().path}"\nlock_dir = "{locks}"\n')
     return RunningDaemon(folder, "--config", str(config), *arguments, environ=environ)
 
 

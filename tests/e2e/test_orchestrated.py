@@ -51,8 +51,11 @@ def test_a_job_is_stopped_taken_off_handed_over_and_restored_in_steps_with_every
         done = job.operation("handoff", str(job.pid), str(image), "--timeout", "60")
         assert (done["id"], done["phase"], done["processes"][0]["state"]) == (held["id"], "done", "gone")
         assert len(job.losses) == losses
+        lock = tmp_path / "locks" / str(os.getpid()) / "lock"
+        assert lock.read_text().splitlines()[0] == str(image)
         job.process.wait(ENDS_WITHIN_S)
         job.operation("restore", str(image), "--to", "gpu1")
+        assert not lock.exists()
         assert job.output() == expected
 
 

@@ -144,7 +144,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # Jobs into images and out of them
     "hegmd.meeting": ("hegmd.errors",),
     "hegmd.manifests": (*GROUND, "hegmd.criu", "hegmd.migration"),
-    "hegmd.handoff": (*MOVING, *IMAGED),
+    "hegmd.lock_files": ("hegmd.errors",),
+    "hegmd.handoff": (*MOVING, *IMAGED, "hegmd.lock_files"),
     "hegmd.half_revived": (*GROUND, "hegmd.criu", "hegmd.detached", "hegmd.pool", "hegmd.units"),
     "hegmd.reviving": (*MOVING, *IMAGED, "hegmd.half_revived", "hegmd.pieces"),
     "hegmd.checkpoints": (

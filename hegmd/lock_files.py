@@ -1,0 +1,116 @@
+"""Files that tell controllers of jobs that have gone into images: `FOLDER/PPID/lock`, as HeGM's controllers watch them.
+
+PPID is the process that had started the job, which it can be waited for by. The file is there from the moment at which
+the job's image is whole, before its processes end, until the job is restored on this node. Owns the files and what they
+say: where the image is, and of which operation, by which a restore knows the file of its own job again.
+
+The folder is the operator's, for root to write in alone: whoever else could write there would have these files made in
+places of their choice. So nothing is written where that is not so, no link is followed, and a file gets its name when
+all of it is there. Everything blocks; what cannot be done is raised, and is for the caller to tell of: an image that is
+whole stays whole without it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hegmd.errors import EXTERNAL, HegmError, Refused
+
+LOCK = "lock"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LONGEST_BYTES = 8192
+
+
+class LockFiles:
+    """Those in one folder; without a folder none is ever made."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def make(self, parent_pid: int, image: str, mark: str) -> Path | None:
+        """Say that the job which that process has started is in that image. Raises HegmError."""
+        if self._folder is None:
+            return None
+        with self._opened() as folder_fd:
+            with suppress(FileExistsError):
+                os.mkdir(str(parent_pid), 0o755, dir_fd=folder_fd)
+            with _own_folder(str(parent_pid), folder_fd, self._folder / str(parent_pid)) as fd:
+                _write(fd, f"{image}\n{mark}\n")
+        return self._folder / str(parent_pid) / LOCK
+
+    def remove(self, mark: str) -> list[Path]:
+        """The job is back: take away what was said of it; which files that were. Raises HegmError."""
+        if self._folder is None or not self._folder.exists():
+            return []
+        gone: list[Path] = []
+        with self._opened() as folder_fd:
+            for name in filter(str.isdigit, os.listdir(folder_fd)):
+                with suppress(FileNotFoundError, HegmError), _own_folder(name, folder_fd, self._folder / name) as fd:
+                    if _said(fd).splitlines()[1:2] == [mark]:
+                        os.unlink(LOCK, dir_fd=fd)
+                        gone.append(self._folder / name / LOCK)
+                        with suppress(OSError):  # there is more in it, which is not ours
+                            os.rmdir(name, dir_fd=folder_fd)
+        return gone
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        folder = self._folder or Path()
+        try:
+            with _own_folder(str(folder), None, folder) as fd:
+                yield fd
+        except OSError as error:
+            raise HegmError(
+                EXTERNAL,
+                f"{folder}, where controllers look for lock files, cannot be written: {error.strerror}",
+                f"make it: install -d -m 0755 {folder}; under systemd name it in ReadWritePaths= as well",
+                {"path": str(folder)},
+            ) from error
+
+
+@contextmanager
+def _own_folder(name: str, dir_fd: int | None, path: Path) -> Iterator[int]:
+    """A folder that nobody else can write to. Raises OSError, Refused."""
+    fd = os.open(name, _FOLDER, dir_fd=dir_fd)
+    try:
+        status = os.fstat(fd)
+        if status.st_uid not in (0, os.geteuid()) or stat.S_IMODE(status.st_mode) & 0o022:
+            raise Refused(
+                f"{path} can be written by others than root, who could lead its lock files elsewhere",
+                f"chown root {path}; chmod 0755 {path}",
+                {"path": str(path)},
+            )
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _write(dir_fd: int, text: str) -> None:
+    """Whole under its name, or not there."""
+    unnamed = f".{LOCK}-{os.urandom(8).hex()}"
+    try:
+        fd = os.open(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+        with open(fd, "w", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
+            os.fchmod(fd, 0o644)  # whatever the umask is: controllers are other users
+            file.flush()
+            os.fsync(fd)
+        os.rename(unnamed, LOCK, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        os.fsync(dir_fd)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(unnamed, dir_fd=dir_fd)
+        raise
+
+
+def _said(dir_fd: int) -> str:
+    try:
+        fd = os.open(LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    except OSError:
+        return ""
+    with open(fd, "rb") as file:
+        return file.read(_LONGEST_BYTES).decode("utf-8", "replace")
