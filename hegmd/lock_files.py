@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -58,7 +58,7 @@ class LockFiles:
         return gone
 
     @contextmanager
-    def _opened(self) -> Iterator[int]:
+    def _opened(self) -> Generator[int]:
         folder = self._folder or Path()
         try:
             with _own_folder(str(folder), None, folder) as fd:
@@ -73,7 +73,7 @@ class LockFiles:
 
 
 @contextmanager
-def _own_folder(name: str, dir_fd: int | None, path: Path) -> Iterator[int]:
+def _own_folder(name: str, dir_fd: int | None, path: Path) -> Generator[int]:
     """A folder that nobody else can write to. Raises OSError, Refused."""
     fd = os.open(name, _FOLDER, dir_fd=dir_fd)
     try:

@@ -171,8 +171,9 @@ def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> 
 
 
 def _waits_for_moved(op: Operation) -> bool:
-    """Whether it waits in `settling` for workers whose bytes may be out: turning round would not help them."""
-    return op.phase == "settling" and any(worker.touched for worker in op.live)
+    """Whether it waits in `settling` for workers whose bytes may be out, or that it holds: turning round would not help
+    the ones, and let go of the others because a daemon was started anew."""
+    return op.phase == "settling" and any(worker.touched or (op.holds and worker.parked) for worker in op.live)
 
 
 def recovered(op: Operation, event: events.Recovered, now: float) -> Operation:

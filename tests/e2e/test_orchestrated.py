@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -38,6 +39,11 @@ def test_a_job_is_stopped_taken_off_handed_over_and_restored_in_steps_with_every
         job.await_steps(20)
         held = job.operation("quiesce", str(job.pid), "--timeout", "30", "--hold", "15min")
         assert (held["phase"], held["processes"][0]["state"]) == ("holding", "parked")
+        daemon.stop(signal.SIGKILL)
+        losses = len(job.losses)
+        daemon.start()
+        assert job.operation("op", held["id"], "--follow")["phase"] == "holding"
+        assert len(job.losses) == losses
         assert job.operation("resume", str(job.pid))["phase"] == "done"
         held = job.operation("quiesce", str(job.pid), "--hold", "15min")
         losses = len(job.losses)

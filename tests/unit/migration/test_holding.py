@@ -90,6 +90,28 @@ def test_a_hold_goes_on_under_the_next_daemon() -> None:
     assert drive.op.phase == "holding"
 
 
+def test_a_hold_was_broken_because_agents_took_longer_than_5_s_to_come_to_the_next_daemon() -> None:
+    drive = held()
+    drive.wanted.clear()
+    drive.feed(events.Recovered())
+    drive.fail("disconnected")
+    drive.now = drive.op.deadline or 0.0
+    drive.feed(events.DeadlinePassed())
+    assert drive.op.heading == "forward"
+    drive.fail("disconnected")
+    drive.feed(events.AgentBack(worker="a", token="token-a"))
+    drive.end()
+    assert drive.op.phase == "holding"
+
+
+def test_a_job_that_has_not_stood_yet_is_not_waited_for_longer_than_it_may_take() -> None:
+    drive = Drive(quiesce()).until("quiescing")
+    drive.feed(events.AgentLost(worker="a"))
+    drive.now = drive.op.deadline or 0.0
+    drive.feed(events.DeadlinePassed())
+    assert drive.op.heading == "back"
+
+
 def test_a_rank_that_ends_lets_the_others_go() -> None:
     drive = held("a", "b")
     wanted = drive.feed(events.WorkerGone(worker="a", why="it was killed"))
