@@ -2,8 +2,8 @@
 
     python two.py STEPS PAD_MIB [layout] [pace=SECONDS]
 
+PAD_MIB of random bits ride along on each GPU, summed in the last line. With `layout` copies between the GPUs change
 type and layout too, which PyTorch does by a kernel that reads the other GPU: after a move that is likely to fail.
-type and layout too, which PyTorch does by a kernel that reads the other GPU: after a move that is expected to fail.
 """
 
 import sys
