@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import anyio
+
 from hegmd.detached import run_detached
 from hegmd.errors import ExternalError
 from hegmd.external import SYSTEM_PATH
@@ -35,18 +37,34 @@ class Started:
     status: int | None
 
 
-async def start_apart(argv_for: Callable[[int], Sequence[str]], *, deadline_s: float) -> Started:
+async def start_apart(
+    argv_for: Callable[[int], Sequence[str]], *, deadline_s: float, end: Callable[[], object]
+) -> Started:
     """Start the program and wait until it says on a descriptor that it is ready, or ends.
 
     `argv_for` gets that descriptor's number. Without either within the deadline, or on cancellation, it gets SIGTERM,
-    on which it has to end what it has started, and SIGKILL, alone, if it does not end. Raises ExternalError when it
-    cannot be started.
+    on which it has to end what it has started, and SIGKILL, alone, if it does not end. One that is ready just when
+    nobody wants it any more has nothing to end it: then `end`, which may block, ends what it has made. Raises
+    ExternalError when it cannot be started.
     """
-    return await run_detached(
-        lambda unwanted: _start(argv_for, time.monotonic() + deadline_s, unwanted),
-        name="program apart",
-        linger_s=_END_GRACE_S,
-    )
+    came: list[Started] = []
+    try:
+        return await run_detached(
+            lambda unwanted: _kept(came, _start(argv_for, time.monotonic() + deadline_s, unwanted)),
+            name="program apart",
+            linger_s=_END_GRACE_S,
+        )
+    except anyio.get_cancelled_exc_class():
+        if came and came[0].word:
+            with anyio.CancelScope(shield=True):
+                await run_detached(lambda _: end(), name="end what is apart")
+        raise
+
+
+def _kept(came: list[Started], started: Started) -> Started:
+    """In the thread, before it ends: a result that nobody waits for is dropped, and what it tells of is there."""
+    came.append(started)
+    return started
 
 
 def _start(argv_for: Callable[[int], Sequence[str]], deadline: float, unwanted: socket.socket) -> Started:

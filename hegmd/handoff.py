@@ -21,7 +21,8 @@ from hegmd.criu.needs import Needs, needs_of
 from hegmd.criu.node import describe
 from hegmd.criu.population import Population, end_all, let_go, population_of
 from hegmd.criu.program import Criu
-from hegmd.criu.tree import Tree, read_tree
+from hegmd.criu.tree import Member as Process
+from hegmd.criu.tree import Tree, pids_below, read_tree
 from hegmd.detached import run_detached
 from hegmd.errors import DENIED, NOT_FOUND, TIMEOUT, Bug, HegmError, Refused
 from hegmd.external import Rights
@@ -366,28 +367,27 @@ def _not_theirs(tree: Tree, rights: Rights) -> list[Reason]:
     if rights.uid == 0:
         return []
     return [
-        Reason(
-            code=DENIED.name,
-            message=f"process {member.pid} runs as uid {member.uid}, and its image would be yours, of uid {rights.uid}",
-            hint="an image holds all of a process's memory: have its owner make it, or root",
-            pid=member.pid,
-        )
-        for member in tree.members
-        if member.uid != rights.uid
+        _not_theirs_reason(member, rights) for member in tree.members if member.uid != rights.uid or member.is_guarded
     ]
 
 
+def _not_theirs_reason(member: Process, rights: Rights) -> Reason:
+    hint = "an image holds all of a process's memory: have its owner make it, or root"
+    message = f"process {member.pid} runs as uid {member.uid}, and its image would be yours, of uid {rights.uid}"
+    if member.uid == rights.uid:
+        message = f"process {member.pid} has other rights than uid {rights.uid}, or hides its memory from its own user"
+        hint = "end it first (as sudo, su, passwd or ssh-agent), or have root make the image"
+    return Reason(code=DENIED.name, message=message, hint=hint, pid=member.pid)
+
+
 def _let_all_go(wish: Wish) -> None:
-    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-        found = population_of(read_tree(wish.root_pid).pids)
-        if found.start_ticks.get(wish.root_pid) == wish.root_ticks:
-            let_go(Population(found.start_ticks))
+    found = population_of(pids_below(wish.root_pid))
+    if found.start_ticks.get(wish.root_pid) == wish.root_ticks:
+        let_go(Population(found.start_ticks))
 
 
 def _end_tree(wish: Wish, member: Member) -> None:
-    pids: list[int] = [member.pid]
-    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-        pids = [each.pid for each in read_tree(wish.root_pid).members]
+    pids = [member.pid, *pids_below(wish.root_pid)]
     found = population_of(pids).start_ticks
     if found.get(wish.root_pid) != wish.root_ticks:  # it has ended, and another process may have its number
         found = {pid: ticks for pid, ticks in found.items() if (pid, ticks) == (member.pid, member.start_ticks)}

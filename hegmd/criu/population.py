@@ -108,19 +108,22 @@ def let_go(people: Population) -> None:
                     signal.pidfd_send_signal(pidfd, signal.SIGCONT)
 
 
-def dumpers_of(pids: Iterable[int], proc_root: str = "/proc") -> tuple[int, ...]:
+def dumpers_of(pids: Iterable[int], proc_root: str = "/proc", *, uid: int | None = None) -> tuple[int, ...]:
     """The processes that dump a tree with one of these for its root, or are about to: by their command lines.
 
-    Not those that stand still: CRIU makes some for a moment, to try what the kernel can, and when it is killed just
-    then they stand there for good.
+    Only those of the daemon's own user, or of that one: anybody can call a program so, and would be waited for. Not
+    those that stand still: CRIU makes some for a moment, to try what the kernel can, and when it is killed just then
+    they stand there for good.
     """
+    wanted_uid = os.geteuid() if uid is None else uid
     wanted = [b"\0dump\0--tree\0%d\0" % pid for pid in pids]
     found: list[int] = []
     for name in os.listdir(proc_root):
         if name.isdigit():
             with suppress(FileNotFoundError, ProcessLookupError):
                 command = Path(proc_root, name, "cmdline").read_bytes()
-                if any(words in command for words in wanted) and _state(int(name)) not in {"T", "t"}:
+                is_one = any(words in command for words in wanted) and Path(proc_root, name).stat().st_uid == wanted_uid
+                if is_one and _state(int(name)) not in {"T", "t"}:
                     found.append(int(name))
     return tuple(found)
 

@@ -27,7 +27,7 @@ from hegmd.apart import start_apart
 from hegmd.criu.complaints import failure
 from hegmd.criu.needs import Needs
 from hegmd.criu.orders import DUMP_LOG, RESTORE_LOG, dump_order, opened, place_of, restore_order
-from hegmd.criu.population import let_go, population_of, wait_until_free
+from hegmd.criu.population import Population, end_all, let_go, population_of, wait_until_free
 from hegmd.criu.program import Criu
 from hegmd.detached import run_detached
 from hegmd.errors import HegmError, Refused
@@ -125,16 +125,21 @@ async def restore(
         await _restore_in_unit(order, files, unit_name, description, log_dir_fd, deadline_s)
     else:
         begun = await start_apart(
-            lambda told: [*_PYTHON, "tend", str(told), str(needs.pids[0]), *files, "--", *order], deadline_s=deadline_s
+            lambda told: [*_PYTHON, "tend", str(told), str(needs.pids[0]), *files, "--", *order],
+            deadline_s=deadline_s,
+            end=lambda: end_all(population_of(needs.pids)),
         )
         if not begun.word:
             raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", begun.status)
-    revived = await run_detached(lambda _: population_of(needs.pids), name="look at the job")
-    if needs.pids[0] not in revived.start_ticks:
-        raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", 0)
+    came = Population({})
+    with anyio.CancelScope(shield=True):  # they are there: until it is known who they are, nobody else can end them
+        came = await run_detached(lambda _: population_of(needs.pids), name="look at the job")
+        if needs.pids[0] not in came.start_ticks:
+            await run_detached(lambda _: end_all(came), name="end the job")
+            raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", 0)
     took_s = time.monotonic() - started
     logger.debug("CRIU restored process %d in %.1f ms", needs.pids[0], took_s * 1e3)
-    return Revived(needs.pids[0], revived.start_ticks, unit_name, took_s)
+    return Revived(needs.pids[0], came.start_ticks, unit_name, took_s)
 
 
 async def _restore_in_unit(

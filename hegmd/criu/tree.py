@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hegmd.criu.sockets import TcpEnd, UnixEnd, tcp_ends, unix_ends
 
-__all__ = ["Descriptor", "Mapping", "Member", "Tree", "read_tree"]
+__all__ = ["Descriptor", "Mapping", "Member", "Tree", "pids_below", "read_tree"]
 
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 _DELETED = " (deleted)"
@@ -37,6 +37,7 @@ class Member:
     tracer: int = 0
     threads: int = 1
     uid: int = 0
+    is_guarded: bool = False  # the kernel keeps its memory from its own user
     namespaces: tuple[tuple[str, str], ...] = ()
     command: tuple[str, ...] = ()
 
@@ -112,7 +113,7 @@ def read_tree(root: int, *, proc_root: str = "/proc") -> Tree:
     Raises ProcessLookupError when there is no such process, and PermissionError when it may not be looked at.
     """
     proc = Path(proc_root)
-    pids = _descendants(proc, root)
+    pids = pids_below(root, proc_root=proc_root)
     members = tuple(member for pid in pids if (member := _member(proc, pid)) is not None)
     if not members or members[0].pid != root:
         raise ProcessLookupError(f"there is no process {root}")
@@ -130,8 +131,9 @@ def read_tree(root: int, *, proc_root: str = "/proc") -> Tree:
     )
 
 
-def _descendants(proc: Path, root: int) -> list[int]:
-    """The root first, then its children, and so on."""
+def pids_below(root: int, *, proc_root: str = "/proc") -> list[int]:
+    """The root first, then its children, and so on. Looks at nothing that they have open, so no dead disk hangs it."""
+    proc = Path(proc_root)
     children: dict[int, list[int]] = {}
     for name in os.listdir(proc):
         if name.isdigit() and len(fields := _stat_fields(proc / name)) > _PARENT:
@@ -157,6 +159,7 @@ def _member(proc: Path, pid: int) -> Member | None:
         return None
     status = _status(process)
     command = _bytes(process / "cmdline").rstrip(b"\0").split(b"\0")
+    uids = [int(uid) for uid in status.get("Uid", "0").split()]
     return Member(
         pid=pid,
         parent=int(fields[_PARENT]),
@@ -167,10 +170,22 @@ def _member(proc: Path, pid: int) -> Member | None:
         has_terminal=int(fields[_TERMINAL]) != 0,
         tracer=int(status.get("TracerPid", "0")),
         threads=int(status.get("Threads", "1")),
-        uid=int(status.get("Uid", "0").split()[0]),
+        uid=uids[0],
+        is_guarded=_is_guarded(process, uids),
         namespaces=_namespaces(process),
         command=tuple(os.fsdecode(word) for word in command),
     )
+
+
+def _is_guarded(process: Path, uids: list[int]) -> bool:
+    """Whether its user may not look into it: it has, or had, other rights than its user's, or hides its memory.
+
+    The kernel gives what tells of the inside of such a process to root, whoever's it is (dumpable, man 5 proc).
+    """
+    try:
+        return {*uids, (process / "environ").stat().st_uid} != {uids[0]}
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _status(process: Path) -> dict[str, str]:

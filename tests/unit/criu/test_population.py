@@ -78,7 +78,7 @@ def test_a_number_is_held_by_processes_groups_and_sessions_and_by_zombies() -> N
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert ("process", True) in {(each.what, each.is_zombie) for each in holders_of([process.pid])}
         assert wait_until_free([process.pid], limit_s=0) != ()
-        os.killpg(process.pid, signal.SIGKILL)
+        end_all(population_of(each.pid for each in holders_of([process.pid]) if not each.is_zombie))
     assert [each for each in holders_of([process.pid]) if not each.is_zombie] == []
 
 
@@ -92,3 +92,10 @@ def test_what_a_killed_criu_left_standing_was_waited_for_for_ever() -> None:
     with sleeper("dump", "--tree", "4711", "--images-dir", "x") as process:
         stop(process)
         assert dumpers_of([4711]) == ()
+
+
+def test_another_users_program_that_was_called_like_a_dumper_kept_a_job_standing() -> None:
+    """Whoever runs a program with CRIU's arguments was waited for, for 15 minutes each, before the job went on."""
+    with sleeper("dump", "--tree", "4711", "--images-dir", "x") as process:
+        assert dumpers_of([4711], uid=os.geteuid()) == (process.pid,)
+        assert dumpers_of([4711], uid=os.geteuid() + 1) == ()

@@ -1,0 +1,42 @@
+"""Programs that are to outlive the call that starts them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import anyio
+
+from hegmd.apart import start_apart
+
+
+def saying(word: bytes) -> Callable[[int], list[str]]:
+    """A program that has said so before anybody could look whether it is still wanted."""
+
+    def argv_for(told: int) -> list[str]:
+        os.write(told, word)
+        return ["/bin/true"]
+
+    return argv_for
+
+
+async def test_one_that_is_ready_is_told_of() -> None:
+    ended: list[bool] = []
+    started = await start_apart(saying(b"ready"), deadline_s=10.0, end=lambda: ended.append(True))
+    assert (started.word, started.status, ended) == (b"ready", None, [])
+
+
+async def test_what_became_ready_just_when_nobody_wanted_it_was_left_there() -> None:
+    """Its pid was in a result that was dropped: a restored job stayed, parked, that no operation knew of."""
+    ended: list[bool] = []
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await start_apart(saying(b"ready"), deadline_s=10.0, end=lambda: ended.append(True))
+    assert scope.cancelled_caught
+    assert ended == [True]
+
+
+async def test_one_that_says_nothing_ends_by_itself() -> None:
+    ended: list[bool] = []
+    started = await start_apart(lambda _told: ["/bin/false"], deadline_s=10.0, end=lambda: ended.append(True))
+    assert (started.word, started.status, ended) == (b"", 1, [])
