@@ -8,6 +8,7 @@ them when it refuses, and is asked again.
 from __future__ import annotations
 
 import os
+from errno import ELOOP
 
 from hegmctl.operating import run_one
 from hegmd.errors import REFUSED, HegmError
@@ -80,10 +81,8 @@ def cut_back(grown: Iterable[object]) -> list[tuple[str, int]]:
             continue
         path, size_bytes = str(named[0]), named[1]
         try:
-            with open(path, "r+b") as file:
-                if os.fstat(file.fileno()).st_size > size_bytes:
-                    os.truncate(file.fileno(), size_bytes)
-                    done.append((path, size_bytes))
+            if _cut(path, size_bytes):
+                done.append((path, size_bytes))
         except OSError as error:
             raise HegmError(
                 REFUSED,
@@ -91,3 +90,21 @@ def cut_back(grown: Iterable[object]) -> list[tuple[str, int]]:
                 "have its owner do it, then restore again",
             ) from error
     return done
+
+
+def _cut(path: str, size_bytes: int) -> bool:
+    """Whether it was longer. Raises OSError.
+
+    The path is the file's own, without a link on the way: what a link leads to now was never the job's, and whoever
+    restores another's image could write there where that one cannot.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if os.readlink(f"/proc/self/fd/{fd}") != path:
+            raise OSError(ELOOP, "a link leads to another file")
+        is_longer = os.fstat(fd).st_size > size_bytes
+        if is_longer:
+            os.ftruncate(fd, size_bytes)
+        return is_longer
+    finally:
+        os.close(fd)

@@ -30,6 +30,19 @@ def test_a_file_that_cannot_be_cut_is_told_with_the_reason(tmp_path: Path) -> No
         cut_back([[str(tmp_path / "gone"), 4]])
 
 
+def test_what_a_link_led_to_was_cut(tmp_path: Path) -> None:
+    """Root who restored a user's image cut, at that user's wish, a file that the user could not write."""
+    (tmp_path / "etc").mkdir()
+    other = tmp_path / "etc" / "output"
+    other.write_text("0123456789")
+    (tmp_path / "itself").symlink_to(other)
+    (tmp_path / "folder").symlink_to(tmp_path / "etc")
+    for path in (tmp_path / "itself", tmp_path / "folder" / "output"):
+        with pytest.raises(HegmError, match="link"):
+            cut_back([[str(path), 4]])
+    assert other.read_text() == "0123456789"
+
+
 def test_a_restore_that_is_refused_for_what_has_grown_is_asked_for_again(tmp_path: Path) -> None:
     output = tmp_path / "output"
     output.write_text("0123456789")
