@@ -17,6 +17,7 @@ import anyio
 
 from hegmd.agent_orders import AgentAway
 from hegmd.criu import runs
+from hegmd.criu.dumped import dumped_processes
 from hegmd.criu.needs import Needs, needs_of
 from hegmd.criu.node import describe
 from hegmd.criu.population import Population, end_all, let_go, population_of
@@ -142,6 +143,10 @@ class Handoff:
             raise Refused("\n".join(reason.message for reason in against), against[0].hint)
         attending = {member.pid: self._told(member) for member in op.live}
         node = await self._write_side_by_side(op, wish, lent, criu, (tree, needs), on_progress)
+        if wish.uid != 0:
+            _require_no_more(
+                await run_detached(lambda _: dumped_processes(lent.criu_dir_fd), name="hegmd-dumped"), tree
+            )
         manifest = composed(
             op,
             (await self._look()).gpus,
@@ -378,6 +383,18 @@ def _not_theirs_reason(member: Process, rights: Rights) -> Reason:
         message = f"process {member.pid} has other rights than uid {rights.uid}, or hides its memory from its own user"
         hint = "end it first (as sudo, su, passwd or ssh-agent), or have root make the image"
     return Reason(code=DENIED.name, message=message, hint=hint, pid=member.pid)
+
+
+def _require_no_more(dumped: Mapping[int, bool], tree: Tree) -> None:
+    """Raise HegmError if there is more in the image than was looked at: somebody who came, or has got other rights."""
+    strange = sorted(pid for pid, is_open in dumped.items() if pid not in tree.pids or not is_open)
+    if strange:
+        raise HegmError(
+            DENIED,
+            f"process {strange[0]} has come to the job while its image was made, or has got other rights",
+            "ask again when the job starts no programs, or have root make the image",
+            {"pids": strange},
+        )
 
 
 def _let_all_go(wish: Wish) -> None:

@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from hegmd.criu import attendant, runs
+from hegmd.criu.dumped import dumped_processes
 from hegmd.criu.needs import Needs
 from hegmd.criu.population import end_all, let_go, population_of
 from hegmd.criu.tree import read_tree
@@ -57,6 +58,20 @@ async def test_a_job_is_dumped_ended_and_restored_with_its_output_led_elsewhere(
                 tell(revived.pid)
                 assert said.readline() == f"{number}\n"
     assert (tmp_path / "log").read_text().split() == [str(number) for number in range(100)]
+
+
+HIDDEN = "import ctypes; ctypes.CDLL(None).prctl(4, 0)\n"
+
+
+@pytest.mark.parametrize("hides", [False, True])
+async def test_criu_says_whether_a_process_s_user_may_read_its_memory(tmp_path: Path, hides: bool) -> None:
+    """Nothing else says it for sure: until CRIU holds it still, a process may become another program."""
+    criu = criu_or_skip()
+    argv = [*python(HIDDEN * hides + COUNTER), str(tmp_path / "log")]
+    with job(argv) as counter, directory(tmp_path / "image") as images:
+        assert counter.line() == "ready"
+        await runs.dump(criu, counter.pid, images, counter.needs(), leave_stopped=False, in_unit=False)
+        assert dumped_processes(images) == {counter.pid: not hides}
 
 
 async def test_a_job_that_is_left_running_goes_on_and_so_does_one_left_stopped_when_it_is_let_go(

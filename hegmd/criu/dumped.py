@@ -1,0 +1,75 @@
+"""What CRIU has written of each process, as far as it decides whose an image may be.
+
+Who is in a tree can change until CRIU holds it still: one more process, or another program with other rights in one
+that was looked at. So what was dumped is looked at once more, in CRIU's own words. Of a process's memory (`mm-PID.img`)
+it says whether the kernel let its user read it. The file is two magic numbers, a length and a protobuf message
+(images/mm.proto of CRIU 4), of which one field is read here. Blocks no longer than the disk does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+
+from hegmd.errors import UNAVAILABLE, HegmError
+
+__all__ = ["dumped_processes", "is_open"]
+
+_NAME = re.compile(r"mm-(\d+)\.img")
+_HEAD = struct.Struct("<III")  # of all images, of this kind, and the message's length
+_MAGICS = (0x54564319, 0x57492820)
+_DUMPABLE = 15
+_VARINT, _EIGHT, _COUNTED, _FOUR = 0, 1, 2, 5
+
+
+def dumped_processes(dir_fd: int) -> dict[int, bool]:
+    """The processes in CRIU's directory, and whether their user may read their memory. Raises HegmError."""
+    found: dict[int, bool] = {}
+    try:
+        for name in os.listdir(dir_fd):
+            if (named := _NAME.fullmatch(name)) is not None:
+                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+                with open(fd, "rb") as file:
+                    found[int(named[1])] = is_open(file.read())
+    except (OSError, ValueError, IndexError, struct.error) as error:
+        message = f"CRIU's image does not say whose memory is in it: {error}"
+        raise HegmError(
+            UNAVAILABLE, message, "have root make the image, and report this with CRIU's version"
+        ) from error
+    return found
+
+
+def is_open(data: bytes) -> bool:
+    """Whether the kernel let a process's user read its memory, by its `mm` image. Raises ValueError and its like."""
+    *magics, size_bytes = _HEAD.unpack_from(data)
+    message = data[_HEAD.size : _HEAD.size + size_bytes]
+    if tuple(magics) != _MAGICS or len(message) != size_bytes:
+        raise ValueError(f"it begins with {data[: _HEAD.size].hex()}")
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        value, at = _field(message, at, key & 7)
+        if key == _DUMPABLE << 3 | _VARINT:
+            return value == 1
+    return False
+
+
+def _field(message: bytes, at: int, kind: int) -> tuple[int, int]:
+    """A number's value, or nothing of use of anything else; and where the next field begins."""
+    if kind == _VARINT:
+        return _varint(message, at)
+    if kind == _COUNTED:
+        size_bytes, at = _varint(message, at)
+        return 0, at + size_bytes
+    if kind in {_EIGHT, _FOUR}:
+        return 0, at + (8 if kind == _EIGHT else 4)
+    raise ValueError(f"a field of kind {kind}")
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    value, shift = 0, 0
+    while message[at] & 0x80:
+        value |= (message[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+    return value | message[at] << shift, at + 1
