@@ -4,6 +4,8 @@ Owns the order of these, and what is undone when any of it fails or is not wante
 processes go on, and their agents are called back before anybody hears of the failure. The bytes are written while CRIU
 dumps. A job that is to end stands still from the dump to its end, since a thread of it that is not parked would go on
 writing to files whose sizes are in the image. What is decided from the outcome is the machine's business.
+
+Longer than 400 lines because what is begun, undone and found again after a restart is to be read against one another.
 """
 
 from __future__ import annotations
