@@ -365,6 +365,7 @@ class App:
                 criu=self._config.images.criu,
                 key_file=self._config.images.key_file,
                 lock_dir=self._config.images.lock_dir,
+                by_owner=self._config.images.restored_by == "owner",
             ),
         )
 

@@ -69,6 +69,8 @@ class ImageMeans:
     key_file: Path | None = None
     #: Where controllers look for lock files of jobs that have gone into images.
     lock_dir: Path | None = None
+    #: Whether users other than root may have CRIU bring their images back.
+    by_owner: bool = False
 
 
 class Moving:
@@ -181,7 +183,9 @@ class Moving:
         parts = (self._opened_images, self.places, self._workers, self.pool)
         by: dict[str, Any] = {"criu": self._criu, "look": self._look, "in_unit": self._images_by.in_unit}
         handoff = Handoff(*parts, **by, locks=LockFiles(self._images_by.lock_dir))
-        return handoff, Reviving(*parts, **by, simulated=simulated, notes=self._half_revived)
+        return handoff, Reviving(
+            *parts, **by, simulated=simulated, notes=self._half_revived, by_owner=self._images_by.by_owner
+        )
 
     async def _take_image(self, pid: int, path: str, rights: Rights, asked: Asked) -> Answer:
         return await self.checkpoints.checkpoint(pid, path, rights, asked, leave_running=True)

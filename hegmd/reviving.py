@@ -84,7 +84,9 @@ class Reviving:
         in_unit: bool,
         simulated: bool,
         notes: HalfRevived,
+        by_owner: bool,
     ) -> None:
+        self._by_owner = by_owner
         self._notes = notes
         self._images = images
         self._places = places
@@ -158,6 +160,12 @@ class Reviving:
         return Objections((*found, *differing.refusals), tuple(grown), (*notes, *differing.notes))
 
     def _against_owner(self, manifest: Manifest, rights: Rights) -> Iterator[Reason]:
+        if rights.uid != 0 and not self._by_owner:
+            yield Reason(
+                code=DENIED.name,
+                message="CRIU would open the files of the image as root, by paths that their owner can lead elsewhere",
+                hint="have root restore it; or an administrator sets images.restored_by where users are trusted",
+            )
         for process in manifest.processes if rights.uid != 0 else ():
             if process.uid != rights.uid:
                 yield Reason(

@@ -424,6 +424,12 @@ class ImagesSettings:
         'The CRIU to use; "" for the system\'s own, or the one that contrib/criu/install.sh has unpacked.',
         reloads=False,
     )
+    restored_by: str = setting(
+        OneOf(("root", "owner")),
+        "root",
+        "Who may restore an image, whose files CRIU opens as root: root alone, or its owner too, if that one is trusted.",
+        reloads=False,
+    )
     lock_dir: Path | None = setting(
         PathName(optional=True),
         "",
