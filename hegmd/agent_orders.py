@@ -91,6 +91,11 @@ class Link:
         self.given[self._last] = given
         return self._last
 
+    def give_up(self, do: str) -> None:
+        """Expect no answer any more to orders of that kind; one that comes all the same changes nothing."""
+        for number in [number for number, given in self.given.items() if given.do == do]:
+            self.given.pop(number).end()
+
     def end(self) -> None:
         for given in self.given.values():
             given.end()

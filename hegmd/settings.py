@@ -427,7 +427,7 @@ class ImagesSettings:
     restored_by: str = setting(
         OneOf(("root", "owner")),
         "root",
-        "Who may restore an image, whose files CRIU opens as root: root alone, or its owner too, if that one is trusted.",
+        "Who may restore an image, whose files CRIU opens as root: root alone, or its owner too, where trusted.",
         reloads=False,
     )
     lock_dir: Path | None = setting(

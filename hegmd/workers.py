@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import anyio
 import anyio.abc
 
 from hegmd.agent_orders import DONE, AgentAway, Given, Link, OrderFailed, Progress, Send
-from hegmd.errors import DENIED, Bug, HegmError, Refused
+from hegmd.errors import DENIED, TIMEOUT, Bug, HegmError, Refused
 from hegmd.log import fields
 from hegmd.protocol.messages import AgentAttend, AgentReport, CudaFacts, LeftAlone, Order
 from hegmd.protocol.snapshots import AgentInfo
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 CAME, LEFT, BACK, ENDED = "came", "left", "back", "ended"
 # Orders that move bytes: while one is under way in a worker, nothing else is to be believed of it.
 MOVING = frozenset({"evacuate", "refill", "free", "make"})
+SURVEY = "survey"
+# Beyond the limit that an agent keeps to by itself.
+_ANSWERS_WITHIN_S = 1.0
 
 Listener = Callable[[str, "Worker"], object]
 
@@ -94,13 +98,24 @@ class Worker:
     ) -> AgentReport:
         """Give an order and wait for its end. Raises OrderFailed, AgentAway. Cancelled, the order goes on by itself.
 
-        `how` are the other fields of `Order`, such as `limit_s`.
+        `how` are the other fields of `Order`, such as `limit_s`. An agent keeps to that of a survey by itself; one that
+        does not is given up, so that nothing waits behind that order for ever. Raises TIMEOUT then.
         """
         began = anyio.current_time()
-        given = await self.give(do, fds=fds, on_progress=on_progress, **how)
-        report = await given.report()
-        logger.debug("process %d: %s took %.1f ms", self.pid, do, (anyio.current_time() - began) * 1e3)
-        return report
+        within_s = how["limit_s"] + _ANSWERS_WITHIN_S if do == SURVEY and how.get("limit_s") else math.inf
+        with anyio.move_on_after(within_s):
+            given = await self.give(do, fds=fds, on_progress=on_progress, **how)
+            report = await given.report()
+            logger.debug("process %d: %s took %.1f ms", self.pid, do, (anyio.current_time() - began) * 1e3)
+            return report
+        if self._link is not None:
+            self._link.give_up(do)
+        raise HegmError(
+            TIMEOUT,
+            f"the agent of process {self.pid} has not answered a {do} within {within_s:g} s",
+            "the job goes on as it is; look for its agent with HEGM_AGENT_DEBUG=FILE, or start the job anew",
+            {"pid": self.pid, "do": do},
+        )
 
     async def give(self, do: str, *, fds: Sequence[int] = (), on_progress: Progress | None = None, **how: Any) -> Given:
         """Give an order without waiting for its end. The descriptors stay the caller's. Raises AgentAway.

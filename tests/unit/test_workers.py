@@ -12,7 +12,7 @@ import anyio
 import anyio.abc
 import pytest
 
-from hegmd.errors import HegmError, Refused
+from hegmd.errors import TIMEOUT, HegmError, Refused
 from hegmd.protocol.messages import AgentReport
 from hegmd.workers import AgentAway, OrderFailed, Workers
 from tests.unit.model_agent import ModelAgent
@@ -170,3 +170,15 @@ async def test_a_park_takes_the_place_of_one_that_is_under_way(process: subproce
         await anyio.wait_all_tasks_blocked()
         assert agent.seen == ["park", "park"]
         agent.go_on.set()
+
+
+async def test_an_agent_that_swallows_a_survey_does_not_hold_up_who_asks_next(process: subprocess.Popen[bytes]) -> None:
+    """`hegmctl adopt` waited for ten minutes, and every order after it."""
+    async with attended(process.pid) as (workers, agent, _, _):
+        worker = workers.find(process.pid)
+        assert worker is not None
+        agent.slow.add("survey")
+        with pytest.raises(HegmError, match="has not answered a survey within") as error:
+            await worker.order("survey", limit_s=0.01)
+        assert error.value.code is TIMEOUT
+        assert (await worker.order("park")).boundary == worker.boundary
