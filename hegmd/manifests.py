@@ -17,9 +17,13 @@ from hegmd.migration.course import SUSPENDED
 from hegmd.migration.operation import SUSPEND, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.protocol.images import ImageGpu, ImageProcess, ImageWorker, Manifest
+from hegmd.protocol.record import as_list
 from hegmd.protocol.snapshots import Gpu
 
 _NOT_READ = "the image was written by another version of hegmd; restore it with that one"
+
+
+_OF_A_DRIVER = "GPU-"  # as NVIDIA's UUIDs begin
 
 
 def byte_name(member: Member) -> str:
@@ -136,20 +140,30 @@ def revived(
     """A suspended operation on the processes of the image, which have these start times now."""
     names = {gpu.uuid: gpu.id for gpu in gpus}
     more = manifest.more or {}
+    then = _gpus_then(more.get("all_gpus"))
+    elsewhere = () if set(then) == {uuid for uuid in names if uuid.startswith(_OF_A_DRIVER)} else then
     return Operation(
         id=op_id,
         kind=SUSPEND,
         phase=SUSPENDED,
         lockstep=bool(more.get("lockstep")),
-        workers=tuple([_member(told, start_ticks.get(told.pid, 0), names) for told in manifest.workers]),
+        workers=tuple([_member(told, start_ticks.get(told.pid, 0), names, elsewhere) for told in manifest.workers]),
         owner_uid=_owner(manifest),
         created_utc=utc,
     )
 
 
-def _member(told: ImageWorker, start_ticks: int, names: Mapping[str, str]) -> Member:
+def _gpus_then(told: object) -> tuple[str, ...]:
+    """The GPUs that a driver of NVIDIA's had when the image was made, by UUID."""
+    pairs = [as_list(each) or () for each in as_list(told) or ()]
+    uuids = [pair[1] for pair in pairs if len(pair) > 1]
+    return tuple([uuid for uuid in uuids if isinstance(uuid, str) and uuid.startswith(_OF_A_DRIVER)])
+
+
+def _member(told: ImageWorker, start_ticks: int, names: Mapping[str, str], elsewhere: tuple[str, ...]) -> Member:
     more = told.more or {}
     here = next((names[uuid] for uuid in told.gpus if uuid in names), None)
+    own = next((uuid for uuid in told.gpus if uuid in elsewhere), None)
     return Member(
         name=str(told.pid),
         pid=told.pid,
@@ -163,7 +177,8 @@ def _member(told: ImageWorker, start_ticks: int, names: Mapping[str, str]) -> Me
         origin=None,
         goal=None,
         at=None,
-        left=here,
+        left=here if own is None else None,
+        elsewhere=() if own is None else (own, *(uuid for uuid in elsewhere if uuid != own)),
         size_bytes=told.size_bytes,
         rest_bytes=told.rest_bytes,
         rooms={},

@@ -72,6 +72,8 @@ class Subject:
     in_rounds: bool = False
     #: Whether the room on the GPU that it leaves is to be kept for the way back.
     keeps_room: bool = True
+    #: UUIDs of all GPUs of the node on which it was taken off, its own first, where that was not this one.
+    elsewhere: tuple[str, ...] = ()
     #: Whether nobody knows on which GPU the driver had it: it comes back there, and that may be any.
     anywhere: bool = False
     #: Its agent, if it has one that has attended since the daemon was started.

@@ -35,7 +35,7 @@ from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost, Link
 from hegmd.log import fields
 from hegmd.methods.base import Left, Making, NoRoom, Outgrown, Progress, Standing, Subject
-from hegmd.methods.gpus import Gpus, VideoMemory, rest_of, storages_of
+from hegmd.methods.gpus import Gpus, VideoMemory, pairs_from, rest_of, storages_of
 from hegmd.methods.neighbours import Neighbours
 from hegmd.pieces import RESTORE_MARGIN_BYTES
 from hegmd.places import exchange, gpus_of, is_several, more_than, place_of
@@ -345,7 +345,13 @@ class DriverMethod:
                 logger.warning("the room for process %d was lost: %s", subject.pid, error.message)
 
     async def _pairs(self, subject: Subject, to: list[str]) -> list[list[str]]:
-        """The map for the driver: every GPU that it sees, the old and the new ones changing places; none to stay."""
+        """The map for the driver: every GPU that it sees, the old and the new ones changing places; none to stay.
+
+        One that comes from another node has that node's GPUs on the old side, until it has been taken off one of this.
+        """
+        if subject.elsewhere and subject.left is None and subject.gpu is None:
+            answer = await self._helper.call("devices", deadline_s=QUICK_S)
+            return pairs_from(subject.elsewhere, to, [str(device["uuid"]) for device in answer.values["devices"]])
         source = subject.left or subject.gpu
         old = to if source is None else [await self._gpus.uuid_of(gpu) for gpu in gpus_of(source)]
         if old == to:

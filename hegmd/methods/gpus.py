@@ -112,3 +112,19 @@ def storages_of(subject: Subject) -> str:
 def bytes_of(subject: Subject) -> str:
     """Under what name the memory is held that its bytes are in while they are out."""
     return f"{subject.operation}.{subject.name}.{BYTES}"
+
+
+def pairs_from(elsewhere: Sequence[str], to: Sequence[str], here: Sequence[str]) -> list[list[str]]:
+    """A map from the GPUs of another node to those of this one: `elsewhere` has the process's own first, which go to
+    `to`. What is on both nodes stays itself, as far as it can. Of a node with more GPUs, those without a partner here
+    are left out: a map that the driver will not have changes nothing."""
+    own, others = elsewhere[: len(to)], elsewhere[len(to) :]
+    left = [uuid for uuid in here if uuid not in to]
+    spare = [uuid for uuid in left if uuid not in others]
+    pairs = [list(pair) for pair in zip(own, to, strict=True)]
+    for uuid in others:
+        if uuid in left:
+            pairs.append([uuid, uuid])
+        elif spare:
+            pairs.append([uuid, spare.pop(0)])
+    return pairs

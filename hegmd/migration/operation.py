@@ -90,6 +90,9 @@ class Worker(Record):
     goal: str | None = field("the GPU that it is to be on; nil for none")
     at: str | None = field("the GPU that it is on; nil while it is checkpointed")
     left: str | None = field("the GPU that it was taken off last", default=None)
+    elsewhere: tuple[str, ...] = field(
+        "UUIDs of all GPUs of the node that the driver took it off on, if that was another: its own first", default=()
+    )
     anywhere: bool = field(
         "whether nobody knows on which GPU the driver had it: it comes back there, whichever is its goal", default=False
     )

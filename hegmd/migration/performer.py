@@ -340,6 +340,7 @@ class Performer:
             shares_bytes=member.shares_bytes,
             in_rounds=member.overlap_bytes > 0,
             keeps_room=member.goal is not None or member.keeps is not None or len(op.workers) > 1,
+            elsewhere=member.elsewhere,
             anywhere=member.anywhere,
             agent=self._agent(member),
         )

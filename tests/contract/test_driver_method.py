@@ -20,7 +20,7 @@ from hegmd.helper.link import HelperLost, Link
 from hegmd.inventory import Inventory
 from hegmd.methods.base import NoRoom, Outgrown, Subject
 from hegmd.methods.driver import DriverMethod, is_stopped
-from hegmd.methods.gpus import Gpus
+from hegmd.methods.gpus import Gpus, pairs_from
 from hegmd.methods.neighbours import FILE_NAME, Neighbours
 from hegmd.pieces import RESTORE_MARGIN_BYTES
 from hegmd.processes import ProcessTable
@@ -213,6 +213,43 @@ async def test_one_that_the_driver_has_given_up_is_not_waited_for(parts: Parts) 
         standing = await rig.method.inspect(off)
         assert standing.gpu is None
         assert "failed for good" in standing.failed
+
+
+@pytest.mark.parametrize(("own", "gpu"), [(0, "gpu0"), (0, "gpu1"), (1, "gpu0"), (1, "gpu1")])
+async def test_one_of_another_node_comes_back_on_the_gpu_that_is_wanted_by_a_map_of_all(
+    parts: Parts, own: int, gpu: str
+) -> None:
+    """Once it was given no map where its GPU is not on this node. What the driver makes of it is not measured yet."""
+    async with rigged(parts) as rig:
+        if own:
+            rig.moved.close()
+            rig.moved = Owner(rig.node, 1, 48, 16)
+        before = replace(rig.subject, gpu=f"gpu{own}", goal=None)
+        await rig.method.checkpoint(before)
+        then = [f"GPU-{number:08d}-0000-0000-0000-000000000000" for number in range(2)]
+        rig.node.order(*(f"was {number} {uuid}" for number, uuid in enumerate(then)))
+        off = replace(before, gpu=None, goal=gpu, left=None, elsewhere=(then[own], then[1 - own]))
+        await rig.method.hold_room(off, gpu, REST_BYTES)
+        await rig.method.restore(off, gpu)
+        assert (await rig.method.inspect(off)).gpu == gpu
+        assert rig.moved.ask("digest") == rig.moved.digest
+        rig.moved.close()
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "here", "pairs"),
+    [
+        ("ab", "cd", ["ad", "bc"]),
+        ("ab", "bd", ["ad", "bb"]),  # what is here and was there stays itself
+        ("ad", "ad", ["ad", "da"]),
+        ("ab", "cde", ["ad", "bc"]),  # all of the other node's have a partner
+        ("abc", "d", ["ad"]),
+    ],
+)
+def test_the_map_from_another_node_has_each_gpu_once_on_either_side(
+    elsewhere: str, here: str, pairs: list[str]
+) -> None:
+    assert pairs_from(elsewhere, ["d"], here) == [list(pair) for pair in pairs]
 
 
 @pytest.mark.parametrize("question", ["verify", "inspect"])

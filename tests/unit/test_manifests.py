@@ -60,6 +60,20 @@ def test_on_a_node_without_its_gpu_nobody_believes_in_a_name() -> None:
     assert (member.left, member.was_on) == (None, None)
 
 
+def test_of_a_node_with_other_gpus_all_are_told_with_its_own_first() -> None:
+    """Without them the driver was given no map, and would have looked for a GPU that is on another node."""
+    here = [gpu("gpu0", "GPU-0"), gpu("gpu1", "GPU-9")]
+    made = manifest()
+    all_gpus = [["gpu0", "GPU-1"], ["gpu1", "GPU-0"], ["gpu2", "amd"]]
+    worker = made.workers[0].replace(gpus=("GPU-0",))
+    made = made.replace(workers=(worker,), more={**(made.more or {}), "all_gpus": all_gpus})
+    (member,) = revived(made, "9", {197: 70}, here, 6.0).workers
+    assert (member.left, member.was_on, member.elsewhere) == (None, "gpu0", ("GPU-0", "GPU-1"))
+    here[1] = gpu("gpu1", "GPU-1")
+    (member,) = revived(made, "9", {197: 70}, here, 6.0).workers
+    assert (member.left, member.elsewhere) == ("gpu0", ())
+
+
 def test_an_image_of_the_same_path_is_not_taken_for_the_one_that_was_begun() -> None:
     assert is_of(manifest(), handed())
     assert not is_of(manifest(), handed().replace(created_utc=6.0))

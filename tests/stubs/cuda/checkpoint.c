@@ -110,9 +110,9 @@ CUresult cuCheckpointProcessUnlock(int pid, const void *args) {
     ASK(pid, order(pid, ASK_UNLOCK, 0, NULL));
 }
 
-static int gpu_of(const struct facts *facts, const CUuuid *uuid) {
+static int gpu_of(const struct facts *facts, const CUuuid *uuid, int was) {
     for (int i = 0; i < facts->gpu_count; i++)
-        if (!memcmp(&facts->gpus[i].uuid, uuid, sizeof *uuid)) return i;
+        if (!memcmp(was ? &facts->gpus[i].was : &facts->gpus[i].uuid, uuid, sizeof *uuid)) return i;
     return -1;
 }
 
@@ -123,7 +123,7 @@ static CUresult read_map(const CUcheckpointRestoreArgs *args, int *map) {
     for (int i = 0; i < NODE_GPUS; i++) map[i] = -1;
     if (!args->gpuPairs || args->gpuPairsCount != (unsigned int)facts.gpu_count) return CUDA_ERROR_INVALID_VALUE;
     for (unsigned int i = 0; i < args->gpuPairsCount; i++) {
-        int from = gpu_of(&facts, &args->gpuPairs[i].oldUuid), to = gpu_of(&facts, &args->gpuPairs[i].newUuid);
+        int from = gpu_of(&facts, &args->gpuPairs[i].oldUuid, 1), to = gpu_of(&facts, &args->gpuPairs[i].newUuid, 0);
         if (from < 0 || to < 0 || map[from] >= 0 || taken[to]++) return CUDA_ERROR_INVALID_VALUE;
         if (strcmp(facts.gpus[from].chip, facts.gpus[to].chip)) return CUDA_ERROR_INVALID_VALUE; /* not measured */
         map[from] = to;
@@ -135,6 +135,7 @@ static CUresult restore(int pid, const CUcheckpointRestoreArgs *args) {
     int map[NODE_GPUS], state;
     CUresult found = ask(pid, ASK_STATE, 0, NULL, &state);
     if (found) return found;
+    if ((!args || !args->gpuPairsCount) && scenario_facts().is_another_node) return CUDA_ERROR_INVALID_VALUE; /* not measured */
     if (!args || !args->gpuPairsCount) return order(pid, ASK_RESTORE, 0, NULL);
     found = read_map(args, map);
     return found ? found : order(pid, ASK_RESTORE, 0, map);

@@ -10,6 +10,7 @@ With `nvml` the stub libnvidia-ml tells the same of it. `orders` are lines, in f
     hold  FUNCTION[@SUBJECT] FIFO [...]         the call blocks until somebody opens the FIFO for writing and closes it
     lose  step:restore[@PID] [CODE]             the restore fails for good: the job is lost
     fail  step:state[@PID]                      the driver says that it has failed for good, whatever led there
+    was GPU UUID                                that GPU had this UUID where processes were checkpointed: another node
     nccl_p2p PID [CODE]                         that process has peer-to-peer communicators: its restore fails for good
 
 FUNCTION is the name that libcuda exports (cuMemAlloc_v2); SUBJECT the pid for the checkpoint calls, the number of the

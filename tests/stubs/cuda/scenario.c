@@ -56,8 +56,18 @@ static void read_gpu(const char *rest) {
     if (sscanf(pci, "%x:%x:%x", &gpu.domain, &gpu.bus, &gpu.device) != 3) refuse("bad address", rest);
     snprintf(gpu.name, sizeof gpu.name, "%s", rest + used);
     read_uuid(uuid, &gpu.uuid);
+    gpu.was = gpu.uuid;
     facts.gpus[index] = gpu;
     if (index >= facts.gpu_count) facts.gpu_count = index + 1;
+}
+
+/* was INDEX UUID */
+static void read_was(const char *rest) {
+    int index;
+    char uuid[64];
+    if (sscanf(rest, "%d %63s", &index, uuid) != 2 || index < 0 || index >= facts.gpu_count) refuse("bad was line", rest);
+    read_uuid(uuid, &facts.gpus[index].was);
+    facts.is_another_node = 1;
 }
 
 /* WHAT FUNCTION[@SUBJECT] [ARGUMENT [FROM [TO]]] */
@@ -83,6 +93,8 @@ static void read_line(const char *line) {
     const char *rest = line + used;
     if (!strcmp(what, "gpu"))
         read_gpu(rest);
+    else if (!strcmp(what, "was"))
+        read_was(rest);
     else if (!strcmp(what, "driver_version"))
         facts.driver_version = atoi(rest);
     else if (!strcmp(what, "context_bytes"))

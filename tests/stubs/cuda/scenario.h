@@ -11,7 +11,7 @@
 #include "node.h"
 
 struct gpu {
-    CUuuid uuid;
+    CUuuid uuid, was; /* was: of the GPU in its place where processes were checkpointed; the same unless said */
     char name[64];
     int domain, bus, device;
     uint64_t bytes;
@@ -21,6 +21,7 @@ struct gpu {
 struct facts {
     int gpu_count, driver_version;
     uint64_t context_bytes, restore_bytes; /* of a context; what a restore needs beside the memory itself, for a moment */
+    int is_another_node; /* than processes were checkpointed on */
     struct gpu gpus[NODE_GPUS];
 };
 
