@@ -101,7 +101,7 @@ class Checkpoints:
             plan = await self._plan(image.manifest, to, rights, as_then=as_then)
             if asked.dry_run:
                 return Answer(None, told_plan(plan))
-            op = await self._bring_back(image, asked)
+            op = await self._bring_back(image, rights, asked)
             await self._handoff.forget(image.manifest)
         return await self._operations.go_on_with(op, plan, replace(asked, dry_run=False))
 
@@ -118,13 +118,13 @@ class Checkpoints:
             raise HegmError(refused.code, refused.message, refused.hint, {**refused.facts, "grown": grown})
         return found.replace(hazards=(*found.hazards, *objections.notes))
 
-    async def _bring_back(self, image: Image, asked: Asked) -> Operation:
+    async def _bring_back(self, image: Image, rights: Rights, asked: Asked) -> Operation:
         """The job as an operation that has begun, at rest. Raises HegmError; nothing of it is there then."""
         runner = self._operations.runner
         manifest = image.manifest
         async with self._restoring:  # two images may want one pool, and one pid
             op_id = runner.reserve_id()
-            op = await self._reviving.bring_back(image, op_id, lambda _: None)
+            op = await self._reviving.bring_back(image, op_id, rights, lambda _: None)
             try:
                 await runner.begin(op)
             except BaseException:

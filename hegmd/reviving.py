@@ -19,6 +19,7 @@ from pathlib import Path
 import anyio
 
 from hegmd.criu import runs
+from hegmd.criu.credentials import beyond, credentials_in
 from hegmd.criu.needs import Needs
 from hegmd.criu.node import Differences, differences
 from hegmd.criu.orders import unit_name_for
@@ -193,8 +194,10 @@ class Reviving:
 
     # -- back ----------------------------------------------------------------------------------------------------------
 
-    async def bring_back(self, image: Image, op_id: str, on_progress: Progress) -> Operation:
+    async def bring_back(self, image: Image, op_id: str, rights: Rights, on_progress: Progress) -> Operation:
         """Have its processes there, parked, their bytes in the pool under that operation's name; the operation.
+
+        With rights that somebody with these has anyway.
 
         Raises HegmError, and then nothing of it is there; cancelled, the same. Who gets the operation sees to it that
         it begins, or calls `undo`.
@@ -205,7 +208,7 @@ class Reviving:
         try:
             self._notes.note(op_id, manifest, self._unit_of(manifest))
             self._hold_places(manifest)
-            back = await self._read_and_restore(image, op_id, on_progress)
+            back = await self._read_and_restore(image, op_id, rights, on_progress)
             await self._attend(manifest, back)
             gpus = (await self._look()).gpus
             return revived(manifest, op_id, back.start_ticks, gpus, time.time())
@@ -240,7 +243,7 @@ class Reviving:
         for worker in manifest.workers:
             self._places.hold(worker.token or "", Path(meeting_in(manifest)))
 
-    async def _read_and_restore(self, image: Image, op_id: str, on_progress: Progress) -> Revived:
+    async def _read_and_restore(self, image: Image, op_id: str, rights: Rights, on_progress: Progress) -> Revived:
         """Bytes and processes at once. The first failure ends the others, and what came back is ended."""
         failures: list[HegmError] = []
         came: list[Revived] = []
@@ -254,7 +257,7 @@ class Reviving:
                 tasks.cancel_scope.cancel()
 
         async def restore() -> None:
-            came.append(await self._restore(image))
+            came.append(await self._restore(image, rights))
 
         def progress_of(name: str) -> Progress:
             def tell(so_far_bytes: int) -> None:
@@ -283,10 +286,12 @@ class Reviving:
         memory = await self._pool.take(key, size_bytes)
         await image.read_bytes(name, memory.fd, on_progress)
 
-    async def _restore(self, image: Image) -> Revived:
+    async def _restore(self, image: Image, rights: Rights) -> Revived:
         criu = await self._criu()
         manifest = image.manifest
         dir_fd = await image.private_criu_dir()
+        if rights.uid != 0:
+            await run_detached(lambda _: _require_no_more(dir_fd, rights), name="hegmd-credentials")
         with _log_folder() as log_dir_fd:
             return await runs.restore(
                 criu,
@@ -347,6 +352,13 @@ def _log_folder() -> Generator[int]:
 
 
 # ---- looked at on the node; these block ------------------------------------------------------------------------------
+
+
+def _require_no_more(dir_fd: int, rights: Rights) -> None:
+    """Raise HegmError unless every thread comes back with rights that the caller has."""
+    reasons = list(beyond(credentials_in(dir_fd), rights.uid, frozenset({rights.gid, *rights.groups})))
+    if reasons:
+        raise HegmError(DENIED, "\n".join(reason.message for reason in reasons), reasons[0].hint)
 
 
 def _taken(needs: Needs) -> Iterator[Reason]:

@@ -17,7 +17,7 @@ from hegmd.methods.base import Subject
 from hegmd.protocol.snapshots import Gpu, GpuProcess, Vendor
 from hegmd.vram import Piece
 
-__all__ = ["Gpus", "Node", "VideoMemory", "bytes_of", "rest_of", "storages_of"]
+__all__ = ["Gpus", "Node", "VideoMemory", "bytes_of", "pairs_from", "rest_of", "storages_of"]
 
 
 # What the name of memory ends with that bytes are in.

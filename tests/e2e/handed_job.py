@@ -40,6 +40,11 @@ def daemon_with_criu(folder: Path, *arguments: str, **environ: str) -> RunningDa
     return RunningDaemon(folder, "--config", str(config), *arguments, environ=environ)
 
 
+def as_user(uid: int) -> list[str]:
+    """What goes before a command that a user with that number and group is to give; it becomes the command."""
+    return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
+
+
 class HandedJob:
     """The script under `hegmctl run`. Whatever has become of it is ended with the context."""
 
@@ -51,9 +56,13 @@ class HandedJob:
         workers: int = 0,
         options: Sequence[str] = (),
         steps: int = STEPS,
+        uid: int | None = None,
     ) -> None:
+        """`uid`: whose it is; else it belongs to whoever runs the test."""
         self.folder = folder
         self.folder.mkdir(exist_ok=True)
+        if uid is not None:
+            os.chown(self.folder, uid, uid)
         self.environ = environment(socket_path)
         if workers:
             self.environ["LOADER_WORKERS"] = str(workers)
@@ -61,6 +70,8 @@ class HandedJob:
         if socket_path is not None:
             (folder / "slow").touch()
             words = [sys.executable, "-m", "hegmctl", "run", "--gpu", "gpu0", *options, "--", *words]
+        if uid is not None:
+            words = [*as_user(uid), *words]
         with (folder / "errors").open("a") as errors:
             self.process = subprocess.Popen(
                 words, env=self.environ, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True

@@ -1,0 +1,205 @@
+"""With whose rights a tree would come back, read from CRIU's own files.
+
+CRIU is root's and gives each thread the users, groups and capabilities that its files say. So for a caller who is not
+root these are read before CRIU is started, from the very files that it will read, and everything that the caller has
+not is told. A manifest says less than that, and the caller's own process is asked nothing: it could be another one
+before it has answered, or one that has just dropped what it is asked for.
+
+What is compared is what a user cannot get without root: other users, other groups, and any capability in the effective,
+permitted or inheritable set (the ambient one is within these). The bounding set is no right but a limit, which
+processes of one user can lift for one another, and is not compared.
+
+The files are protobuf. Three fields of it are wanted, so what reads them is here; a field that is not known is skipped,
+and what cannot be read is refused. Blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hegmd.errors import DENIED, UNAVAILABLE, HegmError
+from hegmd.protocol.operations import Reason
+
+__all__ = [
+    "BY_LOGIN",
+    "Credentials",
+    "beyond",
+    "credentials_in",
+]
+
+# Since systemd 254 every user who logs in at a seat gets CAP_WAKE_ALARM: it can wake the machine, and nothing else.
+BY_LOGIN = 1 << 35
+
+_MAGIC = struct.pack("<II", 0x54564319, 0x55053847)  # an image of CRIU's; of a thread's core
+_MOST_BYTES = 4 << 20
+_TASK, _THREAD = 3, 5  # in core_entry
+_CREDENTIALS = 10  # in thread_core_entry
+_TASK_STATE = 1  # in task_core_entry
+_USERS, _GROUPS_OF_ITS_OWN = (1, 3, 5, 7), (2, 4, 6, 8)
+_SETS = {9: "inheritable", 10: "permitted", 11: "effective"}
+_FURTHER_GROUPS = 14
+_ENDED = frozenset({2, 6})  # dead, and a zombie: it comes back as that, and runs no instruction
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What one thread comes back with. Capabilities as a mask for each set."""
+
+    name: str  # of the file
+    uids: frozenset[int]
+    gids: frozenset[int]
+    capabilities: Mapping[str, int]
+
+
+def credentials_in(dir_fd: int) -> list[Credentials]:
+    """Of every thread in that directory of CRIU's that will run again. Raises HegmError for what cannot be read."""
+    found: list[Credentials] = []
+    for name in sorted(os.listdir(dir_fd)):
+        if name.startswith("creds-"):
+            raise _unread(name, "it is of a CRIU from before 2.0")
+        if name.startswith("core-"):
+            try:
+                read = _read(name, _content(name, dir_fd))
+            except (ValueError, IndexError, struct.error) as error:
+                raise _unread(name, str(error)) from error
+            if read is not None:
+                found.append(read)
+    if not found:
+        raise _unread("core-*.img", "there is none")
+    return found
+
+
+def beyond(found: Sequence[Credentials], uid: int, gids: frozenset[int]) -> Iterator[Reason]:
+    """Against each thread that has what a user of that number, in those groups, has not."""
+    for each in found:
+        what = [f"uid {other}" for other in sorted(each.uids - {uid})]
+        what += [f"group {other}" for other in sorted(each.gids - gids)]
+        for name, mask in each.capabilities.items():
+            if mask & ~BY_LOGIN:
+                what.append(f"{name} capabilities {mask & ~BY_LOGIN:#x}")
+        if what:
+            yield Reason(
+                code=DENIED.name,
+                message=f"{each.name} of the image would come back with {', '.join(what)}, which uid {uid} has not",
+                hint="have root restore it",
+            )
+
+
+def _content(name: str, dir_fd: int) -> bytes:
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    with open(fd, "rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+    return data
+
+
+def _read(name: str, data: bytes) -> Credentials | None:
+    """Of one thread; None for one that has ended. Raises ValueError, IndexError and struct.error."""
+    if data[: len(_MAGIC)] != _MAGIC:
+        raise ValueError("it does not begin as such a file does")
+    (size_bytes,) = struct.unpack_from("<I", data, len(_MAGIC))
+    start = len(_MAGIC) + 4
+    if start + size_bytes != len(data):
+        raise ValueError(f"{len(data) - start} bytes are there, and {size_bytes} should be")
+    core = _fields(data[start:])
+    threads, tasks = core.get(_THREAD, []), core.get(_TASK, [])
+    # Protobuf joins what is there twice. CRIU writes nothing twice, so nobody has to know how.
+    if len(threads) > 1 or len(tasks) > 1:
+        raise ValueError("it has a part twice")
+    held = _fields(_part(threads[0])).get(_CREDENTIALS, []) if threads else []
+    if not held and tasks and _whole(_fields(_part(tasks[0])), _TASK_STATE) in _ENDED:
+        return None
+    if len(held) != 1:
+        raise ValueError("it does not say whose it is")
+    said = _fields(_part(held[0]))
+    gids = {_whole(said, number) for number in _GROUPS_OF_ITS_OWN}
+    return Credentials(
+        name,
+        frozenset(_whole(said, number) for number in _USERS),
+        frozenset(gids.union(_wholes(said.get(_FURTHER_GROUPS, [])))),
+        {name: _mask(_wholes(said.get(number, []))) for number, name in _SETS.items()},
+    )
+
+
+def _mask(words: Sequence[int]) -> int:
+    """A set of capabilities, given as words of 32."""
+    return sum(word << (32 * at) for at, word in enumerate(words))
+
+
+# ---- protobuf --------------------------------------------------------------------------------------------------------
+
+
+def _fields(data: bytes) -> dict[int, list[int | bytes]]:
+    """Each field's values by its number: whole numbers, and bytes. Raises ValueError and IndexError."""
+    found: dict[int, list[int | bytes]] = {}
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        kind = key & 7
+        value: int | bytes
+        if kind == 0:
+            value, at = _varint(data, at)
+        else:
+            size_bytes, at = {1: (8, at), 5: (4, at)}.get(kind) or (_varint(data, at) if kind == 2 else _no_kind(kind))
+            value, at = data[at : at + size_bytes], at + size_bytes
+        if at > len(data):
+            raise ValueError("it is cut off")
+        found.setdefault(key >> 3, []).append(value)
+    return found
+
+
+def _no_kind(kind: int) -> tuple[int, int]:
+    raise ValueError(f"a field is of the unknown kind {kind}")
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number has no end")
+
+
+def _part(value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        raise ValueError("a number is where a part should be")
+    return value
+
+
+def _whole(fields: Mapping[int, list[int | bytes]], number: int) -> int:
+    values = fields.get(number, [])
+    if len(values) != 1 or not isinstance(values[0], int):
+        raise ValueError(f"field {number} is not there once, as a number")
+    return values[0]
+
+
+def _wholes(values: Sequence[int | bytes]) -> list[int]:
+    """A repeated number, in either of the forms that protobuf has for it."""
+    found: list[int] = []
+    for value in values:
+        at = 0
+        if isinstance(value, int):
+            found.append(value)
+            continue
+        while at < len(value):
+            one, at = _varint(value, at)
+            found.append(one)
+    return found
+
+
+def _unread(name: str, why: str) -> HegmError:
+    return HegmError(
+        UNAVAILABLE,
+        f"{name} of the image does not tell whose rights its processes come back with: {why}",
+        "have root restore it, who may have any; or make the image anew",
+        {"file": name},
+    )

@@ -1,0 +1,85 @@
+"""Images of somebody who is not root, under root's daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hegmd.criu.population import population_of
+from tests.e2e.daemon import RunningDaemon
+from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, as_user, daemon_with_criu
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+
+BOB = 54712
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Where other users get to, as they do not below pytest's own."""
+    with tempfile.TemporaryDirectory(prefix="hegm-users-") as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@pytest.fixture
+def daemon(folder: Path) -> Iterator[RunningDaemon]:
+    daemon = daemon_with_criu(folder)
+    with (folder / "hegmd.toml").open("a") as config:
+        config.write('[daemon]\nsocket_mode = "0666"\n')
+    with daemon as running:
+        yield running
+
+
+def said(job: HandedJob, uid: int, *words: str) -> tuple[int, dict[str, Any]]:
+    """The status and the last words of hegmctl, asked by that user."""
+    ran = subprocess.run(
+        [*as_user(uid), sys.executable, "-m", "hegmctl", "--json", *words],
+        env=job.environ,
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=ENDS_WITHIN_S,
+        check=False,
+    )
+    return ran.returncode, json.loads((ran.stdout or ran.stderr).splitlines()[-1])
+
+
+def handed_to(uid: int, path: Path) -> None:
+    """Everything in there belongs to that user now."""
+    for each in (path, *path.rglob("*")):
+        os.chown(each, uid, uid)
+
+
+def test_nobody_but_root_takes_or_restores_what_is_not_theirs(daemon: RunningDaemon, folder: Path) -> None:
+    """An image of root's, with this node's signature, in the hands of somebody else."""
+    image, theirs = folder / "image", folder / "theirs"
+    with HandedJob(folder / "job", daemon.socket_path) as job:
+        job.await_steps(20)
+        refused = said(job, BOB, "checkpoint", str(job.pid), str(folder / "mine"))[1]
+        assert refused["error"]["code"] == "denied"
+        job.operation("checkpoint", str(job.pid), str(image))
+        job.process.wait(ENDS_WITHIN_S)
+        refused = said(job, BOB, "restore", str(image))[1]
+        assert refused["error"]["code"] in {"denied", "not-found", "refused"}, refused
+        shutil.copytree(image, theirs)
+        handed_to(BOB, theirs)
+        refused = said(job, BOB, "restore", str(theirs))[1]
+        assert "was made for uid 0" in refused["error"]["message"], refused
+        manifest = theirs / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes().replace(b'"uid": 0', b'"uid": %d' % BOB))
+        refused = said(job, BOB, "restore", str(theirs))[1]
+        assert refused["error"]["code"] in {"denied", "unavailable"}, refused
+        assert job.pid not in population_of([job.pid]).start_ticks
+        job.operation("restore", str(image))
+        assert job.losses
