@@ -192,6 +192,8 @@ class Hands:
                 return self.checkpoint(effect, process)
             case "restore":
                 return self.restore(effect, process)
+            case "hold":
+                return events.Held(**ends)
             case "dump" | "end":
                 return self.hand_over(running, process)
             case "refill":

@@ -8,10 +8,12 @@ from random import Random
 from hegmd.methods.driver import DriverMethod
 from hegmd.migration import events
 from hegmd.migration.adoption import Standing, adopted
+from hegmd.migration.machine import HOLDING
 from hegmd.migration.operation import (
     BY_DRIVER,
     CHECKPOINT,
     MIGRATE,
+    QUIESCE,
     SIMULATED,
     SUSPEND,
     Handoff,
@@ -23,6 +25,7 @@ from hegmd.pieces import RESTORE_MARGIN_BYTES
 from tests.simulation.daemon import Daemon
 from tests.simulation.node import Process
 
+IMAGE = Handoff(path="/images/one", uid=1000, gid=1000)
 LIMITS = Limits(arm_s=20.0, park_s=20.0, move_s=30.0, hand_s=30.0, verify_s=20.0, retry_s=5.0)
 
 
@@ -40,14 +43,29 @@ def ask(daemon: Daemon, random: Random) -> None:
     for op in list(daemon.live_ops()):
         if daemon.luck("cancel"):
             daemon.take(op.id, events.CancelAsked(by="somebody"))
+        elif op.phase == HOLDING and daemon.luck("resume"):
+            _go_on_from(daemon, random, op)
         elif op.phase == "suspended" and daemon.luck("resume"):
-            daemon.take(op.id, events.ResumeAsked(to={w.name: _any_gpu(daemon, random) for w in op.workers}))
+            if random.random() < 0.2 and not daemon.node.alone and all(w.at is None and w.parked for w in op.live):
+                daemon.take(op.id, events.HandAsked(handoff=IMAGE))
+            else:
+                daemon.take(op.id, events.ResumeAsked(to={w.name: _any_gpu(daemon, random) for w in op.workers}))
     for members in jobs(daemon):
         if any(process.name in daemon.node.unclaimed for process in members):
             if daemon.luck("adopt") and all(process.connected for process in members):
                 adopt(daemon, members)
         elif daemon.luck("begin"):
             begin(daemon, random, members)
+
+
+def _go_on_from(daemon: Daemon, random: Random, op: Operation) -> None:
+    """What is held goes on, or becomes a suspension where it stands."""
+    if random.random() < 0.5:
+        daemon.take(op.id, events.ResumeAsked(to={}))
+        return
+    workers = [_worker(daemon.node.processes[worker.name], None) for worker in op.workers]
+    into = _operation(daemon, SUSPEND, workers, lockstep=op.lockstep)
+    daemon.take(op.id, events.TakenUp(into=into))
 
 
 def begin(daemon: Daemon, random: Random, members: list[Process]) -> None:
@@ -59,13 +77,17 @@ def begin(daemon: Daemon, random: Random, members: list[Process]) -> None:
     if any(process.asked_at is not None for process in members):
         return
     kind = random.choice((MIGRATE, MIGRATE, MIGRATE, SUSPEND, SUSPEND, CHECKPOINT))
+    if kind == SUSPEND and random.random() < 0.2 and not daemon.node.alone:
+        kind = QUIESCE
     if kind == CHECKPOINT and daemon.node.alone:
         kind = SUSPEND
     same = _any_gpu(daemon, random)
     apart = random.random() < 0.2
     workers = []
     for process in members:
-        goal = None if kind != MIGRATE else _any_gpu(daemon, random) if apart else same
+        goal = (
+            process.gpu if kind == QUIESCE else None if kind != MIGRATE else _any_gpu(daemon, random) if apart else same
+        )
         workers.append(_worker(process, goal))
     lockstep = daemon.node.lockstep[members[0].job]
     op = _operation(daemon, kind, workers, lockstep=lockstep)
