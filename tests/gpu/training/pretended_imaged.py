@@ -19,7 +19,7 @@ def main() -> None:
     pause = threading.Event()
     while not (folder / "go").exists():
         pause.wait(0.02)
-    program = Program(0, [max(1, size_mib >> 10)] * 2)
+    program = Program([0], [max(1, size_mib >> 10)] * 2)
     agent = StandingAgent(program) if "HEGM_RUN" in os.environ else None
     if agent is not None:
         threading.Thread(target=agent.attend, args=(os.environ["HEGM_SOCKET"],), daemon=True).start()

@@ -28,6 +28,6 @@ for step in range(steps):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    print("loss", step, loss.item().hex(), flush=True)
+    print("loss", step, float(loss.item()).hex(), flush=True)
     pause.wait(pace_s)
 print("digest", *[int(pad.sum().item()) for pad in pads], flush=True)
