@@ -93,6 +93,8 @@ class Operations:
 
     async def quiesce(self, pids: Sequence[int], hold_s: float | None, asked: Asked) -> Answer:
         """Have jobs stand at a boundary, and go on by themselves after that time. Raises HegmError as `migrate`."""
+        if not pids:
+            raise HegmError(BAD_REQUEST, f"{QUIESCE} was asked of no process", "name one or more pids")
         limits = _limits(asked.limit_s, hold_s)
         self.check(asked, pids)
         snapshot = await self._lookout.snapshot(pids)

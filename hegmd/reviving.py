@@ -4,6 +4,8 @@ Owns the order of these and what is undone when any of it fails: the processes a
 back, while the image stays as it is. The bytes are read while CRIU restores. From the moment at which every agent
 attends, parked and with its bytes known, the job is a suspended one like any other: an operation is made of it, and
 whatever happens then leaves a job that `resume` brings back.
+
+Longer than 400 lines because what stands against a restore and what undoes it are one account of what a restore does.
 """
 
 from __future__ import annotations

@@ -57,10 +57,13 @@ class Attended:
         self._orders += 1
         order = Order(order=self._orders, do=do, **more)
         frame = self._protocol.event(self._attend_id, order, fds=0 if fd is None else 1)
-        if fd is None:
-            self._socket.sendall(frame)
-        else:
-            socket.send_fds(self._socket, [frame], [fd])
+        try:
+            if fd is None:
+                self._socket.sendall(frame)
+            else:
+                socket.send_fds(self._socket, [frame], [fd])
+        except BrokenPipeError:
+            raise Gone from None
         return self._orders
 
     def answer(self, order: int) -> AgentReport:

@@ -1,9 +1,11 @@
-"""What two nodes have to have in common; by this very process, on this very node."""
+"""What two nodes have to have in common; by a process that does nothing, on this very node."""
 
 from __future__ import annotations
 
 import copy
-import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,14 @@ from hegmd.criu.tree import read_tree
 
 
 @pytest.fixture(scope="module")
-def here() -> dict[str, Any]:
-    return describe(read_tree(os.getpid()))
+def here() -> Iterator[dict[str, Any]]:
+    """Not of the process of the tests, which may have mapped files of other tests."""
+    idle = [sys.executable, "-c", "print('idle', flush=True); input()"]
+    with subprocess.Popen(idle, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield describe(read_tree(process.pid))
+        process.kill()
 
 
 @pytest.fixture
