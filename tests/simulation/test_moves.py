@@ -133,7 +133,7 @@ def _quiet(seed: int) -> Point:
 
 def test_the_quiet_lives_have_every_phase_and_come_to_every_point_at_which_a_daemon_can_be_killed() -> None:
     lives = [_quiet(seed) for seed in QUIET_SEEDS]
-    # An inspection follows a crash, which the next tests have; a withdrawal follows a cancel, which the last one has. No
+    # An inspection follows a crash, which the next tests have; a withdrawal a cancel, which the last one has. No
     # quiet life is one of a job that is only made to stand; those of the seeds are.
     tags = Effect.register.keys() - {"inspect", "withdraw", "hold"}
     points = {f"{when} {tag}" for tag in tags for when in ("before", "after")} | {"begun", "unwritten", "written"}
