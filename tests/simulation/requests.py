@@ -137,7 +137,7 @@ def resume_what_is_suspended(daemon: Daemon) -> None:
     """In calm weather: every suspended job is resumed, one after the other, and every stray one is adopted."""
     for op in list(daemon.live_ops()):
         members = [daemon.node.processes[worker.name] for worker in op.live]
-        if op.phase == "suspended" and all(process.connected for process in members):
+        if op.phase == "suspended" and all(process.connected or not process.has_agent for process in members):
             daemon.take(op.id, events.ResumeAsked(to={**dict.fromkeys(_names(op), "gpu0"), **place(daemon, members)}))
             return
     for members in jobs(daemon):

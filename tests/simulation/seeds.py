@@ -100,6 +100,8 @@ def _leave_alone(node: Node, random: Random) -> None:
     for process in node.processes.values():
         process.token, process.size_bytes = "", process.size_bytes * UNIT_BYTES
         node.holds[str(process.gpu)][process.name] = process.size_bytes
+    for gpu, held in node.holds.items():  # three large ones on one GPU are more than the smaller kind has
+        node.capacity[gpu] = max(node.capacity[gpu], sum(held.values()))
     node.lockstep = dict.fromkeys(node.lockstep, False)
     for index in range(random.choice((0, 1, 2, 3))):
         gpu = random.choice(list(node.capacity))
