@@ -249,6 +249,8 @@ class Daemon:
         self.hear(process.name, events.AgentLost(worker=process.name))
 
     def reconnect(self, process: Process) -> None:
+        if not process.parked:  # an agent withdraws what the connection before has asked for
+            process.asked_at = None
         process.connected = True
         process.connection += 1
         self.hear(process.name, events.AgentBack(worker=process.name, token=process.token))
