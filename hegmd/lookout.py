@@ -23,7 +23,6 @@ from hegmd.protocol.snapshots import Gpu
 from hegmd.workers import Worker, Workers
 
 FRESH_S = 0.0
-MOST_LOOKS = 5
 # What a job holds is asked of it before it is planned for: at its next boundary, or after this without one. The agents
 # are given a little less, so that it is they who say that no boundary came.
 SURVEY_S = 1.0
@@ -36,9 +35,9 @@ NVIDIA = "nvidia"
 class Lookout:
     """Looks when it is asked to.
 
-    `pool` tells its room, `count` has one worker counted within a limit, `running` tells the operations, `standing` the
-    workers that stand and that none of these has, and `outlives` whether somebody keeps what is held for jobs when the
-    daemon ends.
+    `pool` tells its room, `count` has one worker counted within a limit, `running` tells the operations with what is
+    held for each at that moment, `standing` the workers that stand and that none of these has, and `outlives` whether
+    somebody keeps what is held for jobs when the daemon ends.
     """
 
     def __init__(
@@ -65,28 +64,19 @@ class Lookout:
     async def snapshot(self, pids: Collection[int]) -> Snapshot:
         """The node for a plan on those processes, with what they hold now as far as they say so in time."""
         await self._survey(pids)
-        node, running = await self._at_one_moment()
+        node = await self._inventory.settled()
+        running, pool = self._running(), self._pool()  # before anything is waited for: of the same moment
         candidates = await _seen_from_outside(tuple(self._candidates(node)), node)
         return Snapshot(
             gpus=tuple(_room(gpu, node.gpus) for gpu in node.gpus),
             candidates=candidates,
-            pool=self._pool(),
+            pool=pool,
             running=running,
             rates=self._rates(),
             outlived=self._outlives(),
             uid=os.geteuid(),
             available_bytes=read_available_bytes(),
         )
-
-    async def _at_one_moment(self) -> tuple[NodeSnapshot, tuple[Operation, ...]]:
-        """The node and the operations on it: room that one took during the look would be counted nowhere."""
-        for _ in range(MOST_LOOKS):
-            before = self._running()
-            node = await self._inventory.fresh(FRESH_S)
-            running = self._running()
-            if [op.seq for op in before] == [op.seq for op in running]:
-                break
-        return node, before
 
     async def snapshot_for(self, gpu: str) -> Snapshot:
         """The node for plans on every process of that GPU. Raises NOT_FOUND for one that is not there."""

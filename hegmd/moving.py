@@ -123,7 +123,7 @@ class Moving:
             workers,
             self.resting.pool_room,
             count=self.attendance.count,
-            running=self.runner.under_way,
+            running=self.runner.as_held,
             standing=self._standing.standing,
             rates=performer.paces.rates,
             outlives=lambda: self.memory.store is not None,

@@ -39,6 +39,8 @@ __all__ = ["Inventory", "NodeSnapshot"]
 
 # The libraries may use this much of the deadline; the rest is for looking at the processes.
 VENDORS_SHARE = 0.75
+# So many times it is looked again because something changed during the look.
+MORE_LOOKS = 4
 
 # The simulated library gets its pids from the kernel's word on a connection, in our own namespace; drivers may count in
 # another one. Measured with NVIDIA 580.159.04: NVML translates to the caller's namespace and leaves out what is not in
@@ -132,6 +134,16 @@ class Inventory:
         latest = await self.refresh()
         # The round that was under way may have begun before the change that the caller knows of.
         return await self.refresh() if self._changes_covered < known else latest
+
+    async def settled(self) -> NodeSnapshot:
+        """A new snapshot that nothing has changed under, as far as changes are announced; where they do not end, the
+        last of several looks."""
+        latest = await self.fresh(0.0)
+        for _ in range(MORE_LOOKS):
+            if self._changes_covered >= self._changes_known:
+                break
+            latest = await self.refresh()
+        return latest
 
     def expire(self) -> None:
         """Something changed just now that we know of: whoever asks from here on is told of it."""

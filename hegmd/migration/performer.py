@@ -86,6 +86,18 @@ class Performer:
         is_it = worker is not None and worker.identity.start_ticks == member.start_ticks and worker.connected
         return worker.connection if worker is not None and is_it else None
 
+    def as_held(self, op: Operation) -> Operation:
+        """The operation with the room and the memory that are held for it now: what it knows itself it has from its
+        journal, which is told after each step."""
+        return op.replace(workers=tuple([self._as_held(op, member) for member in op.workers]))
+
+    def _as_held(self, op: Operation, member: Member) -> Member:
+        method, carrier = self._methods.get(member.method), self._carriers.get(member.carrier)
+        if method is None or carrier is None or member.gone:
+            return member
+        subject = self._subject(op, member)
+        return member.replace(rooms=method.rooms(subject), pool_bytes=carrier.held_bytes(subject))
+
     async def perform(self, op: Operation, effect: Effect, on_progress: Progress, heard: int | None) -> Event:
         """The event that ends the effect. Raises nothing but cancellation, which leaves the effect to `inspect`.
 

@@ -193,6 +193,10 @@ class Runner:
         """Those that are not over, the suspended among them."""
         return tuple(running.op for running in self._running.values())
 
+    def as_held(self) -> tuple[Operation, ...]:
+        """The same, with the room and the memory that are held for them at this moment."""
+        return tuple(self._performer.as_held(op) for op in self.under_way())
+
     def of_process(self, pid: int, start_ticks: int | None = None) -> Operation | None:
         """The operation that has this process now."""
         for op in self.under_way():
