@@ -80,6 +80,7 @@ class Job:
 def job(argv: Sequence[str], **options: object) -> Iterator[Job]:
     """Start it, with its own Python for the first word if that is a script; ended with all its descendants."""
     given: dict[str, object] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True, **options}
+    given.setdefault("start_new_session", True)  # CRIU takes no job whose session is led from outside
     process: subprocess.Popen[str] = subprocess.Popen(argv, **given)  # type: ignore[call-overload] # as they are given
     started = Job(process)
     try:

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from hegmd.criu import runs
-from hegmd.criu.needs import Needs
+from hegmd.criu.needs import Needs, needs_of
 from hegmd.criu.population import end_all, population_of
+from hegmd.criu.tree import read_tree
 from hegmd.errors import HegmError
 from tests.e2e.real_criu import Job, criu_or_skip, directory, ended_after, job, python, tell
 
@@ -183,14 +184,16 @@ async def test_an_image_that_is_none_or_of_another_version_is_said_to_be_so(tmp_
 async def test_a_job_of_a_shell_needs_to_be_said_to_be_one(tmp_path: Path) -> None:
     """What happens without the option that the needs give: CRIU's word for it is known too."""
     criu = criu_or_skip()
-    with job(python(GOES_ON)) as started, directory(tmp_path / "image") as images:
+    shell = ["sh", "-c", '"$@" & wait', "sh"]  # the leader of the job's session, and no part of what is dumped
+    with job([*shell, *python(GOES_ON)]) as started, directory(tmp_path / "image") as images:
         assert started.line() == "ready"
-        needs = started.needs()
+        (pid,) = {member.pid for member in read_tree(started.pid).members} - {started.pid}
+        needs = needs_of(read_tree(pid))
         bare = replace(needs, dump_options=tuple(word for word in needs.dump_options if word != "--shell-job"))
         assert bare != needs
         with pytest.raises(HegmError, match="a session whose leader is outside of it"):
-            await runs.dump(criu, started.pid, images, bare, leave_stopped=False, in_unit=False)
-        tell(started.pid)
+            await runs.dump(criu, pid, images, bare, leave_stopped=False, in_unit=False)
+        tell(pid)
         assert started.line() == "goes on"
 
 

@@ -89,9 +89,9 @@ def test_a_dumper_is_known_by_the_root_of_its_tree(tree: str, is_one: bool) -> N
 
 
 def test_what_a_killed_criu_left_standing_was_waited_for_for_ever() -> None:
-    with sleeper("dump", "--tree", "4711", "--images-dir", "x") as process:
+    with sleeper("dump", "--tree", "4712", "--images-dir", "x") as process:
         stop(process)
-        assert dumpers_of([4711]) == ()
+        assert dumpers_of([4712]) == ()
 
 
 def test_another_users_program_that_was_called_like_a_dumper_kept_a_job_standing() -> None:
