@@ -43,7 +43,7 @@ _PROGRESS_EVERY_S = 0.2
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_SHARED, _MAP_FIXED, _MAP_RESERVED = 0x01, 0x10, 0x4022  # the last: private, of nothing, taking nothing
-_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 4, 14, 23
+_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 4, 14, 22, 23
 _PAGEMAP_ENTRY_BYTES = 8
 _EINVAL = 22
 
@@ -118,6 +118,12 @@ def prefer_huge_pages(spans: Iterable[Span]) -> None:
         # Outwards to whole pages: that is just the mapping that the C library made for it, and splits none.
         start = address // PAGE_BYTES * PAGE_BYTES
         _libc.madvise(start, round_up(address + size_bytes) - start, _MADV_HUGEPAGE)
+
+
+def fetch_pages(address: int, size_bytes: int) -> None:
+    """Have a mapping's pages present for reading, in one call; a kernel without it has them come one by one."""
+    start = address // PAGE_BYTES * PAGE_BYTES
+    _libc.madvise(start, round_up(address + size_bytes) - start, _MADV_POPULATE_READ)
 
 
 def _size_of(span: Span) -> int:
