@@ -60,7 +60,7 @@ def module_size(module: Module) -> Iterator[str]:
 
 
 def function_size(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, _FUNCTIONS):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > FUNCTION_LINES:
@@ -105,12 +105,12 @@ def sleep(module: Module) -> Iterator[str]:
     slept = {"time", "anyio", "asyncio", "trio"}
     direct = {
         alias.asname or alias.name
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ImportFrom) and node.module in slept
         for alias in node.names
         if alias.name in {"sleep", "sleep_until"}
     }
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call):
             called = _called(node)
             owner, _, last = called.rpartition(".")
@@ -121,7 +121,7 @@ def sleep(module: Module) -> Iterator[str]:
 def patching(module: Module) -> Iterator[str]:
     """No mocks and no replaced attributes: our code is given its parts, bindings run against stub libraries."""
     ours: set[str] = set()
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             ours |= {(alias.asname or alias.name).split(".")[0] for alias in node.names if _is_product(alias.name)}
         elif isinstance(node, ast.ImportFrom) and _is_product(node.module or ""):
@@ -129,7 +129,7 @@ def patching(module: Module) -> Iterator[str]:
     for found in module.imports():
         if is_within(found.target, "unittest.mock") or found.target == "mock":
             yield f"{found.line}: {found.target}"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and re.search(
             r"(?i)monkeypatch\.(setattr|delattr|setitem|delitem)$", _called(node)
         ):
@@ -150,7 +150,7 @@ def _is_product(dotted: str) -> bool:
 
 def output(module: Module) -> Iterator[str]:
     """Nothing but the sinks writes to the standard streams."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and _called(node) == "print":
             yield f"{node.lineno}: print()"
         elif isinstance(node, ast.Attribute) and ast.unparse(node) in {"sys.stdout", "sys.stderr"}:
@@ -159,7 +159,7 @@ def output(module: Module) -> Iterator[str]:
 
 def leaving(module: Module) -> Iterator[str]:
     """Only the doors exit; everything else raises."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and _called(node) in {"sys.exit", "exit", "quit", "os._exit", "os.abort"}:
             yield f"{node.lineno}: {_called(node)}()"
         elif isinstance(node, ast.Raise) and node.exc is not None and "SystemExit" in ast.unparse(node.exc):
@@ -190,7 +190,7 @@ def ignores(module: Module) -> Iterator[str]:
 def hints(module: Module) -> Iterator[str]:
     """Every error made here says what failed and what to do next, and the two are not the same words."""
     arguments = {"HegmError": (1, 2), "PeerError": (1, 2), "Refused": (0, 1), "ExternalError": (0, 1)}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.Call) or (kind := _called(node).rpartition(".")[2]) not in arguments:
             continue
         if any(isinstance(argument, ast.Starred) for argument in node.args) or None in {k.arg for k in node.keywords}:
@@ -209,6 +209,6 @@ def hints(module: Module) -> Iterator[str]:
 
 def bare_tasks(module: Module) -> Iterator[str]:
     """A task belongs to a group and a thread to whoever limits it; nothing is started and forgotten."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and _called(node).rpartition(".")[2] in {"create_task", "ensure_future"}:
             yield f"{node.lineno}: {_called(node)}(): a task outside of a task group"

@@ -44,6 +44,11 @@ class Module:
     def parse(cls, name: str, path: Path, text: str) -> Module:
         return cls(name, path, text, ast.parse(text, filename=str(path)))
 
+    @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All of the tree: many rules look through it."""
+        return tuple(ast.walk(self.tree))
+
     @property
     def where(self) -> str:
         return str(self.path.relative_to(ROOT)) if self.path.is_absolute() else str(self.path)
@@ -63,12 +68,12 @@ class Module:
         """
         for_types = {
             inner
-            for node in ast.walk(self.tree)
+            for node in self.nodes
             if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
             for statement in node.body
             for inner in ast.walk(statement)
         }
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from (Import(alias.name, node.lineno, node in for_types) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):

@@ -40,7 +40,7 @@ def imports_at_start(module: Module) -> set[str]:
 
 
 def touches_builtins(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         text = ast.unparse(node) if isinstance(node, ast.expr | ast.Import | ast.ImportFrom) else ""
         named = isinstance(node, ast.Name | ast.Attribute) and text.split(".")[0] in {"builtins", "__builtins__"}
         imported = isinstance(node, ast.Import | ast.ImportFrom) and "builtins" in text

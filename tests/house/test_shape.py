@@ -44,23 +44,22 @@ EXCEPTIONS: dict[tuple[Rule, str], str] = {
 }
 
 
-def _pairs(rule_set: tuple[Rule, ...], judged: tuple[Module, ...]) -> list[object]:
-    return [
-        pytest.param(rule, module, id=f"{rule.__name__}-{module.name}")
-        for module in judged
-        for rule in rule_set
-        if (rule, module.name) not in EXCEPTIONS
-    ]
+JUDGED = ((EVERYWHERE, python_files()), (IN_THE_PRODUCT, modules()), (IN_TESTS, modules_of_tests()))
 
 
 @pytest.mark.parametrize(
-    ("rule", "module"),
-    [*_pairs(EVERYWHERE, python_files()), *_pairs(IN_THE_PRODUCT, modules()), *_pairs(IN_TESTS, modules_of_tests())],
+    ("rule", "judged"),
+    [pytest.param(rule, judged, id=rule.__name__) for rule_set, judged in JUDGED for rule in rule_set],
 )
-def test_a_module_keeps_the_rule(rule: Rule, module: Module) -> None:
-    found = [f"{module.where}:{line}" if line[0].isdigit() else f"{module.where}: {line}" for line in rule(module)]
-    if found:
-        pytest.fail("\n".join(found), pytrace=False)
+def test_every_module_keeps_the_rule(rule: Rule, judged: tuple[Module, ...]) -> None:
+    offences = [
+        f"{module.where}:{line}" if line[0].isdigit() else f"{module.where}: {line}"
+        for module in judged
+        if (rule, module.name) not in EXCEPTIONS
+        for line in rule(module)
+    ]
+    if offences:
+        pytest.fail("\n".join(offences), pytrace=False)
 
 
 def test_every_exception_is_still_needed() -> None:
