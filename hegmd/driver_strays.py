@@ -24,8 +24,9 @@ import anyio.abc
 from hegmd.detached import run_detached
 from hegmd.errors import NOT_FOUND, TIMEOUT, HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost, Link
-from hegmd.methods.driver import CHECKPOINTED, FAILED, LOCKED, is_stopped
 from hegmd.methods.neighbours import Neighbours
+from hegmd.methods.sight import is_stopped
+from hegmd.methods.steps import CHECKPOINTED, FAILED, LOCKED
 from hegmd.migration.adoption import Driven, room_bound
 from hegmd.places import place_of
 from hegmd.processes.cuda_users import CudaUser, find_cuda_users, read_cuda_user

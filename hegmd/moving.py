@@ -33,12 +33,15 @@ from hegmd.lock_files import LockFiles
 from hegmd.lookout import Lookout
 from hegmd.meeting import MeetingPlaces
 from hegmd.methods.base import Carrier, Method
-from hegmd.methods.driver import DriverCarrier, DriverMethod, is_stopped
+from hegmd.methods.driver import DriverMethod
+from hegmd.methods.driver_carrier import DriverCarrier
 from hegmd.methods.gpus import Gpus
 from hegmd.methods.host import HostCarrier
 from hegmd.methods.neighbours import STILL_S, Neighbours
 from hegmd.methods.peer import PeerCarrier
+from hegmd.methods.sight import is_stopped
 from hegmd.methods.simulated import SimulatedMethod
+from hegmd.methods.steps import Steps
 from hegmd.methods.worker import WorkerCarrier
 from hegmd.migration.course import TERMINAL
 from hegmd.migration.disk import Disk
@@ -143,7 +146,8 @@ class Moving:
         if simulated:
             return {SimulatedMethod.name: SimulatedMethod(self.rooms)}, {by_worker.name: by_worker}
         gpus = Gpus(self._look, self._inventory.expire)
-        method = DriverMethod(self.helper, self.memory, gpus, self._neighbours)
+        steps = Steps(self.helper, gpus, self._neighbours)
+        method = DriverMethod(steps, self.memory, gpus, self._neighbours)
         carriers: tuple[Carrier, ...] = (
             by_worker,
             DriverCarrier(),

@@ -7,6 +7,9 @@ is over its time. So nothing may be here that nobody else has: what is filled be
 holds. The process ends when the socket does, without waiting for threads that are in the driver, and the kernel kills
 it when the daemon is gone, even if a call never returns.
 
+While it has requests under way it says so every second, from a thread that waits for nothing else: the daemon tells by
+that a driver that takes its time from a helper that cannot run any more.
+
 Owns the life of the process. What a request means is in `requests`.
 """
 
@@ -18,13 +21,14 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hegmd.descriptors import Descriptors
 from hegmd.errors import INTERNAL, HegmError
-from hegmd.helper.wire import Channel, Handler, Request, senseless, told
+from hegmd.helper.wire import BEAT_S, Channel, Handler, Request, senseless, told
 
 _PR_SET_PDEATHSIG = 1
 
@@ -36,10 +40,14 @@ class Child:
         self._channel = channel
         self._requests = requests
         self._held = held
+        self._guard = threading.Lock()
+        self._under_way: dict[int, float] = {}
 
-    def serve(self, hello: Mapping[str, object]) -> None:
+    def serve(self, hello: Mapping[str, Any]) -> None:
         """Say that it can work, then answer until the daemon is gone. Raises PeerError for what is no request."""
-        self._channel.send({"hello": {"pid": os.getpid(), **hello}})
+        hello = {"pid": os.getpid(), "beat_s": BEAT_S, **hello}
+        self._channel.send({"hello": hello})
+        threading.Thread(target=self._beat, args=(float(hello["beat_s"]),), name="beat", daemon=True).start()
         while (came := self._channel.receive()) is not None:
             message, fds = came
             try:
@@ -47,7 +55,26 @@ class Child:
             except (KeyError, TypeError, ValueError) as error:
                 fds.close()
                 raise senseless(f"no request: {error!r}") from error
-            threading.Thread(target=self._answer, args=(number, op, args, fds), name=op, daemon=True).start()
+            with self._guard:
+                self._under_way[number] = time.monotonic()
+            threading.Thread(target=self._see_through, args=(number, op, args, fds), name=op, daemon=True).start()
+
+    def _beat(self, beat_s: float) -> None:
+        """Say what is under way, again and again, for as long as the process lives."""
+        never = threading.Event()
+        while not never.wait(beat_s):
+            now = time.monotonic()
+            with self._guard:
+                under_way = [[number, round(now - began, 3)] for number, began in self._under_way.items()]
+            if under_way:
+                self._say({"beat": under_way})
+
+    def _see_through(self, number: int, op: str, args: Mapping[str, Any], fds: Descriptors) -> None:
+        try:
+            self._answer(number, op, args, fds)
+        finally:
+            with self._guard:
+                del self._under_way[number]
 
     def _answer(self, number: int, op: str, args: Mapping[str, Any], fds: Descriptors) -> None:
         def tell(event: Mapping[str, object]) -> None:

@@ -23,10 +23,11 @@ import anyio.abc
 
 from hegmd.errors import Bug
 from hegmd.external import SYSTEM_PATH
-from hegmd.helper.session import HelperLost, OnProgress, Session
+from hegmd.helper.calls import HelperLost, OnProgress, Stuck, Watch
+from hegmd.helper.session import Session
 from hegmd.helper.wire import Answer, DriverFailed
 
-__all__ = ["Answer", "DriverFailed", "HelperLost", "Link", "child_environment"]
+__all__ = ["Answer", "DriverFailed", "HelperLost", "Link", "Stuck", "Watch", "child_environment"]
 
 PROGRAM = (sys.executable, "-m", "hegmd.helper.child")
 # cuInit takes 0.9 s with four GPUs, and up to 2.7 s have been reported with eight.
@@ -100,6 +101,7 @@ class Link:
         fds: Sequence[int] = (),
         on_progress: OnProgress | None = None,
         helper: int | None = None,
+        watch: Watch | None = None,
     ) -> Answer:
         """Have the helper do it. The answer owns the descriptors that came; those sent along stay the caller's.
 
@@ -110,7 +112,7 @@ class Link:
         if helper is not None and not self._is_there(helper):
             raise HelperLost("is not the one any more in which this was begun", [op], None, "")
         session = await self._ready()
-        return await session.call(op, args or {}, deadline_s, fds, on_progress)
+        return await session.call(op, args or {}, deadline_s, fds, on_progress, watch)
 
     def kill(self, why: str) -> None:
         """End the helper now, with everything it has. Fine when there is none."""

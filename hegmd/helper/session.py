@@ -3,6 +3,10 @@
 However it ends (over a deadline, by a signal, by a traceback, by nonsense on the socket, for want of work), everybody
 in flight is told the one reason, and the process is killed and reaped before the session is `over`. Starting the next
 one is the link's.
+
+A helper that works says so every second, whatever its calls wait for: one that falls silent is ended long before any
+deadline. A call of which its caller knows that it comes to nothing is left alone instead, and costs nobody the helper:
+its thread stays in the driver until the helper ends for want of other work.
 """
 
 from __future__ import annotations
@@ -11,14 +15,15 @@ import itertools
 import logging
 import math
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import anyio
 import anyio.abc
 
-from hegmd.errors import UNAVAILABLE, Bug, HegmError, PeerError
+from hegmd.errors import Bug, HegmError, PeerError
 from hegmd.external import Companion, Rights
+from hegmd.helper.calls import GPU_ROLE, Call, HelperLost, OnProgress, Role, Watch
 from hegmd.helper.wire import (
     LIMIT_BYTES,
     MAX_FDS,
@@ -42,68 +47,8 @@ logger = logging.getLogger(__name__)
 _END_WITHIN_S = 1.0
 _TAKE_WITHIN_S = 10.0
 
-OnProgress = Callable[[Mapping[str, Any]], object]
-
-
-class Role(NamedTuple):
-    """What a helper is called, and what to do when one is lost."""
-
-    name: str
-    hint: str
-
-
-GPU_ROLE = Role(
-    "the GPU helper",
-    "the next call starts a new one; if it happens again, look for an Xid in `dmesg` and at hegmd's log",
-)
-
-
-class HelperLost(HegmError):
-    """The helper ended while calls were in flight, or could not start. Whether these calls took effect is unknown."""
-
-    def __init__(
-        self, why: str, in_flight: Sequence[str], pid: int | None, output_tail: str, role: Role = GPU_ROLE
-    ) -> None:
-        who = role.name if pid is None else f"{role.name} (pid {pid})"
-        after = f"; in flight: {', '.join(in_flight)}" if in_flight else ""
-        super().__init__(
-            UNAVAILABLE,
-            f"{who} {why}{after}",
-            role.hint,
-            {"in_flight": list(in_flight), "helper_pid": pid, "output_tail": output_tail},
-        )
-        self.in_flight = tuple(in_flight)
-
-
-class Call:
-    """One request in flight. `over` is set when it has an answer or an error."""
-
-    def __init__(self, op: str, on_progress: OnProgress | None) -> None:
-        self.op = op
-        self.on_progress = on_progress
-        self.over = anyio.Event()
-        self.error: HegmError | None = None
-        self.answer: Answer | None = None
-        self.dropped = False
-
-    def end(self, answer: Answer | None, error: HegmError | None) -> None:
-        if self.dropped and answer is not None:
-            answer.fds.close()
-        self.answer, self.error = answer, error
-        self.over.set()
-
-    def drop(self) -> None:
-        """Nobody waits any more."""
-        self.dropped = True
-        if self.answer is not None:
-            self.answer.fds.close()
-
-    def outcome(self) -> Answer:
-        if self.error is not None:
-            raise self.error
-        if self.answer is None:
-            raise Bug("a call to the helper ended with nothing", facts={"op": self.op})
-        return self.answer
+# So often in a row it may not have been heard of. A daemon that was stopped itself misses one.
+_BEATS_MISSED = 10
 
 
 class Session:
@@ -120,6 +65,8 @@ class Session:
         self.over = anyio.Event()  # it is reaped
         self._idle_after_s = idle_after_s
         self._calls: dict[int, Call] = {}
+        self._left: set[int] = set()  # calls that nobody waits for, whatever they still come to
+        self._spoke = anyio.Event()
         self._numbers = itertools.count(1)
         self._held = 0
         self._changed = anyio.Event()
@@ -156,6 +103,7 @@ class Session:
                 self._tasks.start_soon(self._read, self._stream)
                 self._tasks.start_soon(self._limit_start, start_within_s)
                 self._tasks.start_soon(self._rest)
+                self._tasks.start_soon(self._listen)
         finally:
             self.lose("was ended with hegmd")
             self._stream.close()
@@ -204,6 +152,7 @@ class Session:
         reader = FrameReader(LIMIT_BYTES)
         try:
             while data := await stream.receive():
+                self._spoke.set()
                 reader.feed(data)
                 while (payload := reader.next_payload()) is not None:
                     self._take(decode(payload), stream)
@@ -235,6 +184,23 @@ class Session:
             self.lose(f"had nothing to do for {self._idle_after_s:g} s", quietly=True)
             return
 
+    async def _listen(self) -> None:
+        """End a helper that has work and does not say a word: not even its own clock runs then."""
+        await self.settled.wait()
+        beat_s = self.hello.get("beat_s")
+        if beat_s is None:
+            return
+        missed = 0
+        while missed < _BEATS_MISSED:
+            if not self._calls:
+                missed = 0
+                await self._changed.wait()
+            self._spoke = anyio.Event()
+            with anyio.move_on_after(float(beat_s)):
+                await self._spoke.wait()
+            missed = 0 if self._spoke.is_set() or not self._calls else missed + 1
+        self.lose(f"has work and has not said a word for {_BEATS_MISSED * beat_s:g} s, and was ended")
+
     # -- what it says --------------------------------------------------------------------------------------------------
 
     def _take(self, message: Mapping[str, Any], stream: PeerStream) -> None:
@@ -242,12 +208,17 @@ class Session:
         if "hello" in message:
             self._take_hello(message["hello"])
             return
+        if "beat" in message:
+            return
         if "id" not in message and "err" in message:
             refusal = error_told(message["err"])
             self._refused = message["err"]
             self.lose(f"cannot work: {refusal.message}")
             return
         number = whole(message.get("id"))
+        if number in self._left:
+            self._take_late(number, message, stream)
+            return
         call = self._calls.get(number)
         if call is None:
             raise senseless(f"an answer to request {number!r}, which is not in flight")
@@ -259,6 +230,16 @@ class Session:
         del self._calls[number]
         self._changed.set()
         self._end(call, message, stream)
+
+    def _take_late(self, number: int, message: Mapping[str, Any], stream: PeerStream) -> None:
+        """What a call came to after all that was left alone."""
+        if "event" in message:
+            return
+        self._left.discard(number)
+        self._held = whole(message.get("held"))
+        stream.claim(whole(message.get("fds", 0))).close()
+        self._changed.set()
+        logger.info("%s has ended a call that nobody waits for", self._role.name, extra=fields(helper_pid=self.pid))
 
     def _take_hello(self, hello: Any) -> None:
         self.hello = mapping(hello)
@@ -280,9 +261,15 @@ class Session:
     # -- what it is asked ----------------------------------------------------------------------------------------------
 
     async def call(
-        self, op: str, args: Mapping[str, object], deadline_s: float, fds: Sequence[int], on_progress: OnProgress | None
+        self,
+        op: str,
+        args: Mapping[str, object],
+        deadline_s: float,
+        fds: Sequence[int],
+        on_progress: OnProgress | None,
+        watch: Watch | None = None,
     ) -> Answer:
-        """Ask, and wait for the answer."""
+        """Ask, and wait for the answer, or until `watch` says that there will be none."""
         if self._tasks is None or self._stream is None:
             raise Bug("a helper is asked that was not started")
         self.require()
@@ -301,12 +288,30 @@ class Session:
             self._tasks.start_soon(self._limit, call, deadline_s)
         began = anyio.current_time()
         try:
-            await call.over.wait()
+            await self._until_over(number, call, watch)
         except anyio.get_cancelled_exc_class():
             call.drop()
             raise
         logger.debug("helper: %s took %.1f ms", op, (anyio.current_time() - began) * 1e3)
         return call.outcome()
+
+    async def _until_over(self, number: int, call: Call, watch: Watch | None) -> None:
+        if watch is None:
+            await call.over.wait()
+            return
+
+        async def look() -> None:
+            stuck = await watch()
+            if self._calls.pop(number, None) is not None:  # there has been no answer
+                logger.warning("%s", stuck.message, extra=fields(helper_pid=self.pid))
+                self._left.add(number)
+                call.end(None, stuck)
+                self._changed.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(look)
+            await call.over.wait()
+            tasks.cancel_scope.cancel()
 
     async def _send(self, message: bytes, fds: Sequence[int], stream: PeerStream) -> None:
         try:

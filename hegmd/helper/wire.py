@@ -3,6 +3,7 @@
     daemon   {id, op, args, fds}
     helper   {hello: {pid, ...}} once it can work, or {err: {...}} when it cannot
              {id, ok: {...}, fds, held} | {id, err: {...}, held} | {id, event: {...}}
+             {beat: [[id, seconds], ...]} every `hello.beat_s` while requests are under way: which, and since when
 
 Frames and payloads are those of `protocol`; descriptors go with the first byte of the frame that tells their number.
 `held` is how much the helper has that would be gone with it: at 0 it can be ended without anybody noticing.
@@ -24,6 +25,7 @@ from hegmd.protocol.codec import decode, encode
 from hegmd.protocol.frames import FrameReader, frame
 
 MAX_FDS = MOST_IN_A_MESSAGE
+BEAT_S = 1.0
 # A copy of 65,536 storages, which is as many as the codec lets through, takes some 2 MB.
 LIMIT_BYTES = 16 << 20
 _READ_BYTES = 64 * 1024

@@ -22,8 +22,9 @@ import anyio.abc
 
 from hegmd.errors import Bug
 from hegmd.external import SYSTEM_PATH, Rights, find_program
+from hegmd.helper.calls import OnProgress, Role
 from hegmd.helper.link import child_environment
-from hegmd.helper.session import OnProgress, Role, Session
+from hegmd.helper.session import Session
 from hegmd.helper.wire import Answer
 
 ROLE = Role(

@@ -11,12 +11,11 @@ What the driver does was measured (580.159.04), and these rows shape this module
   process behind of which nobody knows what it needs.
 - A caller that is killed leaves a locked process locked, and a step that had begun to end by itself. So whoever looks
   later unlocks what it finds locked: before a checkpoint and after a restore that is the right thing alike.
-- A process that was stopped by a signal makes the calls hang: it is not touched.
 - The driver goes on with a restore whose caller is gone, and takes room as it goes. So the turn on that GPU, and the
   stillness of the neighbours there, end with the driver's step and not with the call.
 
-Owns no bytes: what is held is in `memory`, by descriptor, and outlives helper and daemon. Longer than 400 lines because
-the way off and the way back rest on the same few facts, and are to be read against one another.
+Owns no bytes: what is held is in `memory`, by descriptor, and outlives helper and daemon. How a single call is asked,
+watched and believed is in `steps`, what room is in `held_room`.
 """
 
 from __future__ import annotations
@@ -25,54 +24,40 @@ import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Container, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.abc
 
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
-from hegmd.helper.link import DriverFailed, HelperLost, Link
-from hegmd.log import fields
-from hegmd.methods.base import Left, Making, NoRoom, Outgrown, Progress, Standing, Subject
+from hegmd.helper.link import DriverFailed, HelperLost
+from hegmd.methods.base import Left, NoRoom, Outgrown, Standing, Subject
 from hegmd.methods.gpus import Gpus, VideoMemory, pairs_from, rest_of, storages_of
+from hegmd.methods.held_room import MIB, HeldRoom, no_room
 from hegmd.methods.neighbours import Neighbours
+from hegmd.methods.steps import CHECKPOINTED, FAILED, LOCKED, QUICK_S, RUNNING, Steps, Untrue, longest_s
 from hegmd.pieces import RESTORE_MARGIN_BYTES
-from hegmd.places import exchange, gpus_of, is_several, more_than, place_of
+from hegmd.places import exchange, gpus_of, is_several, place_of
 
 logger = logging.getLogger(__name__)
 
 NAME = "driver"
-RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
-
-MIB = 1 << 20
 # Where somebody cannot be held still while the room changes hands, so much has to be free besides: what one process
 # takes at once (a context has 0.5 GiB, and allocators of frameworks grow by less than the rest) then does no harm.
 CALM_BYTES = 2048 * MIB
 
-LOCK_S = 10.0
-QUICK_S = 20.0
-# A state query waits for a step that a killed caller left to end by itself; a step goes at 2.8 GB/s, or 1 at worst.
-STATE_S = 300.0
-STEP_S = 30.0
-STEP_BYTES_PER_S = 1e9
 _LOOK_AGAIN_S = 0.05
 _LAST_WORD_S = 5.0
-_NOT_READY = 600
-
-
-class Untrue(HegmError):
-    """A step was said to be done, and the process is not in the state that it leads to."""
 
 
 class DriverMethod:
-    """The driver's checkpoint and restore, by way of the helper."""
+    """The driver's checkpoint and restore."""
 
     name = NAME
 
-    def __init__(self, helper: Link, memory: VideoMemory, gpus: Gpus, neighbours: Neighbours) -> None:
-        self._helper = helper
+    def __init__(self, steps: Steps, memory: VideoMemory, gpus: Gpus, neighbours: Neighbours) -> None:
+        self._steps = steps
         self._memory = memory
+        self._room = HeldRoom(memory, gpus)
         self._gpus = gpus
         self._neighbours = neighbours
         self._in_hand: set[tuple[int, int]] = set()
@@ -81,48 +66,13 @@ class DriverMethod:
     # -- room ----------------------------------------------------------------------------------------------------------
 
     async def hold_room(self, subject: Subject, gpu: str, size_bytes: int) -> None:
-        """Two pieces: what the driver needs, which goes at the restore, and that for the storages, which goes later."""
-        missing = more_than(subject.needs(gpu), subject.needs(subject.gpu))
-        rests = {name: min(rest_bytes, size_bytes) for name, rest_bytes in missing.items()}
-        await self._hold(subject, rests, min(subject.storage_room_bytes, size_bytes))
-
-    async def _hold(self, subject: Subject, rests: Mapping[str, int], storage_bytes: int) -> None:
-        """So much for the driver on each of these GPUs, and so much for storages; on all of them or on none."""
-        uuids = {gpu: await self._gpus.uuid_of(gpu) for gpu in rests}
-        async with self._gpus.turns(rests):
-            held = self._memory.of(rest_of(subject))
-            fresh = [uuid for uuid in uuids.values() if not held.get(uuid)]
-            try:
-                for gpu, rest_bytes in rests.items():
-                    await self._memory.hold(rest_of(subject), uuids[gpu], rest_bytes)
-                    await self._memory.hold(storages_of(subject), uuids[gpu], storage_bytes)
-            except BaseException as error:
-                with anyio.CancelScope(shield=True):  # one half is no room, and nobody would know of it
-                    for uuid in fresh:
-                        await self._memory.give(rest_of(subject), uuid)
-                if isinstance(error, Refused):
-                    raise NoRoom(error.message, error.hint, error.facts) from error
-                raise
+        await self._room.hold_on(subject, gpu, size_bytes)
 
     async def give_room(self, subject: Subject, gpu: str) -> None:
-        for name in gpus_of(gpu):
-            uuid = await self._gpus.uuid_of(name)
-            await self._memory.give(rest_of(subject), uuid)
-            await self._memory.give(storages_of(subject), uuid)
-        self._gpus.changed()
+        await self._room.give(subject, gpu)
 
     def rooms(self, subject: Subject) -> Mapping[str, int]:
-        """Of the GPU that it is on, what it has there is its own; room for storages that are out is besides that."""
-        held: dict[str, int] = {}
-        for owner in (rest_of(subject), storages_of(subject)):
-            for uuid, size_bytes in self._memory.of(owner).items():
-                name = self._gpus.name_of(uuid)
-                held[name] = held.get(name, 0) + size_bytes
-        if subject.shares_bytes:
-            return _by_place(subject, held)
-        for gpu, rest_bytes in subject.needs(subject.gpu).items():
-            held[gpu] = max(held.get(gpu, 0), rest_bytes + subject.storage_room_bytes)
-        return held
+        return self._room.of(subject)
 
     def note_size(self, subject: Subject, size_bytes: int) -> None:
         """What a process has on a real GPU needs no books."""
@@ -133,23 +83,23 @@ class DriverMethod:
         """Lock, measure, make sure of the room, take it off; then the room that it left is kept for the way back."""
         with self._having_in_hand(subject):  # first, so that whoever looks at it hears that something is to come
             await self._neighbours.let_be(subject.who)
-            state = await self._state(subject)
+            state = await self._steps.state(subject)
             if state == CHECKPOINTED:
                 off = dataclasses.replace(subject, gpu=None)
                 return Left(room_bytes=self.rooms(off).get(subject.gpu or "", 0))
             if is_several(subject.gpu):
-                await self._unlock(subject)
+                await self._steps.unlock(subject)
                 await subject.worker.order("part")
             if state != LOCKED or is_several(subject.gpu):  # as one is that an earlier caller has locked when it ended
-                await self._lock(subject)
+                await self._steps.lock(subject)
             self._standing.add(subject.who)
             async with self._unlocked_unless_done(subject):
                 subject = await self._measured(subject)
                 if subject.goal is not None:
                     await self.hold_room(subject, subject.goal, subject.rest_bytes + subject.storage_room_bytes)
-                await self._call("checkpoint", subject, deadline_s=STEP_S + subject.rest_bytes / STEP_BYTES_PER_S)
+                await self._steps.checkpoint(subject)
                 await self._see_it_gone(subject)
-            room_bytes = await self._keep_room(subject)
+            room_bytes = await self._room.keep(subject)
             return Left(room_bytes=room_bytes, rest_bytes=subject.rest_bytes, shares_bytes=subject.shares_bytes)
 
     async def _measured(self, subject: Subject) -> Subject:
@@ -160,18 +110,6 @@ class DriverMethod:
         if any(need > size_bytes for need, size_bytes in zip(needs, planned, strict=True)):
             raise Outgrown(subject.pid, subject.rest_bytes, need_bytes, shares_bytes)
         return dataclasses.replace(subject, rest_bytes=need_bytes, shares_bytes=shares_bytes)
-
-    async def _lock(self, subject: Subject) -> None:
-        try:
-            await self._call("lock", subject, {"timeout_s": LOCK_S}, deadline_s=LOCK_S + QUICK_S)
-        except DriverFailed as error:
-            if error.number != _NOT_READY:
-                raise
-            raise Refused(
-                f"the kernels of process {subject.pid} did not come to an end within {LOCK_S:g} s",
-                "ask again when it has less queued; it goes on running meanwhile",
-                {"pid": subject.pid, "waited_s": LOCK_S},
-            ) from error
 
     @asynccontextmanager
     async def _unlocked_unless_done(self, subject: Subject) -> AsyncGenerator[None]:
@@ -184,7 +122,7 @@ class DriverMethod:
             self._standing.discard(subject.who)
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S):
                 try:
-                    await self._call("unlock", subject, deadline_s=_LAST_WORD_S)
+                    await self._steps.unlock_at_once(subject)
                 except HegmError as error:
                     logger.warning("process %d was not unlocked yet: %s", subject.pid, error.message)
             raise
@@ -206,7 +144,7 @@ class DriverMethod:
 
     async def _see_it_gone(self, subject: Subject) -> None:
         """What is said to be done is looked at: by the driver's state, and by NVML, which shows when memory is free."""
-        await self._expect(subject, "checkpoint", CHECKPOINTED)
+        await self._steps.expect(subject, "checkpoint", CHECKPOINTED)
         with anyio.move_on_after(QUICK_S):
             await self._until_shown(subject, there=False)
             return
@@ -217,23 +155,6 @@ class DriverMethod:
             {"pid": subject.pid, "gpu": subject.gpu, "waited_s": QUICK_S},
         )
 
-    async def _keep_room(self, subject: Subject) -> int:
-        """As far as it can be had: somebody may have been quicker, and the way on is still open then.
-
-        First what it needs for the way on where it has just been, which was its own until now.
-        """
-        back, onward = subject.needs(subject.gpu), subject.needs(subject.goal)
-        again = {gpu: size_bytes for gpu, size_bytes in onward.items() if gpu in back}
-        try:
-            await self._hold(subject, again, subject.storage_room_bytes)
-            if subject.gpu is None or not subject.keeps_room:
-                return 0
-            await self._hold(subject, back, subject.storage_room_bytes)
-        except HegmError as error:
-            logger.warning("no room is kept on %s for the way back: %s", subject.gpu, error.message)
-            return 0
-        return subject.rest_bytes + subject.storage_room_bytes
-
     # -- and back ------------------------------------------------------------------------------------------------------
 
     async def restore(self, subject: Subject, gpu: str) -> str | None:
@@ -241,28 +162,28 @@ class DriverMethod:
         with self._having_in_hand(subject):
             await self._neighbours.let_be(subject.who)
             rooms = {name: await self._gpus.uuid_of(name) for name in gpus_of(gpu)}
-            if await self._state(subject) != CHECKPOINTED:
-                await self._unlock(subject)
+            if await self._steps.state(subject) != CHECKPOINTED:
+                await self._steps.unlock(subject)
                 return await self._place(subject) if subject.anywhere else None
             if subject.anywhere:
                 return await self._restore_where_it_was(subject, gpu)
             pairs = await self._pairs(subject, list(rooms.values()))
             async with self._gpus.turns(rooms):
                 await self._restore_in_room(subject, rooms, subject.needs(gpu), pairs)
-                await self._unlock(subject)  # before others count on what they see of it
+                await self._steps.unlock(subject)  # before others count on what they see of it
             return None
 
     async def _restore_where_it_was(self, subject: Subject, gpu: str) -> str:
         """Without a map, and with its room held on every GPU that it can come back on; which it was, it gives."""
-        devices = (await self._helper.call("devices", deadline_s=QUICK_S)).values["devices"]
+        uuids = await self._steps.uuids()
         await self._gpus.seen()
-        rooms = {self._gpus.name_of(uuid): uuid for uuid in (str(device["uuid"]) for device in devices)}
+        rooms = {self._gpus.name_of(uuid): uuid for uuid in uuids}
         needs = dict.fromkeys(rooms, subject.rest_bytes)
         try:
-            await self._hold(subject, needs, 0)
+            await self._room.hold(subject, needs, 0)
             async with self._gpus.turns(rooms):
                 await self._restore_in_room(subject, rooms, needs, [])
-                await self._unlock(subject)
+                await self._steps.unlock(subject)
         finally:
             with anyio.CancelScope(shield=True):
                 for name, uuid in rooms.items():
@@ -283,10 +204,7 @@ class DriverMethod:
         self, subject: Subject, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
     ) -> None:
         """`rooms` are the GPUs by name, with their UUIDs, on which there has to be room for it: as `needs` says."""
-        for gpu, uuid in rooms.items():
-            held_bytes = self._memory.of(rest_of(subject)).get(uuid, 0)
-            if held_bytes < needs[gpu]:
-                raise _no_room(subject, gpu, needs[gpu], held_bytes, "held")
+        self._room.require(subject, rooms, needs)
         others = await self._others(subject, rooms)
         async with self._neighbours.held_still(others, but_for=self._in_hand, restored=subject.who) as going:
             # One of ours that is not locked yet goes on as well.
@@ -296,53 +214,30 @@ class DriverMethod:
                 free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
                 if free_bytes is None or free_bytes < spare_bytes:  # still held: nothing is risked by looking
                     raise _unsafe(subject, gpu, free_bytes, loose)
-            for uuid in rooms.values():
-                await self._memory.give(rest_of(subject), uuid)
+            await self._room.let_go(subject, rooms.values())
             for gpu in rooms:
                 free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
                 if free_bytes is None or free_bytes < needs[gpu] + spare_bytes:
-                    await self._hold_again(subject, rooms, needs)
-                    raise _no_room(subject, gpu, needs[gpu] + spare_bytes, free_bytes, "free")
+                    await self._room.hold_again(subject, rooms, needs)
+                    raise no_room(subject, gpu, needs[gpu] + spare_bytes, free_bytes, "free")
             await self._restore_to_its_end(subject, pairs)
             try:
-                await self._expect(subject, "restore", LOCKED, RUNNING)
+                await self._steps.expect(subject, "restore", LOCKED, RUNNING)
             except Untrue:
-                await self._hold_again(subject, rooms, needs)
+                await self._room.hold_again(subject, rooms, needs)
                 raise
 
     async def _restore_to_its_end(self, subject: Subject, pairs: list[list[str]]) -> None:
         """However the call ends, by an operation that is cut off or a helper that is killed, the driver's step is over
         when this returns: until then others stand, and the turn is not over, since it takes its room as it goes."""
-        deadline_s = STEP_S + subject.rest_bytes / STEP_BYTES_PER_S
         try:
-            await self._call("restore", subject, {"pairs": pairs}, deadline_s=deadline_s)
+            await self._steps.restore(subject, pairs)
         except DriverFailed:
             raise  # it is over
         except BaseException:
-            with anyio.CancelScope(shield=True), anyio.move_on_after(deadline_s):
-                await self._until_over(subject)
+            with anyio.CancelScope(shield=True), anyio.move_on_after(longest_s(subject.rest_bytes)):
+                await self._steps.until_over(subject)
             raise
-
-    async def _until_over(self, subject: Subject) -> None:
-        """The driver answers about a process when no step in it is under way any more."""
-        while True:
-            try:
-                state = await self._state(subject)
-            except HelperLost:
-                await anyio.sleep(_LOOK_AGAIN_S)  # another one is asked
-                continue
-            except HegmError as error:
-                logger.warning("it is not known how the restore of process %d ended: %s", subject.pid, error.message)
-                return
-            logger.info("the restore of process %d was cut off, and it is %s", subject.pid, state)
-            return
-
-    async def _hold_again(self, subject: Subject, rooms: Mapping[str, str], needs: Mapping[str, int]) -> None:
-        for gpu, uuid in rooms.items():
-            try:
-                await self._memory.hold(rest_of(subject), uuid, needs[gpu])
-            except HegmError as error:
-                logger.warning("the room for process %d was lost: %s", subject.pid, error.message)
 
     async def _pairs(self, subject: Subject, to: list[str]) -> list[list[str]]:
         """The map for the driver: every GPU that it sees, the old and the new ones changing places; none to stay.
@@ -350,16 +245,13 @@ class DriverMethod:
         One that comes from another node has that node's GPUs on the old side, until it has been taken off one of this.
         """
         if subject.elsewhere and subject.left is None and subject.gpu is None:
-            answer = await self._helper.call("devices", deadline_s=QUICK_S)
-            return pairs_from(subject.elsewhere, to, [str(device["uuid"]) for device in answer.values["devices"]])
+            return pairs_from(subject.elsewhere, to, await self._steps.uuids())
         source = subject.left or subject.gpu
         old = to if source is None else [await self._gpus.uuid_of(gpu) for gpu in gpus_of(source)]
         if old == to:
             return []
-        answer = await self._helper.call("devices", deadline_s=QUICK_S)
         changed = exchange(old, to)
-        uuids = [str(device["uuid"]) for device in answer.values["devices"]]
-        return [[uuid, changed.get(uuid, uuid)] for uuid in uuids]
+        return [[uuid, changed.get(uuid, uuid)] for uuid in await self._steps.uuids()]
 
     async def _others(self, subject: Subject, gpus: Container[str]) -> list[tuple[int, int]]:
         """Who else computes on those GPUs, as far as it can be seen; the helper takes room there in its turn alone."""
@@ -367,7 +259,7 @@ class DriverMethod:
         return [
             (process.pid, process.start_ticks)
             for process in node.processes
-            if process.pid not in {subject.pid, self._helper.pid} and process.start_ticks is not None
+            if process.pid not in {subject.pid, self._steps.helper_pid} and process.start_ticks is not None
             if any(use.gpu in gpus and use.kind == "compute" for use in process.gpus)
         ]
 
@@ -417,7 +309,7 @@ class DriverMethod:
     async def verify(self, subject: Subject) -> None:
         """By the driver's own state and by the video memory that NVML shows; then nothing is held for it there."""
         async with self._neighbours.apart(subject.who):
-            await self._unlock(subject)
+            await self._steps.unlock(subject)
         await self._until_shown(subject, there=True)
         if subject.gpu is not None:
             await self.give_room(subject, subject.gpu)
@@ -426,9 +318,9 @@ class DriverMethod:
         if subject.who in self._in_hand:
             return Standing(gpu=subject.gpu, busy=True)
         async with self._neighbours.apart(subject.who):
-            state = await self._state(subject)
+            state = await self._steps.state(subject)
             if state == LOCKED:
-                await self._unlock(subject)
+                await self._steps.unlock(subject)
         if state == CHECKPOINTED:
             return Standing(gpu=None)
         if state == FAILED:
@@ -459,7 +351,7 @@ class DriverMethod:
         node = await self._gpus.seen()
         return [use.gpu for process in node.processes if process.pid == subject.pid for use in process.gpus]
 
-    # -- the driver ----------------------------------------------------------------------------------------------------
+    # -- whom it has in hand -------------------------------------------------------------------------------------------
 
     @contextmanager
     def _having_in_hand(self, subject: Subject) -> Generator[None]:
@@ -471,97 +363,6 @@ class DriverMethod:
             self._in_hand.discard(subject.who)
             self._standing.discard(subject.who)
 
-    async def _state(self, subject: Subject) -> str:
-        answer = await self._call("state", subject, deadline_s=STATE_S)
-        return str(answer["state"])
-
-    async def _unlock(self, subject: Subject) -> None:
-        """Fine for one that runs already: the driver refuses the wrong order and changes nothing."""
-        if await self._state(subject) == LOCKED:
-            await self._call("unlock", subject, deadline_s=QUICK_S)
-            await self._expect(subject, "unlock", RUNNING)
-
-    async def _expect(self, subject: Subject, op: str, *wanted: str) -> None:
-        """Success counts when the process is seen to be in one of these states. Raises Untrue."""
-        state = await self._state(subject)
-        if state not in wanted:
-            raise Untrue(
-                UNAVAILABLE,
-                f"{op} of process {subject.pid} is said to be done, and the process is {state}",
-                "it is tried again, or brought back; see hegmctl op, and dmesg for an Xid",
-                {"pid": subject.pid, "asked": op, "state": state},
-            )
-
-    async def _call(
-        self, op: str, subject: Subject, args: Mapping[str, object] | None = None, *, deadline_s: float
-    ) -> Mapping[str, Any]:
-        if not self._neighbours.is_there(subject.who):
-            raise Refused(
-                f"process {subject.pid} has ended, and another may have its number",
-                "there is nothing left to move; see hegmctl ps",
-                {"pid": subject.pid, "asked": op},
-            )
-        if self._neighbours.is_stopped(subject.pid):
-            raise Refused(
-                f"process {subject.pid} is stopped by a signal, and the driver would wait for it without end",
-                f"let it go on first: kill -CONT {subject.pid}",
-                {"pid": subject.pid, "asked": op},
-            )
-        answer = await self._helper.call(op, {"pid": subject.pid, **(args or {})}, deadline_s=deadline_s)
-        logger.info("%s of process %d", op, subject.pid, extra=fields(pid=subject.pid, values=dict(answer.values)))
-        return answer.values
-
-
-class DriverCarrier:
-    """For those of whom the driver carries everything: there is nothing to hold and nothing to carry."""
-
-    name = NAME
-
-    async def hold(self, subject: Subject, size_bytes: int) -> None:
-        """Nothing: the bytes go into the process's own memory."""
-
-    async def give(self, subject: Subject) -> None:
-        """Nothing is held."""
-
-    def held_bytes(self, subject: Subject) -> int:
-        return 0
-
-    async def fetch(self, subject: Subject, on_progress: Progress) -> None:
-        """They are in the process."""
-
-    async def arm(self, subject: Subject) -> None:
-        """Nothing has to be ready."""
-
-    async def disarm(self, subject: Subject) -> None:
-        """Nothing is."""
-
-    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
-        return 0
-
-    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
-        return 0
-
-
-def _by_place(subject: Subject, held: Mapping[str, int]) -> Mapping[str, int]:
-    """What is held for one on several GPUs, by the places that it is to do with; 0 where some of it is missing."""
-    own = subject.needs(subject.gpu)
-    rooms: dict[str, int] = {}
-    for place in (subject.gpu, subject.goal, subject.left):
-        missing = more_than(more_than(subject.needs(place), own), held)
-        if place is not None and (place == subject.gpu or any(gpu in held for gpu in missing)):
-            rooms[place] = 0 if any(missing.values()) else subject.rest_bytes + subject.storage_room_bytes
-    named = {gpu for place in rooms for gpu in gpus_of(place)}
-    return {**rooms, **{gpu: size_bytes for gpu, size_bytes in held.items() if gpu not in named}}
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped the process. One that is gone is not."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] in {"T", "t"}
-
 
 def _unsafe(subject: Subject, gpu: str, free_bytes: int | None, loose: Sequence[tuple[int, int]]) -> NoRoom:
     pids = [pid for pid, _ in loose]
@@ -571,13 +372,4 @@ def _unsafe(subject: Subject, gpu: str, free_bytes: int | None, loose: Sequence[
         f"let pid {', '.join(map(str, pids))} come to an end, or have {CALM_BYTES // MIB} MiB free: it could take the "
         f"room in the moment of the restore; process {subject.pid} stays off its GPU with all its bytes until then",
         {"pid": subject.pid, "gpu": gpu, "pids": pids, "needed_bytes": CALM_BYTES, "there_bytes": free_bytes},
-    )
-
-
-def _no_room(subject: Subject, gpu: str, needed_bytes: int, there_bytes: int | None, what: str) -> NoRoom:
-    there = "it is not known how much is" if there_bytes is None else f"{there_bytes // MIB} MiB are"
-    return NoRoom(
-        f"process {subject.pid} needs {needed_bytes // MIB} MiB on {gpu} and {there} {what} for it",
-        f"free video memory on {gpu}: it stays off its GPU with all its bytes, and comes back when there is room",
-        {"pid": subject.pid, "gpu": gpu, "needed_bytes": needed_bytes, "there_bytes": there_bytes},
     )

@@ -12,6 +12,7 @@ import pytest
 from hegmd.devices.amd import AmdProvider
 from hegmd.devices.base import VendorSnapshot
 from hegmd.testing.contracts import check_snapshot
+from tests.contract.driven import Parts, in_force
 from tests.contract.helped import SIZES_MIB, Owner
 from tests.stubs.amdsmi.scenario import ENVIRONMENT, Scenario
 from tests.stubs.amdsmi.sysfs import FakeSys
@@ -115,3 +116,25 @@ def watcher(node: CudaNode) -> Iterator[Owner]:
     made = Owner(node, 1, 1)
     yield made
     made.close()
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return path
+
+
+@pytest.fixture
+def owners(tmp_path: Path) -> Iterator[tuple[CudaNode, Owner, Owner]]:
+    node = CudaNode.make(tmp_path / "node")
+    owners = Owner(node, 0, 48, 16), Owner(node, 1, 8)
+    yield node, *owners
+    for owner in owners:
+        owner.close()
+
+
+@pytest.fixture
+def parts(owners: tuple[CudaNode, Owner, Owner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
+    node, moved, other = owners
+    return Parts(node, in_force(node, tmp_path, monkeypatch), moved, other)

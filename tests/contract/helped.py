@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -60,6 +61,14 @@ class Owner:
         assert self.ask("free") == "freed"
         assert self.ask("make") == "made"
         assert self.ask("digest") != self.digest, "the bytes never left"
+
+    def pause(self) -> None:
+        """Stop it by a signal; it has stopped when this returns."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
         self._process.kill()

@@ -16,28 +16,24 @@ import anyio
 import anyio.abc
 import pytest
 
-from hegmd.events import EventLog
 from hegmd.helper.link import Link
-from hegmd.inventory import Inventory
 from hegmd.methods.base import Carrier, Making, Progress, Subject
-from hegmd.methods.driver import DriverCarrier
+from hegmd.methods.driver_carrier import DriverCarrier
 from hegmd.methods.gpus import Gpus
 from hegmd.methods.host import HostCarrier
 from hegmd.methods.peer import PeerCarrier
 from hegmd.methods.worker import WorkerCarrier
 from hegmd.pool import Keep, Pool
 from hegmd.pool_places import Place as PoolPlace
-from hegmd.processes import ProcessTable
 from hegmd.protocol.messages import Order, Place
 from hegmd.spill_file import SpillFolder
 from hegmd.testing.carriers import check_carrier
 from hegmd.testing.contracts import ContractBroken
 from hegmd.vram import VideoMemory
-from hegmd.ways import NodeMeans
 from hegmd.workers import Workers
-from tests.contract.helped import GIB, MIB, SIZE_BYTES, SIZES_MIB, Owner, linked
+from tests.contract.driven import driven, in_force
+from tests.contract.helped import GIB, MIB, SIZE_BYTES, SIZES_MIB, Owner
 from tests.stubs.cuda.node import CudaNode
-from tests.stubs.nvml.node import NvidiaNode
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import start_ticks
 
@@ -112,27 +108,14 @@ def owner(tmp_path: Path) -> Iterator[tuple[CudaNode, Owner]]:
 
 @asynccontextmanager
 async def rigged(tmp_path: Path, node: CudaNode, owner: Owner, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
-    scenario = node.nvml(tmp_path / "nvml")
-    for name, value in {**node.environment(), **scenario.environment()}.items():
-        monkeypatch.setenv(name, value)
-    nvml = NvidiaNode(tmp_path / "node", scenario, tmp_path / "node/libnvidia-ml.so.1")
-    inventory = Inventory(
-        [nvml.provider()],
-        query_deadline_s=10,
-        events=EventLog(),
-        table=ProcessTable(),
-        means=lambda: NodeMeans(uid=os.geteuid(), criu_path=None),
-    )
+    scenario = in_force(node, tmp_path, monkeypatch)
     workers, pool = Workers(start_ticks), _pool(tmp_path)
-    async with linked(node) as link, inventory, anyio.create_task_group() as tasks:
+    async with driven(node, scenario) as parts, anyio.create_task_group() as tasks:
         await tasks.start(workers.run)
-        memory = VideoMemory(link)
-        yield Rig(link, Gpus(inventory.refresh, inventory.expire), memory, pool, workers, tasks, owner)
-        assert memory.by_owner() == {}
-        memory.close()
+        yield Rig(parts.link, parts.gpus, parts.memory, pool, workers, tasks, owner)
+        assert parts.memory.by_owner() == {}
         tasks.cancel_scope.cancel()
     pool.close()
-    nvml.close()
 
 
 def _pool(folder: Path) -> Pool:

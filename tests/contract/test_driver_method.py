@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -15,133 +12,13 @@ import anyio.to_thread
 import pytest
 
 from hegmd.errors import Refused
-from hegmd.events import EventLog
-from hegmd.helper.link import HelperLost, Link
-from hegmd.inventory import Inventory
-from hegmd.methods.base import NoRoom, Outgrown, Subject
-from hegmd.methods.driver import DriverMethod, is_stopped
-from hegmd.methods.gpus import Gpus, pairs_from
-from hegmd.methods.neighbours import FILE_NAME, Neighbours
-from hegmd.pieces import RESTORE_MARGIN_BYTES
-from hegmd.processes import ProcessTable
-from hegmd.vram import VideoMemory
-from hegmd.ways import NodeMeans
-from tests.contract.helped import GIB, MIB, Owner, ask, linked
-from tests.stubs.cuda.node import CudaNode
-from tests.stubs.nvml.node import NvidiaNode
-from tests.stubs.nvml.scenario import Scenario as NvmlScenario
+from hegmd.helper.link import HelperLost
+from hegmd.methods.base import NoRoom, Outgrown
+from hegmd.methods.gpus import pairs_from
+from hegmd.methods.neighbours import FILE_NAME
+from tests.contract.driven import REST_BYTES, Parts, rigged, standing_in
+from tests.contract.helped import GIB, MIB, Owner, ask
 from tests.unit.moving_node import start_ticks
-
-REST_BYTES = 577 * MIB + RESTORE_MARGIN_BYTES
-# As many questions as somebody has time in to do what he must not.
-QUESTIONS = 20
-
-
-@dataclass
-class Rig:
-    """One process that is moved, another on the GPU that it goes to."""
-
-    node: CudaNode
-    link: Link
-    method: DriverMethod
-    neighbours: Neighbours
-    memory: VideoMemory
-    moved: Owner
-    other: Owner
-
-    @property
-    def subject(self) -> Subject:
-        ticks = start_ticks(self.moved.pid)
-        assert ticks is not None
-        who = ("1", "0", self.moved.pid, ticks)
-        return Subject(*who, rest_bytes=REST_BYTES, gpu="gpu0", goal="gpu1", left=None)
-
-    @property
-    def other_who(self) -> tuple[int, int]:
-        ticks = start_ticks(self.other.pid)
-        assert ticks is not None
-        return self.other.pid, ticks
-
-    async def take_off(self) -> Subject:
-        """It as it is after its checkpoint, with its room held."""
-        await self.method.hold_room(self.subject, "gpu1", REST_BYTES)
-        await self.method.checkpoint(self.subject)
-        return replace(self.subject, gpu=None, left="gpu0")
-
-    async def state(self, owner: Owner) -> str:
-        return str((await ask(self.link, "state", pid=owner.pid))["state"])
-
-    async def stands(self, owner: Owner) -> None:
-        """It is locked and stays so."""
-        assert [await self.state(owner) for _ in range(QUESTIONS)] == ["locked"] * QUESTIONS
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Path:
-    path = tmp_path / "gate"
-    os.mkfifo(path)
-    return path
-
-
-@pytest.fixture
-def owners(tmp_path: Path) -> Iterator[tuple[CudaNode, Owner, Owner]]:
-    node = CudaNode.make(tmp_path / "node")
-    owners = Owner(node, 0, 48, 16), Owner(node, 1, 8)
-    yield node, *owners
-    for owner in owners:
-        owner.close()
-
-
-@dataclass
-class Parts:
-    """What a rig is put together from, by the test's own task: a task group ends where it began."""
-
-    node: CudaNode
-    scenario: NvmlScenario
-    moved: Owner
-    other: Owner
-
-
-@pytest.fixture
-def parts(owners: tuple[CudaNode, Owner, Owner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
-    node, moved, other = owners
-    scenario = node.nvml(tmp_path / "nvml")
-    for name, value in {**node.environment(), **scenario.environment()}.items():
-        monkeypatch.setenv(name, value)
-    return Parts(node, scenario, moved, other)
-
-
-@asynccontextmanager
-async def rigged(parts: Parts) -> AsyncIterator[Rig]:
-    node, scenario = parts.node, parts.scenario
-    tmp_path = node.folder.parent
-    nvml = NvidiaNode(tmp_path / "node", scenario, tmp_path / "node/libnvidia-ml.so.1")
-    inventory = Inventory(
-        [nvml.provider()],
-        query_deadline_s=10,
-        events=EventLog(),
-        table=ProcessTable(),
-        means=lambda: NodeMeans(uid=os.geteuid(), criu_path=None),
-    )
-    async with linked(node) as link, inventory:
-        memory = VideoMemory(link)
-        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
-        method = DriverMethod(link, memory, Gpus(inventory.refresh, inventory.expire), neighbours)
-        yield Rig(node, link, method, neighbours, memory, parts.moved, parts.other)
-        memory.close()
-    nvml.close()
-
-
-@asynccontextmanager
-async def standing_in(rig: Rig, call: str, gate: Path) -> AsyncIterator[None]:
-    """Somebody stands in that call about the process that is moved, until the end of the block."""
-    rig.node.order(f"hold {call}@{rig.moved.pid} {gate}")
-    file = await anyio.to_thread.run_sync(gate.open, "w")
-    try:
-        rig.node.mend()
-        yield
-    finally:
-        file.close()
 
 
 async def test_with_plenty_free_a_neighbour_stands_too_while_room_changes_hands(parts: Parts, gate: Path) -> None:

@@ -14,8 +14,8 @@ from hegmd.driver_strays import DriverStrays
 from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.helper.link import Link, child_environment
 from hegmd.lookout import Lookout
-from hegmd.methods.driver import is_stopped
 from hegmd.methods.neighbours import Neighbours
+from hegmd.methods.sight import is_stopped
 from hegmd.operations import Operations
 from hegmd.strays import StandingStrays
 from tests.contract.helped import Owner, ask, linked

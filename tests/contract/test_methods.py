@@ -11,23 +11,15 @@ import pytest
 
 from hegmd.devices.simulated import SimulatedProvider
 from hegmd.devices.topology import parse_topology
-from hegmd.events import EventLog
-from hegmd.inventory import Inventory
 from hegmd.methods.base import Subject
-from hegmd.methods.driver import DriverMethod, is_stopped
-from hegmd.methods.gpus import Gpus
-from hegmd.methods.neighbours import Neighbours
 from hegmd.methods.simulated import SimulatedMethod
 from hegmd.pieces import RESTORE_MARGIN_BYTES
-from hegmd.processes import ProcessTable
 from hegmd.rooms import Rooms
 from hegmd.testing.methods import check_method
-from hegmd.vram import VideoMemory
-from hegmd.ways import NodeMeans
 from hegmd.workers import Workers
-from tests.contract.helped import GIB, MIB, Owner, linked
+from tests.contract.driven import driven, in_force
+from tests.contract.helped import GIB, MIB, Owner
 from tests.stubs.cuda.node import CudaNode
-from tests.stubs.nvml.node import NvidiaNode
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import start_ticks
 
@@ -56,26 +48,11 @@ async def test_books_for_simulated_gpus_keep_the_contract() -> None:
 
 async def test_the_driver_keeps_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = CudaNode.make(tmp_path / "node")
-    scenario = node.nvml(tmp_path / "nvml")
-    for name, value in {**node.environment(), **scenario.environment()}.items():
-        monkeypatch.setenv(name, value)
-    nvml = NvidiaNode(tmp_path / "node", scenario, tmp_path / "node/libnvidia-ml.so.1")
+    scenario = in_force(node, tmp_path, monkeypatch)
     owner = Owner(node, 0, 48, 16)
-    inventory = Inventory(
-        [nvml.provider()],
-        query_deadline_s=10,
-        events=EventLog(),
-        table=ProcessTable(),
-        means=lambda: NodeMeans(uid=os.geteuid(), criu_path=None),
-    )
-    async with linked(node) as link, inventory:
-        memory = VideoMemory(link)
-        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
-        gpus = Gpus(inventory.refresh, inventory.expire)
+    async with driven(node, scenario) as parts:
         moved = subject(owner.pid, rest_bytes=577 * MIB + RESTORE_MARGIN_BYTES)
-        await check_method(DriverMethod(link, memory, gpus, neighbours), moved, "gpu1", total_bytes=16 * GIB)
-        assert memory.by_owner() == {}
-        memory.close()
+        await check_method(parts.method, moved, "gpu1", total_bytes=16 * GIB)
+        assert parts.memory.by_owner() == {}
     assert owner.ask("digest") == owner.digest
     owner.close()
-    nvml.close()

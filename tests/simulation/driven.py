@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 import anyio
 
 from hegmd.methods.base import Carrier, Method
-from hegmd.methods.driver import DriverCarrier, DriverMethod
+from hegmd.methods.driver import DriverMethod
+from hegmd.methods.driver_carrier import DriverCarrier
 from hegmd.methods.gpus import Gpus
 from hegmd.methods.neighbours import Neighbours, Who
+from hegmd.methods.steps import Steps
 from hegmd.migration.course import TERMINAL
 from hegmd.migration.effects import FINISH
 from hegmd.migration.operation import Operation
@@ -68,6 +70,7 @@ class Means:
     """The real parts; a mutant has one of them with a bug in it."""
 
     method: type[DriverMethod] = DriverMethod
+    steps: type[Steps] = Steps
     neighbours: type[ModelNeighbours] = ModelNeighbours
     gpus: type[Gpus] = Gpus
     memory: type[ModelMemory] = ModelMemory
@@ -94,7 +97,8 @@ class DrivenHands(Hands):
         self.helper = ModelHelper(daemon, self.random)
         neighbours = self.means.neighbours(self.helper, daemon.node)
         memory, gpus = self.means.memory(self.helper, daemon), self.means.gpus(self._look)
-        method = self.means.method(self.helper, memory, gpus, neighbours)
+        steps = self.means.steps(self.helper, gpus, neighbours)
+        method = self.means.method(steps, memory, gpus, neighbours)
         methods: Mapping[str, Method] = {method.name: method}
         carriers: Mapping[str, Carrier] = {DriverCarrier.name: DriverCarrier()}
         self._performer = self.means.performer(Workers(), methods, carriers, start_ticks=self._start_ticks)

@@ -16,6 +16,7 @@ from hegmd.methods.base import Left, Standing, Subject
 from hegmd.methods.driver import DriverMethod
 from hegmd.methods.gpus import Gpus, rest_of
 from hegmd.methods.neighbours import Who
+from hegmd.methods.steps import Steps
 from hegmd.pieces import RESTORE_MARGIN_BYTES
 from tests.simulation.driven import Means, ModelNeighbours
 
@@ -48,8 +49,8 @@ class MapsTwoGpus(DriverMethod):
         return [pair for pair in await super()._pairs(subject, to) if pair[0] != pair[1]]
 
 
-class BelievesSuccess(DriverMethod):
-    async def _expect(self, subject: Subject, op: str, *wanted: str) -> None:
+class BelievesSuccess(Steps):
+    async def expect(self, subject: Subject, op: str, *wanted: str) -> None:
         return
 
 
@@ -68,8 +69,8 @@ class ForgetsTheMargin(DriverMethod):
         await super().restore(dataclasses.replace(subject, rest_bytes=subject.rest_bytes - RESTORE_MARGIN_BYTES), gpu)
 
 
-class TakesALostRestoreForOver(DriverMethod):
-    async def _until_over(self, subject: Subject) -> None:
+class TakesALostRestoreForOver(Steps):
+    async def until_over(self, subject: Subject) -> None:
         return
 
 
@@ -78,10 +79,10 @@ class CountsOnTheRuined(DriverMethod):
         return dataclasses.replace(await super().inspect(subject), failed="")
 
 
-class LeavesTheLocked(DriverMethod):
+class LeavesTheLocked(Steps):
     """Whoever an earlier daemon has locked is found to run."""
 
-    async def _unlock(self, subject: Subject) -> None:
+    async def unlock(self, subject: Subject) -> None:
         return
 
 
@@ -134,15 +135,15 @@ MEANS: dict[str, tuple[Means, dict[str, float]]] = {
     "restores_without_holding": (Means(method=RestoresWithoutHolding), _GROWING),
     "does_not_look_once_more": (Means(method=DoesNotLookOnceMore), {"crash": 0.05, **_GROWING}),
     "maps_two_gpus_of_three": (Means(method=MapsTwoGpus), {}),
-    "believes_success": (Means(method=BelievesSuccess), {"lie": 0.2}),
+    "believes_success": (Means(steps=BelievesSuccess), {"lie": 0.2}),
     "counts_the_old_figure": (Means(method=CountsTheOldFigure), {"crash": 0.05, **_GROWING}),
     "forgets_the_margin": (Means(method=ForgetsTheMargin), _GROWING),
     "takes_a_lost_restore_for_over": (
-        Means(method=TakesALostRestoreForOver),
+        Means(steps=TakesALostRestoreForOver),
         {"helper": 0.05, "begin": 0.3, "fill": 0.5, "snatch": 1.0},
     ),
     "counts_on_the_ruined": (Means(method=CountsOnTheRuined), {"ruin": 0.5}),
-    "leaves_the_locked": (Means(method=LeavesTheLocked), {"helper": 0.1}),
+    "leaves_the_locked": (Means(steps=LeavesTheLocked), {"helper": 0.1}),
     "has_no_turns": (Means(gpus=HasNoTurns), {"begin": 0.2, **_GROWING}),
     "lets_neighbours_go_on": (Means(neighbours=LetsNeighboursGoOn), _GROWING),
     "counts_on_who_is_loose": (Means(neighbours=CountsOnWhoIsLoose), {"busy": 0.5, **_GROWING}),

@@ -73,6 +73,7 @@ class ModelHelper(Link):
         fds: Sequence[int] = (),
         on_progress: object = None,
         helper: int | None = None,
+        watch: object = None,
     ) -> Answer:
         given: Mapping[str, Any] = args or {}
         if op == "devices":

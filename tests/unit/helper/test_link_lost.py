@@ -7,18 +7,21 @@ import os
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
 
 from hegmd.errors import PeerError
-from hegmd.helper.link import DriverFailed, HelperLost, Link
+from hegmd.helper.link import DriverFailed, HelperLost, Link, Stuck
+from hegmd.helper.wire import Channel, packed
 from tests.unit.helper.linking import SOON_S, TRICKS, Told, ask, has_ended, linked
 
 # -- over its time -------------------------------------------------------------------------------------------------
@@ -54,6 +57,78 @@ async def test_a_helper_that_is_stopped_altogether_is_killed_too() -> None:
             await link.call("stop", deadline_s=0.2)
         assert await ask(link, "ping") == {"pong": {}}
         assert has_ended(first)
+
+
+async def test_a_helper_that_could_not_run_any_more_was_noticed_by_the_deadlines_of_its_calls_alone() -> None:
+    async with linked("brisk") as link:
+        first = (await link.start())["pid"]
+        with pytest.raises(HelperLost, match=r"has not said a word for 0\.2 s"), anyio.fail_after(SOON_S):
+            await link.call("stop", deadline_s=600)
+        assert await ask(link, "ping") == {"pong": {}}
+        assert has_ended(first)
+
+
+def test_a_helper_tells_what_it_is_at_while_its_calls_hang() -> None:
+    ours, theirs = socket.socketpair()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with theirs, subprocess.Popen([*TRICKS, "brisk", "0"], stdin=theirs.fileno(), env=environment) as helper, ours:
+        theirs.close()
+        channel = Channel(ours)
+
+        def heard() -> dict[str, Any]:
+            came = channel.receive()
+            assert came is not None
+            return came[0]
+
+        assert heard()["hello"]["beat_s"] == 0.02
+        ours.sendall(packed({"id": 7, "op": "hang", "args": {}, "fds": 0}))
+        assert heard()["id"] == 7, "its own word comes first"
+        (first,), (later,) = heard()["beat"], heard()["beat"]
+        assert first[0] == later[0] == 7
+        assert later[1] > first[1]
+        helper.kill()
+
+
+async def test_a_call_that_comes_to_nothing_is_left_alone_and_costs_nobody_the_helper() -> None:
+    async with linked("well", idle_after_s=0.2) as link:
+        told, started = Told(), await link.start()
+        before = len(os.listdir("/proc/self/fd"))
+
+        async def give_up() -> Stuck:
+            await told.first.wait()
+            return Stuck("it comes to nothing", "look at it", "wait")
+
+        with pytest.raises(Stuck, match="comes to nothing"):
+            await link.call("wait", deadline_s=SOON_S, on_progress=told, watch=give_up)
+        await ask(link, "release")  # now it ends after all, and what it came to is closed
+        await ask(link, "ping")
+        assert link.pid == started["pid"]
+        assert len(os.listdir("/proc/self/fd")) == before
+        pidfd = os.pidfd_open(started["pid"])
+        told = Told()
+        try:
+            with pytest.raises(Stuck):
+                await link.call("hang", deadline_s=600, on_progress=told, watch=give_up)
+            with anyio.fail_after(SOON_S):
+                await anyio.wait_readable(pidfd)  # it has nothing else to do
+        finally:
+            os.close(pidfd)
+
+
+async def test_whoever_watches_a_call_is_told_when_it_is_over() -> None:
+    async with linked("well") as link:
+        ended = anyio.Event()
+
+        async def watch() -> Stuck:
+            try:
+                await anyio.sleep_forever()
+            finally:
+                ended.set()
+            raise AssertionError
+
+        answer = await link.call("ping", deadline_s=SOON_S, watch=watch)
+        assert answer.values == {"pong": {}}
+        assert ended.is_set()
 
 
 async def test_a_call_that_nobody_waits_for_keeps_its_deadline() -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from hegmd.errors import BUSY, DENIED, HegmError
 from hegmd.external import Rights
-from hegmd.helper.session import HelperLost
+from hegmd.helper.calls import HelperLost
 from hegmd.image.images import Images, Lent
 from hegmd.image.shelf import look_into, sweep
 from hegmd.protocol.images import ImageProcess, Manifest

@@ -1,0 +1,149 @@
+"""The daemon's parts around the driver on the stub's node, put together as the daemon puts them together.
+
+NVML's stub tells of the same node as the driver's, so what one does the other shows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import anyio.to_thread
+import pytest
+
+from hegmd.events import EventLog
+from hegmd.helper.link import Link
+from hegmd.inventory import Inventory
+from hegmd.methods.base import Subject
+from hegmd.methods.driver import DriverMethod
+from hegmd.methods.gpus import Gpus
+from hegmd.methods.neighbours import Neighbours
+from hegmd.methods.sight import Patience, is_stopped
+from hegmd.methods.steps import Steps
+from hegmd.pieces import RESTORE_MARGIN_BYTES
+from hegmd.processes import ProcessTable
+from hegmd.vram import VideoMemory
+from hegmd.ways import NodeMeans
+from tests.contract.helped import MIB, Owner, ask, linked
+from tests.stubs.cuda.node import CudaNode
+from tests.stubs.nvml.node import NvidiaNode
+from tests.stubs.nvml.scenario import Scenario as NvmlScenario
+from tests.unit.moving_node import start_ticks
+
+REST_BYTES = 577 * MIB + RESTORE_MARGIN_BYTES
+# As many questions as somebody has time in to do what he must not.
+QUESTIONS = 20
+
+
+@dataclass
+class Driven:
+    """What carriers and methods are made of."""
+
+    node: CudaNode
+    link: Link
+    gpus: Gpus
+    memory: VideoMemory
+    neighbours: Neighbours
+    method: DriverMethod
+    inventory: Inventory
+
+
+def in_force(node: CudaNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> NvmlScenario:
+    """This test's process on that node, for both libraries."""
+    scenario = node.nvml(folder / "nvml")
+    for name, value in {**node.environment(), **scenario.environment()}.items():
+        monkeypatch.setenv(name, value)
+    return scenario
+
+
+@asynccontextmanager
+async def driven(node: CudaNode, scenario: NvmlScenario, patience: Patience | None = None) -> AsyncIterator[Driven]:
+    """In the test's own task, since a task group ends where it began. Nothing may be held at the end."""
+    folder = node.folder.parent
+    nvml = NvidiaNode(node.folder, scenario, node.folder / "libnvidia-ml.so.1")
+    inventory = Inventory(
+        [nvml.provider()],
+        query_deadline_s=10,
+        events=EventLog(),
+        table=ProcessTable(),
+        means=lambda: NodeMeans(uid=os.geteuid(), criu_path=None),
+    )
+    async with linked(node) as link, inventory:
+        memory = VideoMemory(link)
+        neighbours = Neighbours(link, folder, start_ticks=start_ticks, is_stopped=is_stopped)
+        gpus = Gpus(inventory.refresh, inventory.expire)
+        method = DriverMethod(Steps(link, gpus, neighbours, patience), memory, gpus, neighbours)
+        yield Driven(node, link, gpus, memory, neighbours, method, inventory)
+        memory.close()
+    nvml.close()
+
+
+@dataclass
+class Rig:
+    """One process that is moved, another on the GPU that it goes to."""
+
+    node: CudaNode
+    link: Link
+    method: DriverMethod
+    neighbours: Neighbours
+    memory: VideoMemory
+    moved: Owner
+    other: Owner
+    inventory: Inventory
+
+    @property
+    def subject(self) -> Subject:
+        ticks = start_ticks(self.moved.pid)
+        assert ticks is not None
+        who = ("1", "0", self.moved.pid, ticks)
+        return Subject(*who, rest_bytes=REST_BYTES, gpu="gpu0", goal="gpu1", left=None)
+
+    @property
+    def other_who(self) -> tuple[int, int]:
+        ticks = start_ticks(self.other.pid)
+        assert ticks is not None
+        return self.other.pid, ticks
+
+    async def take_off(self) -> Subject:
+        """It as it is after its checkpoint, with its room held."""
+        await self.method.hold_room(self.subject, "gpu1", REST_BYTES)
+        await self.method.checkpoint(self.subject)
+        return replace(self.subject, gpu=None, left="gpu0")
+
+    async def state(self, owner: Owner) -> str:
+        return str((await ask(self.link, "state", pid=owner.pid))["state"])
+
+    async def stands(self, owner: Owner) -> None:
+        """It is locked and stays so."""
+        assert [await self.state(owner) for _ in range(QUESTIONS)] == ["locked"] * QUESTIONS
+
+
+@dataclass
+class Parts:
+    """What a rig is put together from, by the test's own task: a task group ends where it began."""
+
+    node: CudaNode
+    scenario: NvmlScenario
+    moved: Owner
+    other: Owner
+
+
+@asynccontextmanager
+async def rigged(parts: Parts, patience: Patience | None = None) -> AsyncIterator[Rig]:
+    async with driven(parts.node, parts.scenario, patience) as by:
+        yield Rig(parts.node, by.link, by.method, by.neighbours, by.memory, parts.moved, parts.other, by.inventory)
+
+
+@asynccontextmanager
+async def standing_in(rig: Rig, call: str, gate: Path) -> AsyncIterator[None]:
+    """Somebody stands in that call about the process that is moved, until the end of the block."""
+    rig.node.order(f"hold {call}@{rig.moved.pid} {gate}")
+    file = await anyio.to_thread.run_sync(gate.open, "w")
+    try:
+        rig.node.mend()
+        yield
+    finally:
+        file.close()

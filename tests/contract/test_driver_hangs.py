@@ -1,0 +1,109 @@
+"""Calls of the driver that come to nothing: told apart from slow ones, left alone, and seen to afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.helper.link import Stuck
+from hegmd.methods.sight import Patience
+from tests.contract.driven import REST_BYTES, Parts, Rig, rigged, standing_in
+
+# Whoever is seen stopped twice in a row is; and with the other nobody waits for what does not move.
+HASTY = Patience(look_s=0.02, stopped_s=0.02)
+IMPATIENT = Patience(look_s=0.02, floor_s=0.1, times=0.0, quiet_s=0.1)
+SOON_S = 20.0
+
+
+async def _is_left(rig: Rig, caplog: pytest.LogCaptureFixture, why: str) -> None:
+    """Somebody has given up a call for that reason."""
+    with anyio.fail_after(SOON_S):
+        while why not in caplog.text:
+            await rig.state(rig.other)
+
+
+async def test_a_process_that_was_stopped_in_a_call_held_it_for_five_minutes_and_took_the_helper_along(
+    parts: Parts, gate: Path
+) -> None:
+    async with rigged(parts, HASTY) as rig:
+        helper = (await rig.link.start())["pid"]
+        seen: list[Stuck] = []
+
+        async def checkpoint() -> None:
+            with pytest.raises(Stuck, match=r"`lock` .* threads are stopped by a signal") as raised:
+                await rig.method.checkpoint(rig.subject)
+            seen.append(raised.value)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(checkpoint)
+            async with standing_in(rig, "cuCheckpointProcessLock", gate):
+                rig.moved.pause()
+        assert f"kill -CONT {rig.moved.pid}" in seen[0].hint
+        assert await rig.state(rig.other) == "running"
+        assert rig.link.pid == helper, "others have lost theirs with it"
+        rig.moved.go_on()
+        assert (await rig.method.inspect(rig.subject)).gpu == "gpu0"
+        assert await rig.state(rig.moved) == "running"
+
+
+async def test_a_checkpoint_in_which_nothing_moves_is_given_up_and_comes_out_right_when_it_ends_after_all(
+    parts: Parts, gate: Path
+) -> None:
+    async with rigged(parts, IMPATIENT) as rig:
+        helper = (await rig.link.start())["pid"]
+        await rig.method.hold_room(rig.subject, "gpu1", REST_BYTES)
+
+        async def checkpoint() -> None:
+            with pytest.raises(Stuck, match=r"at `checkpoint` of process .* nothing has moved"):
+                await rig.method.checkpoint(rig.subject)
+            given_up.set()
+
+        given_up = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(checkpoint)
+            async with standing_in(rig, "step:checkpoint", gate):
+                await given_up.wait()
+                with pytest.raises(Stuck, match="at `state`"):
+                    await rig.method.inspect(rig.subject)
+        assert (await rig.method.inspect(rig.subject)).gpu is None
+        assert rig.link.pid == helper
+        await rig.method.restore(replace(rig.subject, gpu=None, left="gpu0"), "gpu1")
+        assert rig.moved.ask("digest") == rig.moved.digest
+
+
+async def test_neighbours_of_one_that_was_stopped_in_its_restore_were_let_go_into_it(
+    parts: Parts, gate: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """How it stood was not asked of one that is stopped, and that was taken for its being over."""
+    async with rigged(parts, HASTY) as rig:
+        off = await rig.take_off()
+
+        async def restore() -> None:
+            with pytest.raises(Stuck, match="`restore`"):
+                await rig.method.restore(off, "gpu1")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(restore)
+            async with standing_in(rig, "step:restore", gate):
+                rig.moved.pause()
+                await _is_left(rig, caplog, "`restore` of process")
+                await rig.stands(rig.other)
+                rig.moved.go_on()
+                await rig.stands(rig.other)
+        assert await rig.state(rig.other) == "running"
+        assert (await rig.method.inspect(off)).gpu == "gpu1"
+        assert rig.moved.ask("digest") == rig.moved.digest
+
+
+async def test_room_that_was_held_was_still_free_to_whoever_looked_next(parts: Parts) -> None:
+    """A second move was planned into room that the first had taken, by a picture of the node from before that."""
+    async with rigged(parts) as rig:
+        before = (await rig.inventory.fresh(SOON_S)).gpus[1].memory_free_bytes
+        await rig.method.hold_room(rig.subject, "gpu1", REST_BYTES)
+        after = (await rig.inventory.fresh(SOON_S)).gpus[1].memory_free_bytes
+        assert before is not None
+        assert after is not None
+        assert after <= before - REST_BYTES
