@@ -1,7 +1,7 @@
 """How much is taken for so many bytes: of the host pool for storages, of a GPU besides what a process has there.
 
-Owns these figures, because two have to agree on each: the plan that says whether a job fits, and those who take the
-pages or the video memory. Pure.
+Owns these figures, because two have to agree on each: the plan that says whether a job fits and how long it stands, and
+those who take the pages or the video memory, and do it. Pure.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ RESTORE_MARGIN_BYTES = 256 * MIB
 UNSEEN_BYTES = 2048 * MIB
 # As much as a whole GPU has can never be held to the last bit; in what is left here nobody else has room to compute.
 LAST_BYTES = 64 * MIB
+# Where storages and their copies have not room on one GPU together, so much at least is made at a time.
+ROUND_BYTES = 1 << 30
+# What the driver carries of a process whose agent carries the rest, room for the way back included: contexts, modules
+# and cuBLAS. It is in the driver's fixed times.
+NEXT_TO_NOTHING_BYTES = 768 * MIB
 # What a context of the helper takes on each GPU where it copies.
 CONTEXT_BYTES = 512 * MIB
 
@@ -26,3 +31,16 @@ def whole_size(size_bytes: int) -> int:
     """How large a piece for so many bytes of storages is: with room for the agent's table, in whole huge pages."""
     wanted = size_bytes + size_bytes // TABLE_SHARE + TABLE_BYTES
     return (wanted + HUGE_PAGE_BYTES - 1) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+
+
+def round_bytes(storage_room_bytes: int) -> int:
+    """How much is made at a time in such a room: as much as is there at first, and is free again after each round.
+
+    But for a part of a piece, and what the allocator rounds up.
+    """
+    return max(ROUND_BYTES, storage_room_bytes - 2 * ROUND_BYTES)
+
+
+def rounds_of(size_bytes: int, overlap_bytes: int) -> int:
+    """In how many rounds storages are made of which so much has no room of its own at first; 1 where all have."""
+    return 1 if overlap_bytes <= 0 else -(-size_bytes // round_bytes(size_bytes - overlap_bytes))

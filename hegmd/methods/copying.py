@@ -20,6 +20,7 @@ from hegmd.helper.link import DriverFailed, HelperLost, Link
 from hegmd.helper.route import Place, Route
 from hegmd.methods.base import Making, Progress, Subject
 from hegmd.methods.gpus import Gpus
+from hegmd.pieces import round_bytes
 from hegmd.protocol.messages import AgentReport
 
 __all__ = ["CopyingCarrier"]
@@ -28,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Storages and copies need room on one GPU for a moment; where there is not room for both, so much at least is made at a
-# time.
-ROUND_BYTES = 1 << 30
 # A helper that is lost so often at one thing will be lost again.
 _ATTEMPTS = 3
 _ALIGNED_BYTES = 512
@@ -106,7 +104,7 @@ class CopyingCarrier:
 
     async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
         """Raises HegmError; what is not filled by then is still held, and the next call goes on from there."""
-        most_bytes = _round_bytes(subject) if subject.in_rounds else None
+        most_bytes = round_bytes(subject.storage_room_bytes) if subject.in_rounds else None
         done_bytes = 0
         while True:
             async with making():
@@ -169,11 +167,6 @@ class CopyingCarrier:
             self._routes[_lane(subject)] = route
             await self.attach(subject, route)
         return route
-
-
-def _round_bytes(subject: Subject) -> int:
-    """As much as there is room for at first: so much is free again after each round, but for a part of a piece."""
-    return max(ROUND_BYTES, subject.storage_room_bytes - 2 * ROUND_BYTES)
 
 
 def _add(on_progress: Progress, before_bytes: int, copied_bytes: int) -> None:

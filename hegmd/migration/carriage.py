@@ -11,21 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hegmd.migration.candidates import Candidate, GpuRoom, Rates, Request, Snapshot
-from hegmd.migration.driver_rules import rest_of
+from hegmd.migration.driver_rules import padding_of, rest_of
 from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, RESUME, SUSPEND
 from hegmd.migration.wording import gigabytes
-from hegmd.pieces import CONTEXT_BYTES, whole_size
+from hegmd.pieces import CONTEXT_BYTES, NEXT_TO_NOTHING_BYTES, ROUND_BYTES, rounds_of, whole_size
 
 PEER, HOST, WORKER = "peer", "host", "worker"
 # Carriers for which the agent shows its storages and the helper copies.
 SHOWN = frozenset((PEER, HOST))
 CARRIERS = (PEER, HOST, WORKER, BY_DRIVER)
-# With peer, storages and their copies need room for a moment; where there is not room for both, they go in rounds.
-ROUND_BYTES = 1 << 30
 # Where it goes in rounds, so much of the target is left to others and to what nobody has counted.
 LEFT_FREE_BYTES = 2 << 30
-# Context and library state, which the driver's fixed times have in them.
-_NEXT_TO_NOTHING_BYTES = 1 << 30
 # CUDA IPC cannot show such memory to another process.
 _NATIVE = "native"
 
@@ -141,10 +137,22 @@ def _against(
         if (source.free_bytes or 0) < CONTEXT_BYTES:
             free = gigabytes(source.free_bytes or 0)
             yield f"{source.id} has {free} free, and copying needs {gigabytes(CONTEXT_BYTES)} there"
+    if carrier == HOST:
+        yield from _against_context(candidate, source, to, size_bytes)
     if carrier == PEER:
         yield from _against_peer(request, candidate, source, to, size_bytes)
     elif whole_size(size_bytes) > snapshot.pool.free_bytes:
         yield f"the pool has {gigabytes(snapshot.pool.free_bytes)} free of {gigabytes(snapshot.pool.budget_bytes)}"
+
+
+def _against_context(candidate: Candidate, source: GpuRoom, to: GpuRoom | None, size_bytes: int) -> Iterator[str]:
+    """Copying by the helper needs a context on the target, beside all that the process will have there."""
+    if to is None or to.id == source.id or to.free_bytes is None:
+        return
+    needed_bytes = rest_of(candidate) + size_bytes + padding_of(candidate) + CONTEXT_BYTES
+    if to.free_bytes < needed_bytes:
+        free, needed, own = gigabytes(to.free_bytes), gigabytes(needed_bytes), gigabytes(CONTEXT_BYTES)
+        yield f"{to.id} has {free} free, and {needed} are needed there, {own} of these for copying"
 
 
 def _against_peer(
@@ -161,19 +169,24 @@ def _against_peer(
         yield f"{to.id} has {free} free, and {gigabytes(needed_bytes)} are needed there for a moment"
 
 
-def estimate_s(kind: str, carrier: str, size_bytes: int, rest_bytes: int, rates: Rates) -> float:
+def estimate_s(
+    kind: str, carrier: str, size_bytes: int, rest_bytes: int, rates: Rates, overlap_bytes: int = 0
+) -> float:
     """How long one process stands, its wait for a boundary left out; one that is resumed stands while it is armed."""
-    by_driver_bytes = max(0, rest_bytes - _NEXT_TO_NOTHING_BYTES)
+    by_driver_bytes = max(0, rest_bytes - NEXT_TO_NOTHING_BYTES)
     out_s = rates.driver_out_s + by_driver_bytes / rates.driver_out_bytes_per_s
     in_s = rates.driver_in_s + by_driver_bytes / rates.driver_in_bytes_per_s
     if carrier != BY_DRIVER:
-        speeds = {
-            PEER: (rates.peer_bytes_per_s, rates.peer_bytes_per_s),
-            HOST: (rates.host_bytes_per_s, rates.host_bytes_per_s),
+        out_bytes_per_s, in_bytes_per_s = {
+            PEER: (rates.peer_out_bytes_per_s, rates.peer_in_bytes_per_s),
+            HOST: (rates.host_out_bytes_per_s, rates.host_in_bytes_per_s),
             WORKER: (rates.cuda_out_bytes_per_s, rates.cuda_in_bytes_per_s),
         }[carrier]
-        out_s += size_bytes / speeds[0] + rates.exchange_s / 2
-        in_s += size_bytes / speeds[1] + rates.exchange_s / 2
+        out_s += size_bytes / out_bytes_per_s + rates.exchange_s / 2
+        in_s += size_bytes / in_bytes_per_s + rates.exchange_s / 2 + size_bytes / rates.make_bytes_per_s
+        in_s += (rounds_of(size_bytes, overlap_bytes) - 1) * rates.round_s
         if kind == RESUME and carrier in SHOWN:
             in_s += rates.arm_s
-    return (0.0 if kind == RESUME else out_s) + (0.0 if kind in (SUSPEND, CHECKPOINT) else in_s)
+    if kind in (SUSPEND, CHECKPOINT):
+        return out_s + rates.leave_s
+    return in_s if kind == RESUME else out_s + in_s

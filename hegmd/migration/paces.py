@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from hegmd.migration.candidates import Rates
 from hegmd.migration.operation import BY_DRIVER
+from hegmd.pieces import NEXT_TO_NOTHING_BYTES
 
 __all__ = ["HELPED", "IN", "OUT", "Paces"]
 
 # Below this, a copy is mostly its overhead.
 TELLING_BYTES = 256 << 20
-# Context and library state, which the driver's fixed times have in them.
-NEXT_TO_NOTHING_BYTES = 1 << 30
 OUT, IN = "out", "in"
 # The carriers that have the helper copy, which has to be ready for that.
 HELPED = frozenset(("peer", "host"))
@@ -29,13 +28,15 @@ class Paces:
         """As of now."""
         return self._rates
 
-    def note(self, carrier: str, direction: str, size_bytes: int, took_s: float) -> None:
-        """A carrier, or the driver, took so long for so many bytes."""
+    def note(self, carrier: str, direction: str, size_bytes: int, took_s: float, rounds: int = 1) -> None:
+        """A carrier, or the driver, took so long for so many bytes; on the way in, in so many rounds."""
         if carrier == BY_DRIVER:
             self._note_driver(direction, size_bytes, took_s)
             return
         name = _RATES.get((carrier, direction))
         copying_s = took_s - self._rates.exchange_s / 2
+        if direction == IN:
+            copying_s -= size_bytes / self._rates.make_bytes_per_s + (rounds - 1) * self._rates.round_s
         if name is not None and size_bytes >= TELLING_BYTES and copying_s > 0:
             self._mean(name, size_bytes / copying_s)
 
@@ -48,7 +49,8 @@ class Paces:
         fixed_s = getattr(self._rates, f"driver_{direction}_s")
         more_bytes = size_bytes - NEXT_TO_NOTHING_BYTES
         if more_bytes < TELLING_BYTES:
-            self._mean(f"driver_{direction}_s", took_s)
+            carrying_s = max(0, more_bytes) / getattr(self._rates, f"driver_{direction}_bytes_per_s")
+            self._mean(f"driver_{direction}_s", max(0.0, took_s - carrying_s))
         elif took_s > fixed_s:
             self._mean(f"driver_{direction}_bytes_per_s", more_bytes / (took_s - fixed_s))
 
@@ -57,10 +59,10 @@ class Paces:
 
 
 _RATES = {
-    ("peer", OUT): "peer_bytes_per_s",
-    ("peer", IN): "peer_bytes_per_s",
-    ("host", OUT): "host_bytes_per_s",
-    ("host", IN): "host_bytes_per_s",
+    ("peer", OUT): "peer_out_bytes_per_s",
+    ("peer", IN): "peer_in_bytes_per_s",
+    ("host", OUT): "host_out_bytes_per_s",
+    ("host", IN): "host_in_bytes_per_s",
     ("worker", OUT): "cuda_out_bytes_per_s",
     ("worker", IN): "cuda_in_bytes_per_s",
 }

@@ -25,6 +25,7 @@ from hegmd.migration.imaging import Imager
 from hegmd.migration.operation import BY_DRIVER, SIMULATED, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.paces import IN, OUT, Paces
+from hegmd.pieces import rounds_of
 from hegmd.workers import AgentAway, Given, OrderFailed, Worker, Workers
 
 logger = logging.getLogger(__name__)
@@ -261,7 +262,8 @@ class Performer:
             await carrier.fetch(subject, tell)
             began = anyio.current_time()
             size_bytes = await carrier.put_back(subject, tell, lambda: self._method(member).making(subject))
-            self._note_pace(member, member.carrier, IN, size_bytes, began)
+            rounds = rounds_of(size_bytes, member.overlap_bytes)
+            self._note_pace(member, member.carrier, IN, size_bytes, began, rounds)
         return events.Refilled(**_ends(effect))
 
     async def _release(self, op: Operation, member: Member, effect: effects.Release, _: Progress) -> Event:
@@ -313,9 +315,11 @@ class Performer:
             failed=standing.failed,
         )
 
-    def _note_pace(self, member: Member, carrier: str, direction: str, size_bytes: int, began: float) -> None:
+    def _note_pace(
+        self, member: Member, carrier: str, direction: str, size_bytes: int, began: float, rounds: int = 1
+    ) -> None:
         if member.method != SIMULATED:
-            self.paces.note(carrier, direction, size_bytes, anyio.current_time() - began)
+            self.paces.note(carrier, direction, size_bytes, anyio.current_time() - began, rounds)
 
     # -- whom and by what ----------------------------------------------------------------------------------------------
 

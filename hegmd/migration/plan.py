@@ -4,49 +4,30 @@ Owns the questions that are asked before anything is done, and the words of the 
 thing run the same code on the same snapshot, so they say the same. It promises nothing: room and pool are only looked
 at here and taken by the machine, which turns back when somebody was quicker. Who may ask is decided elsewhere, before.
 
-All reasons are given at once, each with the next step, so that nobody has to find them out one at a time. Longer than
-400 lines because the questions share one draft, and are to be read in the order in which they are asked.
+All reasons are given at once, each with the next step, so that nobody has to find them out one at a time. What a plan
+says of itself, once there is one, is in `outlook`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from hegmd.errors import BUSY, REFUSED
-from hegmd.migration import carriage, driver_rules, targets
+from hegmd.migration import carriage, driver_rules, outlook, targets
 from hegmd.migration.candidates import Candidate, GpuRoom, Plan, Request, Snapshot
 from hegmd.migration.carriage import Choice, Refusal
 from hegmd.migration.draft import Draft, candidate_of
 from hegmd.migration.forecast import expected, rooms_of
 from hegmd.migration.members import NVIDIA, can_be_stopped, members_named
-from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, QUIESCE, RESUME, SUSPEND, Operation, Worker
+from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, QUIESCE, RESUME, SUSPEND, Operation, Worker
+from hegmd.migration.outlook import DRIVER, SIMULATED
 from hegmd.migration.wording import gigabytes, listed, named
 from hegmd.pieces import CONTEXT_BYTES, whole_size
 from hegmd.places import gpus_of, place_of
 from hegmd.protocol.operations import PlannedProcess, Reason
 
-SIMULATED = "simulated"
-DRIVER = "driver"
 # A suspend that leaves more than this share of the bytes where they are would not be worth the name.
 MOST_LEFT_PERCENT = 50
-
-_STEPS = {
-    MIGRATE: "take room and pool; stop at a boundary; take the bytes out; change GPU; put them back; see a boundary",
-    SUSPEND: "take pool; stop at a boundary; take the bytes out; give the GPU's room back",
-    RESUME: "take room; put the bytes back; let it go on; see a boundary; give the pool back",
-    CHECKPOINT: "take pool; stop at a boundary; take the bytes out; write process and bytes; read all of it back",
-    QUIESCE: "stop at a boundary; stand there; let it go on",
-}
-_DRIVER_STEPS = {
-    MIGRATE: "take room; {out}lock and checkpoint; restore on the other GPU and unlock; {in}see it run there",
-    SUSPEND: "{out}lock and checkpoint; see its GPU free of it",
-    RESUME: "take room; restore and unlock; {in}see it run there",
-    CHECKPOINT: "{out}lock and checkpoint; write process and bytes; read all of it back",
-}
-_AROUND = {
-    "out": "stop at a boundary; take the bytes out by {carrier}; ",
-    "in": "put the bytes back; let it go on; see a boundary; ",
-}
 
 
 def planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
@@ -212,7 +193,7 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuRoom, ...
             draft.against(*reason, pid=candidate.pid, gpu=gpu.id)
         for reason in () if to is None else driver_rules.against_moving(gpu):
             draft.against(*reason, pid=candidate.pid, gpu=gpu.id)
-    choice = carriage.choose_as_asked(draft.snapshot, draft.request, candidate, own[0], draft.gpu(to))
+    choice = carriage.choose_as_asked(draft.snapshot, draft.request, candidate, own[0], _left_by_others(draft, to))
     if isinstance(choice, Refusal):
         draft.against(REFUSED, choice.message, choice.hint, pid=candidate.pid)
         return
@@ -240,6 +221,14 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuRoom, ...
             overlap_bytes=choice.overlap_bytes,
         )
     )
+
+
+def _left_by_others(draft: Draft, to: str | None) -> GpuRoom | None:
+    """That GPU with what is left there by those that were placed before: of several to one GPU each needs its own."""
+    gpu = draft.gpu(to)
+    if gpu is None or gpu.free_bytes is None:
+        return gpu
+    return gpu.replace(free_bytes=max(0, gpu.free_bytes - _room_needed(draft, {}).get(gpu.id, 0)))
 
 
 def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate) -> None:
@@ -308,7 +297,7 @@ def _judge_whole(draft: Draft, members: tuple[Candidate, ...]) -> None:
         whole = worker.size_bytes + worker.left_alone_bytes
         if draft.request.kind == SUSPEND and worker.left_alone_bytes * 100 > whole * MOST_LEFT_PERCENT:
             candidate = candidate_of(draft.snapshot, worker.pid)
-            why = _left_alone(candidate) if candidate else ""
+            why = outlook.left_alone(candidate) if candidate else ""
             message = f"of {gigabytes(whole)} of process {worker.pid}, {gigabytes(worker.left_alone_bytes)} would stay"
             draft.against(REFUSED, message, f"they are left alone because: {why}", pid=worker.pid)
 
@@ -381,73 +370,8 @@ def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> Plan:
         room_free_bytes=free,
         pool_needed_bytes=0 if kind == RESUME else _pool_needed(draft),
         pool_free_bytes=draft.snapshot.pool.free_bytes,
-        estimate_s=_estimate_s(draft, kind),
+        estimate_s=outlook.estimate_s(draft, kind),
         lockstep=world > 1,
-        hazards=(*_hazards(members, world), *_slow_ways(draft), *_unknown_places(draft)),
-        steps=tuple(_steps(moving, kind).split("; ")),
+        hazards=outlook.hazards(draft, members, world),
+        steps=outlook.steps(moving, kind),
     )
-
-
-def _estimate_s(draft: Draft, kind: str) -> float:
-    rates = draft.snapshot.rates
-    by_driver = [worker for worker in draft.moving if worker.method == DRIVER]
-    size_bytes = sum(worker.size_bytes for worker in draft.moving if worker.method != DRIVER)
-    driver_s = sum(carriage.estimate_s(kind, w.carrier, w.size_bytes, w.rest_bytes, rates) for w in by_driver)
-    out_s = size_bytes / rates.out_bytes_per_s if kind != RESUME else 0.0
-    in_s = size_bytes / rates.in_bytes_per_s if kind not in (SUSPEND, CHECKPOINT) else 0.0
-    return out_s + in_s + driver_s + (0.0 if by_driver else rates.fixed_s)
-
-
-def _steps(moving: list[PlannedProcess], kind: str) -> str:
-    if kind == QUIESCE:
-        return _STEPS[kind]
-    if not moving:
-        return "unlock; see it run"
-    if all(worker.method != DRIVER for worker in moving):
-        return _STEPS[kind]
-    carriers = listed(tuple(dict.fromkeys(w.carrier for w in moving if w.carrier != BY_DRIVER)))
-    around = {name: text.format(carrier=carriers) if carriers else "" for name, text in _AROUND.items()}
-    return _DRIVER_STEPS[kind].format(**around)
-
-
-def _slow_ways(draft: Draft) -> Iterator[str]:
-    """What a faster way was closed by, for whoever could open it."""
-    for worker in draft.moving:
-        why = draft.choices[worker.pid].why if worker.pid in draft.choices else ""
-        candidate = candidate_of(draft.snapshot, worker.pid)
-        if why and candidate is not None and candidate.agent is not None:
-            yield f"the bytes of process {worker.pid} go by {worker.carrier}: {why}"
-
-
-def _unknown_places(draft: Draft) -> Iterator[str]:
-    for pid, gpus in draft.anywhere.items():
-        yield (
-            f"on which GPU the driver had process {pid} is not known: it comes back there, and room for it is held on "
-            f"{listed(gpus)} until then"
-        )
-
-
-def _hazards(members: tuple[Candidate, ...], world: int) -> Iterator[str]:
-    for candidate in members:
-        if candidate.agent is not None and candidate.agent.left_alone:
-            yield f"process {candidate.pid} keeps what its agent leaves alone: {_left_alone(candidate)}"
-        if candidate.agent is None:
-            yield (
-                f"process {candidate.pid} has no agent: managed memory, and another's video memory open through CUDA "
-                "IPC, cannot be seen from outside; with the latter the driver could not bring it back"
-            )
-        if len(candidate.gpus) > 1:
-            yield (
-                f"process {candidate.pid} is on several GPUs: once moved, copies between these go through host "
-                "memory, and a kernel that reads another one's memory by itself fails"
-            )
-    ranks = [c for c in members if c.agent and c.agent.rank is not None]
-    if world > len(ranks) and world > 1:
-        yield f"{len(ranks)} of the job's {world} ranks are here; the others wait for them meanwhile"
-
-
-def _left_alone(candidate: Candidate) -> str:
-    if candidate.agent is None:
-        return ""
-    items = candidate.agent.left_alone
-    return "; ".join(f"{item.storages} storages, {gigabytes(item.size_bytes)}: {item.why}" for item in items)

@@ -125,7 +125,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "hegmd.migration": (*GROUND, "hegmd.pieces", "hegmd.places"),
     "hegmd.migration.ledger": (*GROUND, "hegmd.log", "hegmd.events", "hegmd.migration"),
-    "hegmd.migration.performer": (*MOVING, "hegmd.migration"),
+    "hegmd.migration.performer": (*MOVING, "hegmd.migration", "hegmd.pieces"),
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
     "hegmd.strays": (*MOVING, "hegmd.events", "hegmd.migration.adoption", "hegmd.pool_found", "hegmd.vram"),
     "hegmd.driver_strays": (
@@ -217,6 +217,7 @@ PURE = (
     "hegmd.migration.machine",
     "hegmd.migration.members",
     "hegmd.migration.operation",
+    "hegmd.migration.outlook",
     "hegmd.migration.paces",
     "hegmd.migration.plan",
     "hegmd.migration.stages",

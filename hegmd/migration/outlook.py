@@ -1,0 +1,115 @@
+"""What a plan says of itself before it is carried out: how long the job stands, in which steps, and what to know first.
+
+Owns these words and the sum of the estimates. Decides nothing: there is a plan when this is asked. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hegmd.migration import carriage
+from hegmd.migration.candidates import Candidate
+from hegmd.migration.draft import Draft, candidate_of
+from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, QUIESCE, RESUME, SUSPEND
+from hegmd.migration.wording import gigabytes, listed
+from hegmd.protocol.operations import PlannedProcess
+
+SIMULATED = "simulated"
+DRIVER = "driver"
+
+_STEPS = {
+    MIGRATE: "take room and pool; stop at a boundary; take the bytes out; change GPU; put them back; see a boundary",
+    SUSPEND: "take pool; stop at a boundary; take the bytes out; give the GPU's room back",
+    RESUME: "take room; put the bytes back; let it go on; see a boundary; give the pool back",
+    CHECKPOINT: "take pool; stop at a boundary; take the bytes out; write process and bytes; read all of it back",
+    QUIESCE: "stop at a boundary; stand there; let it go on",
+}
+_DRIVER_STEPS = {
+    MIGRATE: "take room; {out}lock and checkpoint; restore on the other GPU and unlock; {in}see it run there",
+    SUSPEND: "{out}lock and checkpoint; see its GPU free of it",
+    RESUME: "take room; restore and unlock; {in}see it run there",
+    CHECKPOINT: "{out}lock and checkpoint; write process and bytes; read all of it back",
+}
+_AROUND = {
+    "out": "stop at a boundary; take the bytes out by {carrier}; ",
+    "in": "put the bytes back; let it go on; see a boundary; ",
+}
+
+
+def estimate_s(draft: Draft, kind: str) -> float:
+    """How long the job will stand, beyond the wait for its boundary."""
+    rates = draft.snapshot.rates
+    by_driver = [worker for worker in draft.moving if worker.method == DRIVER]
+    size_bytes = sum(worker.size_bytes for worker in draft.moving if worker.method != DRIVER)
+    driver_s = sum(
+        carriage.estimate_s(kind, w.carrier, w.size_bytes, w.rest_bytes, rates, w.overlap_bytes) for w in by_driver
+    )
+    out_s = size_bytes / rates.out_bytes_per_s if kind != RESUME else 0.0
+    in_s = size_bytes / rates.in_bytes_per_s if kind not in (SUSPEND, CHECKPOINT) else 0.0
+    return out_s + in_s + driver_s + (0.0 if by_driver else rates.fixed_s)
+
+
+def steps(moving: list[PlannedProcess], kind: str) -> tuple[str, ...]:
+    """What would be done, in order."""
+    return tuple(_steps(moving, kind).split("; "))
+
+
+def _steps(moving: list[PlannedProcess], kind: str) -> str:
+    if kind == QUIESCE:
+        return _STEPS[kind]
+    if not moving:
+        return "unlock; see it run"
+    if all(worker.method != DRIVER for worker in moving):
+        return _STEPS[kind]
+    carriers = listed(tuple(dict.fromkeys(w.carrier for w in moving if w.carrier != BY_DRIVER)))
+    around = {name: text.format(carrier=carriers) if carriers else "" for name, text in _AROUND.items()}
+    return _DRIVER_STEPS[kind].format(**around)
+
+
+def hazards(draft: Draft, members: tuple[Candidate, ...], world: int) -> tuple[str, ...]:
+    """What to know before saying yes."""
+    return (*_hazards(members, world), *_slow_ways(draft), *_unknown_places(draft))
+
+
+def _slow_ways(draft: Draft) -> Iterator[str]:
+    """What a faster way was closed by, for whoever could open it."""
+    for worker in draft.moving:
+        why = draft.choices[worker.pid].why if worker.pid in draft.choices else ""
+        candidate = candidate_of(draft.snapshot, worker.pid)
+        if why and candidate is not None and candidate.agent is not None:
+            yield f"the bytes of process {worker.pid} go by {worker.carrier}: {why}"
+
+
+def _unknown_places(draft: Draft) -> Iterator[str]:
+    for pid, gpus in draft.anywhere.items():
+        yield (
+            f"on which GPU the driver had process {pid} is not known: it comes back there, and room for it is held on "
+            f"{listed(gpus)} until then"
+        )
+
+
+def _hazards(members: tuple[Candidate, ...], world: int) -> Iterator[str]:
+    for candidate in members:
+        if candidate.agent is not None and candidate.agent.left_alone:
+            yield f"process {candidate.pid} keeps what its agent leaves alone: {left_alone(candidate)}"
+        if candidate.agent is None:
+            yield (
+                f"process {candidate.pid} has no agent: managed memory, and another's video memory open through CUDA "
+                "IPC, cannot be seen from outside; with the latter the driver could not bring it back"
+            )
+        if len(candidate.gpus) > 1:
+            yield (
+                f"process {candidate.pid} is on several GPUs: once moved, copies between these go through host "
+                "memory, and a kernel that reads another one's memory by itself fails"
+            )
+    ranks = [c for c in members if c.agent and c.agent.rank is not None]
+    if world > len(ranks) and world > 1:
+        yield f"{len(ranks)} of the job's {world} ranks are here; the others wait for them meanwhile"
+
+
+def left_alone(candidate: Candidate) -> str:
+    """What its agent does not vouch for, and why, in words."""
+    if candidate.agent is None:
+        return ""
+    items = candidate.agent.left_alone
+    return "; ".join(f"{item.storages} storages, {gigabytes(item.size_bytes)}: {item.why}" for item in items)
