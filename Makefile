@@ -46,11 +46,13 @@ test-chaos: ## kill or strike everything at every state of every command, 2,000 
 # and what hegmd needs: `make test-gpu PYTHON=python3` sets nothing up.
 SET_UP_FOR_GPU = $(if $(filter file,$(origin PYTHON)),@tools/setup.sh dev)
 
+# Such machines are lent in pieces: with STATE=FOLDER each of the two goes on where it was cut, within BUDGET_S= seconds.
+IN_TURN = @PYTHONPATH=.:client $(PYTHON) -m tests.gpu.in_turn
+CUT = $(if $(STATE),--state $(STATE)) $(if $(BUDGET_S),--budget-s $(BUDGET_S)) $(if $(ONLY),--only $(ONLY))
+
 test-gpu: ## the tests that need real GPUs (PYTHON=python3: by a Python that has torch; CASES="--quick", IMAGES="--sizes 1")
 	$(SET_UP_FOR_GPU)
-	PYTHONPATH=.:client $(PYTEST) -m gpu -ra tests/gpu
-	PYTHONPATH=.:client $(PYTHON) -m tests.gpu.moves_run $(CASES)
-	PYTHONPATH=.:client $(PYTHON) -m tests.gpu.image_run --repeat 1 $(IMAGES)
+	$(IN_TURN) test $(CUT) $(if $(CASES),-- moves $(CASES)) $(if $(IMAGES),-- images $(IMAGES))
 
 bench: ## measure what needs no GPU, beside the budgets
 	@tools/setup.sh dev
@@ -63,9 +65,7 @@ bench-chaos: ## 100,000 seeded lives of the migration machine, and every damage 
 
 bench-gpu: ## measure on this machine's GPUs, and compare with nvidia-smi (PYTHON=python3: by one that has torch; BENCH=--quick, IMAGES="--sizes 1")
 	$(SET_UP_FOR_GPU)
-	@PYTHONPATH=.:client $(PYTHON) -m tests.gpu.inventory_run
-	@PYTHONPATH=.:client $(PYTHON) -m tests.gpu.bench_moves $(BENCH)
-	@PYTHONPATH=.:client $(PYTHON) -m tests.gpu.image_run $(IMAGES)
+	$(IN_TURN) bench $(CUT) $(if $(BENCH),-- moves $(BENCH)) $(if $(IMAGES),-- images $(IMAGES))
 
 install: man completions ## install under PREFIX (/usr/local) with its own venv and systemd units; DESTDIR is honoured
 	@packaging/install.sh

@@ -32,7 +32,7 @@ class Sight:
 
     resident_bytes: int | None = None
     free_bytes: int | None = None
-    threads: Mapping[str, int] = field(default_factory=dict)
+    threads: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def stopped(self) -> int:

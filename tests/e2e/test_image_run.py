@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.real_criu import criu_or_skip
-from tests.stubs.cuda.node import CudaNode
+from tests.e2e.rehearsal import rehearse
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-ROOT = Path(__file__).parents[2]
-GIB = 1 << 30
-
 
 def run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """The run, on a node with two stub GPUs."""
-    folder.mkdir()
-    node = CudaNode.make(folder / "node", gpus=2, gpu_bytes=64 * GIB)
-    scenario = node.nvml(folder / "nvml")
-    scenario.link_all()
-    scenario.write()
-    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
     criu = ["--criu", criu_or_skip().path, "--disk", str(folder)]
-    return subprocess.run(
-        [sys.executable, "-m", "tests.gpu.image_run", *criu, "--sizes", "1", *words],
-        env={**os.environ, **node.environment(), **scenario.environment(), **paths, **more},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return rehearse("image_run", folder, *criu, "--sizes", "1", *words, **more)
 
 
 def test_jobs_go_through_images_onto_the_other_gpu_and_what_was_done_is_not_done_again(tmp_path: Path) -> None:

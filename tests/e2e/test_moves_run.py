@@ -3,52 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.stubs.cuda.node import CudaNode
+from tests.e2e.rehearsal import rehearse
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-ROOT = Path(__file__).parents[2]
-GIB = 1 << 30
-
 
 def run(folder: Path, *words: str, program: str = "moves_run", **more: str) -> subprocess.CompletedProcess[str]:
-    """The run, on a node with two stub GPUs."""
-    folder.mkdir()
-    node = CudaNode.make(folder / "node", gpus=2, gpu_bytes=64 * GIB)
-    scenario = node.nvml(folder / "nvml")
-    scenario.link_all()
-    scenario.write()
-    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
-    return subprocess.run(
-        [sys.executable, "-m", f"tests.gpu.{program}", *words],
-        env={**os.environ, **node.environment(), **scenario.environment(), **paths, **more},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return rehearse(program, folder, *words, **more)
 
 
 def test_the_run_moves_jobs_kills_the_daemon_and_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     results = tmp_path / "state"
-    cases = ["migrate-plain-peer", "suspend-plain", "helper-evacuating", "keeper-refilling-peer"]
+    cases = ["migrate-plain-peer", "suspend-plain", "migrate-two", "helper-evacuating", "keeper-refilling-peer"]
     first = run(tmp_path / "first", "--state", str(results), *cases[:2])
     assert first.returncode == 0, first.stdout + first.stderr
     second = run(tmp_path / "second", "--state", str(results), *cases)
     assert second.returncode == 0, second.stdout + second.stderr
-    assert "2 cases" in second.stdout, "what was done already is not done again"
+    assert "3 cases" in second.stdout, "what was done already is not done again"
     assert "1 descriptors kept without it" in second.stdout, "hegmd's own keeper has them"
     found = {result["case"]: result for result in map(json.loads, results.read_text().splitlines())}
     assert list(found) == [*cases[:2], "nothing-left", *cases[2:]]
-    assert [result["wrong"] for result in found.values()] == [""] * 5
+    assert [result["wrong"] for result in found.values()] == [""] * 6
 
 
 def test_jobs_that_say_anything_else_than_undisturbed_fail_their_cases_though_side_by_side(tmp_path: Path) -> None:

@@ -1,16 +1,20 @@
-"""The driver's contract on this machine's GPUs, as a table: `python3 -m tests.gpu.driver_run [ROW...]`.
+"""The driver's contract on this machine's GPUs, as a table: `python3 -m tests.gpu.driver_run [--state FILE] [ROW...]`.
 
 For a machine that has no pytest with our plugins; it needs cuda-bindings, nvidia-ml-py and what hegmd needs. Runs over
-the stub too, with the environment of a CudaNode. `--room` shows instead how much free memory a restore really needs,
+the stub too, with the environment of a CudaNode. With --state it goes on where it was cut, rows that do not hold once
+more; no row is begun after --budget-s. `--room` shows instead how much free memory a restore really needs,
 beside what NVML says the process had: it destroys a job of its own each time that it was not enough.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from hegmd.helper import cuda
@@ -123,14 +127,38 @@ def show_room() -> None:
                 break
 
 
-def main(arguments: list[str]) -> None:
-    if arguments == ["--room"]:
-        return show_room()
-    gpus = gpu_count()
-    wrong = [name for name in arguments or list(ROWS) if not show_row(name, gpus)]
-    say(f"{len(wrong)} of {len(arguments or ROWS)} rows do not hold on {gpus} GPUs")
-    sys.exit(1 if wrong else 0)
+def show_rows(names: Sequence[str], state: Path | None, budget_s: float) -> bool:
+    """Run those that have not held before; whether all of them have by then."""
+    ends, gpus = time.monotonic() + budget_s, gpu_count()
+    known = state.read_text().splitlines() if state is not None and state.exists() else []
+    held = {line["row"] for line in map(json.loads, known) if line["holds"]}
+    wrong: list[str] = []
+    left = [name for name in names if name not in held]
+    while left and time.monotonic() < ends:
+        name = left.pop(0)
+        holds = show_row(name, gpus)
+        wrong += [] if holds else [name]
+        if state is not None:
+            with state.open("a") as file:
+                file.write(json.dumps({"row": name, "holds": holds}) + "\n")
+    if left:
+        say(f"cut before {left[0]}: the time is over")
+    say(f"{len(wrong)} of {len(names)} rows do not hold on {gpus} GPUs, {len(left)} were not run")
+    return not wrong and not left
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", choices=[[], *ROWS], metavar="ROW")
+    parser.add_argument("--state", type=Path, help="a file of what is done, a line of JSON each; made if not there")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="begin no row after so long")
+    parser.add_argument("--room", action="store_true", help="how much room a restore takes; loses jobs of its own")
+    asked = parser.parse_args()
+    if asked.room:
+        show_room()
+        return 0
+    return int(not show_rows(asked.rows or list(ROWS), asked.state, asked.budget_s))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

@@ -117,19 +117,12 @@ class Job(Training):
         """Let it train, and wait until it does and its agent attends."""
         self.go()
         self.wait_for_lines(10, READY_WITHIN_S)
-        until(self._attends, f"that the agent of process {self.pid} attends")
-
-    def _attends(self) -> bool:
-        with self.node.connect() as connection:
-            return any(there.pid == self.pid and there.agent for there in connection.processes().processes)
+        self.node.wait_for_agent(self.pid)
 
     @property
     def gpu(self) -> int:
-        """The GPU that it is on, by NVML. Raises WentWrongError where it is on none or on several."""
-        places = list(self.node.gpus.account().places(self.pid))
-        if len(places) != 1:
-            raise WentWrongError(f"process {self.pid} is on the GPUs {places}")
-        return places[0]
+        """The GPU that it is on, by NVML."""
+        return self.node.gpu_of(self.pid)
 
     def is_whole(self, gpu: int) -> None:
         """It trains on that GPU and there alone, and all that it ever said is what an undisturbed run says."""

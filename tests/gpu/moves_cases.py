@@ -48,6 +48,8 @@ ACTS: dict[str, Act] = {"cancel": cancel, "helper": kill_helper, "daemon": kill_
 # Trainings that are alike to a carrier, so that cancelled ones can run side by side.
 ALIKE = ("plain", "amp", "streams")
 SEEN_LEAST = ("streams", "workers")
+# Of these each has a GPU of its own; what is on several has cases of its own.
+ON_ONE = tuple(name for name, kind in KINDS.items() if kind.gpus == 1)
 LEFT_OUT = (
     "peer x suspend, resume: only from GPU to GPU; the plan's choice there is host",
     "peer, host, worker x graph, C++, JAX: no agent vouches for their storages; refused by the plan",
@@ -141,6 +143,26 @@ def drain(trial: Trial, kinds: tuple[str, ...]) -> None:
     trial.found.carrier = ""
 
 
+def exchange(trial: Trial) -> None:
+    """One process on two GPUs: each device goes to where the other was, and back."""
+    job, before = trial.job("two"), trial.look()
+    for _ in range(2):
+        trial.migrate(job, "gpu1,gpu0")
+        trial.arrived(job, (0, 1), before)
+    _was_carried_by(trial, KINDS["two"].carrier)
+
+
+def rest_of_two(trial: Trial) -> None:
+    """The same process off both, and back."""
+    job, before = trial.job("two"), trial.look()
+    suspended = trial.suspend(job)
+    _was_carried_by(trial, KINDS["two"].carrier)
+    trial.gone(job, before)
+    resumed = trial.resume(job)
+    trial.arrived(job, (0, 1), before)
+    trial.note(f"{suspended.size_bytes >> 20} MiB, resumed in {(resumed.blackout_s or 0.0) * 1e3:.0f} ms")
+
+
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +190,8 @@ class Case:
 
 def _table() -> dict[str, Case]:
     cases: dict[str, Case] = {}
+    cases["migrate-two"] = Case(exchange, ("two",), quick=True)
+    cases["suspend-two"] = Case(rest_of_two, ("two",))
     for kind in SEEN_LEAST:
         cases |= _by_choice(kind)
     for stage, kind in zip(STAGES, ALIKE * len(STAGES), strict=False):
@@ -185,7 +209,7 @@ def _table() -> dict[str, Case]:
         cases[f"migrate-plain-{carrier}"] = Case(
             partial(move, kind="plain", carrier=carrier), carrier=carrier, beside="move", quick=True
         )
-    for kind in KINDS:
+    for kind in ON_ONE:
         cases |= _by_choice(kind)
     cases |= dict(_interruptions_by_others())
     cases |= dict(_kept_by_keeper())
@@ -248,7 +272,8 @@ def _kept_by_keeper() -> Iterator[tuple[str, Case]]:
 
 def _by_others() -> Iterator[tuple[str, Case]]:
     """Each training by each carrier that can take it and that the plan would not choose."""
-    for name, kind in KINDS.items():
+    for name in ON_ONE:
+        kind = KINDS[name]
         for carrier in ABLE[kind.carrier] if name != "plain" else ():
             # Of 40 GiB the slow ones say nothing that 1 GiB does not say.
             if carrier != kind.carrier and not (name == "large" and carrier in {"worker", "driver"}):

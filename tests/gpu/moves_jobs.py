@@ -20,7 +20,7 @@ from pathlib import Path
 
 from typing_extensions import Self
 
-from tests.gpu.moves_node import ROOT, Node, WentWrongError, until
+from tests.gpu.moves_node import ROOT, Node, WentWrongError
 
 TRAINING = Path(__file__).with_name("training")
 STUB = "HEGM_CUDA_STUB"
@@ -52,6 +52,7 @@ class Kind:
     after_reference: bool = False
     alone: bool = False
     steps: int = STEPS
+    gpus: int = 1
     facts: tuple[str, ...] = ()
 
     @property
@@ -75,6 +76,7 @@ KINDS = {
         Kind("compiled", "peer", ("compiled",), after_reference=True),
         Kind("jax", "driver", program="with_jax.py", agent=False),
         Kind("jax-boundary", "driver", ("boundary",), program="with_jax.py", facts=("hazards=graphs,",)),
+        Kind("two", "driver", program="two.py", gpus=2),
         Kind("large", "peer", ("single",), pad_mib=40 << 10, alone=True, steps=min(STEPS, 3000)),
     )
 }
@@ -90,9 +92,16 @@ def command_of(kind: Kind, built: Path, pace_s: float) -> list[str]:
     if on_stub():
         facts = [f"fact={fact}" for fact in kind.facts]
         sized = "24" if kind.name == "large" else "8"
+        settings += [f"gpus={kind.gpus}"]
         return [sys.executable, "-m", "tests.gpu.training.pretended", str(kind.steps), sized, *facts, *settings]
     program = [str(built)] if kind.program == "steps" else [sys.executable, str(TRAINING / kind.program)]
     return [*program, str(kind.steps), str(kind.pad_mib), *kind.traits, *settings]
+
+
+def visible(first: int, count: int) -> dict[str, str]:
+    """What has a process see so many GPUs from that one on."""
+    numbers = ",".join(str(number) for number in range(first, first + count))
+    return {"CUDA_VISIBLE_DEVICES": numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 class Lines:
@@ -169,7 +178,7 @@ class Job(Lines):
 
     def __init__(self, node: Node, kind: Kind, reference: Lines, built: Path) -> None:
         self.node, self.kind, self.reference = node, kind, reference
-        environ = {**node.environ(), **kind.environ, "CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        environ = {**node.environ(), **kind.environ, **visible(0, kind.gpus)}
         command = command_of(kind, built, PACE_S)
         run = [sys.executable, "-m", "hegmctl", "run", "--no-daemon-start", "--", *command] if kind.agent else command
         super().__init__(run, environ)
@@ -183,19 +192,12 @@ class Job(Lines):
         """Wait until it trains, the driver shows it, and its agent attends."""
         self.wait_for(lambda: len(self.lines) >= 3 * DIGEST_EVERY, "it did not train", READY_WITHIN_S)
         if self.kind.agent:
-            until(self._attends, f"that the agent of process {self.pid} attends")
-
-    def _attends(self) -> bool:
-        with self.node.connect() as connection:
-            return any(there.pid == self.pid and there.agent for there in connection.processes().processes)
+            self.node.wait_for_agent(self.pid)
 
     @property
     def gpu(self) -> int:
-        """The GPU that it is on, by NVML. Raises WentWrongError where it is on none or on several."""
-        places = list(self.node.gpus.account().places(self.pid))
-        if len(places) != 1:
-            raise WentWrongError(f"process {self.pid} is on the GPUs {places}")
-        return places[0]
+        """The GPU that it is on, by NVML."""
+        return self.node.gpu_of(self.pid)
 
     def is_whole(self) -> None:
         """It goes on, and all that it said since its start is what an undisturbed run says. Raises WentWrongError."""
@@ -244,10 +246,8 @@ class Jobs:
                 self._begin_reference(kind)
 
     def _begin_reference(self, kind: Kind) -> None:
-        last = str(len(self.node.gpus) - 1)
-        environ = {**self.node.environ(), **kind.environ, "CUDA_VISIBLE_DEVICES": last}
+        environ = {**self.node.environ(), **kind.environ, **visible(len(self.node.gpus) - kind.gpus, kind.gpus)}
         del environ["HEGM_SOCKET"]
-        environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         self._references[kind.name] = Lines(command_of(kind, self._built, 0.0), environ)
 
     def prepare(self, name: str) -> None:

@@ -260,6 +260,24 @@ class Node:
                     return progress.phase
         return "over"
 
+    # -- jobs ----------------------------------------------------------------------------------------------------------
+
+    def wait_for_agent(self, pid: int) -> None:
+        """Until the agent of that process attends."""
+
+        def attends() -> bool:
+            with self.connect() as connection:
+                return any(there.pid == pid and there.agent for there in connection.processes().processes)
+
+        until(attends, f"that the agent of process {pid} attends")
+
+    def gpu_of(self, pid: int) -> int:
+        """The GPU that it is on, by NVML. Raises WentWrongError where it is on none or on several."""
+        places = list(self.gpus.account().places(pid))
+        if len(places) != 1:
+            raise WentWrongError(f"process {pid} is on the GPUs {places}")
+        return places[0]
+
     # -- accounts ------------------------------------------------------------------------------------------------------
 
     def settle(self, before: Account) -> Account:

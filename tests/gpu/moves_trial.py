@@ -58,12 +58,13 @@ class Trial:
 
     # -- what is asked -------------------------------------------------------------------------------------------------
 
-    def migrate(self, job: Job, to: int, carrier: str | None = None) -> told.Operation:
-        """By the command, or by the library where the carrier is not to be chosen."""
+    def migrate(self, job: Job, to: int | str, carrier: str | None = None) -> told.Operation:
+        """By the command, or by the library where the carrier is not to be chosen. Several GPUs go by their place."""
+        place = to if isinstance(to, str) else f"gpu{to}"
         if carrier is not None:
-            reply = self.node.ask(Migrate(pids=(job.pid,), to=f"gpu{to}", carrier=carrier))
+            reply = self.node.ask(Migrate(pids=(job.pid,), to=place, carrier=carrier))
             return self._ended(reply, "done")
-        return self._told(self.node.hegmctl("migrate", str(job.pid), "--to", f"gpu{to}"), "done")
+        return self._told(self.node.hegmctl("migrate", str(job.pid), "--to", place), "done")
 
     def suspend(self, job: Job, carrier: str | None = None) -> told.Operation:
         if carrier is not None:
@@ -105,14 +106,14 @@ class Trial:
 
     # -- what has to be so ---------------------------------------------------------------------------------------------
 
-    def arrived(self, job: Job, gpu: int, before: Account) -> None:
-        """It runs on that GPU with all it had, and there alone; nothing is held, here or there."""
+    def arrived(self, job: Job, gpu: int | tuple[int, ...], before: Account) -> None:
+        """It runs on that GPU, or on all of these, with all it had, and there alone; nothing is held, here or there."""
         job.is_whole()
         self.meet()
         after = self.node.settle(before)
-        places = after.places(job.pid)
-        if list(places) != [gpu]:
-            raise WentWrongError(f"process {job.pid} is on the GPUs {places}, and was to be on {gpu} alone")
+        places, wanted = after.places(job.pid), [gpu] if isinstance(gpu, int) else [*gpu]
+        if list(places) != wanted:
+            raise WentWrongError(f"process {job.pid} is on the GPUs {places}, and was to be on {wanted} alone")
         self._say_account(job, before, after)
 
     def _say_account(self, job: Job, before: Account, after: Account) -> None:

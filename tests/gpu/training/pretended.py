@@ -1,4 +1,4 @@
-"""Stands in for every training on a stub node: `STEPS MIB [fact=NAME=VALUE] [pace=SECONDS] [digest=STEPS]`.
+"""Stands in for every training on a stub node: `STEPS MIB [fact=NAME=VALUE] pace=SECONDS digest=STEPS gpus=N`.
 
 A CUDA program by the driver's functions alone; under `hegmctl run` it has the model agent in it, which really stops it
 at a boundary. It does not copy by itself, so the worker carrier is left out there. With HEGM_TEST_UNLIKE, what it says
@@ -62,7 +62,8 @@ def main() -> None:
     steps, size_mib = int(sys.argv[1]), int(sys.argv[2])
     given = [word.partition("=")[::2] for word in sys.argv[3:]]
     pace_s, digest_every = float(dict(given)["pace"]), int(dict(given)["digest"])
-    program = Program([0], [size_mib // 2, size_mib - size_mib // 2])
+    program = Program([*range(int(dict(given)["gpus"]))], [size_mib // 2, size_mib - size_mib // 2])
+    program.reach()  # as frameworks have it between GPUs of one process, which the driver does not bring back
     agent: StandingAgent | None = None
     if "HEGM_RUN" in os.environ:
         agent = StandingAgent(program)

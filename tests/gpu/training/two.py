@@ -1,9 +1,10 @@
 """A training on two GPUs of one process, with copies between them; every loss is printed bit for bit.
 
-    python two.py STEPS PAD_MIB [layout] [pace=SECONDS]
+    python two.py STEPS PAD_MIB [layout] [pace=SECONDS] [digest=STEPS]
 
-PAD_MIB of random bits ride along on each GPU, summed in the last line. With `layout` copies between the GPUs change
-type and layout too, which PyTorch does by a kernel that reads the other GPU: after a move that is likely to fail.
+PAD_MIB of random bits ride along on each GPU, summed in a line after so many steps. With `layout` copies between the
+GPUs change type and layout too, which PyTorch does by a kernel that reads the other GPU: after a move that is likely to
+fail.
 """
 
 import sys
@@ -12,7 +13,8 @@ import threading
 import torch
 
 steps, pad_mib, traits = int(sys.argv[1]), int(sys.argv[2]), set(sys.argv[3:])
-pace_s = next((float(trait.split("=")[1]) for trait in traits if trait.startswith("pace=")), 0.0)
+settings = dict(trait.split("=") for trait in traits if "=" in trait)
+pace_s, digest_every = float(settings.get("pace", 0.0)), int(settings.get("digest", steps))
 torch.manual_seed(7)
 one, other = torch.device("cuda:0"), torch.device("cuda:1")
 pads = [torch.randint(-(1 << 62), 1 << 62, (pad_mib << 17,), device=gpu) for gpu in (one, other)]
@@ -29,5 +31,6 @@ for step in range(steps):
     loss.backward()
     optimizer.step()
     print("loss", step, float(loss.item()).hex(), flush=True)
+    if (step + 1) % digest_every == 0:
+        print("digest", *[int(pad.sum().item()) for pad in pads], flush=True)
     pause.wait(pace_s)
-print("digest", *[int(pad.sum().item()) for pad in pads], flush=True)
