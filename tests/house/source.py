@@ -118,19 +118,29 @@ def _module_name(path: Path) -> str:
 
 
 @functools.cache
+def _module(path: Path) -> Module:
+    return Module.parse(_module_name(path), path, path.read_text())
+
+
+@functools.cache
+def _paths() -> dict[str, Path]:
+    """Every Python file by its module's name."""
+    return {_module_name(path): path for path in files(".py")}
+
+
 def python_files() -> tuple[Module, ...]:
     """Every Python file of the project, tests included."""
-    return tuple(Module.parse(_module_name(path), path, path.read_text()) for path in files(".py"))
+    return tuple(_module(path) for path in _paths().values())
 
 
 def modules(*prefixes: str) -> tuple[Module, ...]:
     """The modules of the product, or those under the given dotted names."""
     wanted = prefixes or tuple(PACKAGES)
-    return tuple(module for module in python_files() if any(is_within(module.name, prefix) for prefix in wanted))
+    return tuple(_module(path) for name, path in _paths().items() if any(is_within(name, prefix) for prefix in wanted))
 
 
 def modules_of_tests() -> tuple[Module, ...]:
-    return tuple(module for module in python_files() if module.name.startswith("tests/"))
+    return tuple(_module(path) for name, path in _paths().items() if name.startswith("tests/"))
 
 
 def is_within(name: str, room: str) -> bool:

@@ -17,6 +17,8 @@ import pytest
 from tests.house import rules
 from tests.house.source import Module, is_within, modules
 
+pytestmark = [pytest.mark.xdist_group("source"), pytest.mark.timeout(120)]  # as in test_shape
+
 # What every part of the daemon above the protocol may use.
 GROUND = ("hegmd", "hegmd.errors", "hegmd.protocol")
 # For the two that put the daemon together. It stays the daemon: the client is not in it.
