@@ -29,8 +29,9 @@ check: ## the quick part of the tests: house rules, unit, contract, simulation
 	@tools/setup.sh dev
 	$(PYTEST)
 
-# More than four of these that train at a time gain nothing; WORKERS= runs one test after the other.
-WORKERS := -n logical --maxprocesses 4 --dist loadgroup
+# One more than there are processors, since tests wait for one another's processes; more than four that train gain nothing.
+# WORKERS= runs one test after the other.
+WORKERS := -n $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4))) --dist loadgroup
 
 test: ## all tests but those that need a GPU; end to end ones and a real systemd included
 	@tools/setup.sh full
