@@ -16,7 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 # Where Python packages start, and the name that their modules are imported by.
-PACKAGES = {"hegmd": ROOT / "hegmd", "hegmctl": ROOT / "client" / "hegmctl"}
+PACKAGES = {
+    "hegmd": ROOT / "hegmd",
+    "hegmctl": ROOT / "client" / "hegmctl",
+    "hegmcompat": ROOT / "client" / "hegmcompat",
+}
 
 # Built or fetched, or belonging to a tool: none of it is ours to judge.
 _SKIPPED = {".git", ".venv", "build", "dist", "node_modules", "__pycache__"}

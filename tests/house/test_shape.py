@@ -31,12 +31,14 @@ IN_TESTS: tuple[Rule, ...] = (rules.sleep, rules.patching)
 
 # (rule, module): why it may.
 EXCEPTIONS: dict[tuple[Rule, str], str] = {
+    (rules.output, "hegmcompat.terminal"): "the sink of both its programs",
     (rules.output, "hegmctl.output"): "the sink of the command line",
     (rules.output, "hegmctl.watch"): "hands the terminal to the screen",
     (rules.output, "hegmd.__main__"): "says what is wrong before there is a log",
     (rules.output, "hegmctl.pages.__main__"): "a program of the build, with a terminal of its own",
     (rules.leaving, "hegmctl.pages.__main__"): "a program of the build, with an exit of its own",
     (rules.leaving, "hegmd.criu.attendant"): "a program of its own, whose status is the job's",
+    (rules.leaving, "hegmcompat.ctrl_cli"): "the one exit of hegm-ctrl",
     (rules.leaving, "hegmctl.cli"): "the client's one exit",
     (rules.leaving, "hegmctl.running"): "ends the child that stands between it and a daemon",
     (rules.leaving, "hegmctl.interruption"): "dies of the signal that asked it to",

@@ -1,0 +1,166 @@
+"""Checkpoint and resume, in HeGM's words: SIGUSR1 to workers and the locks of their launchers.
+
+Answers one word, or a few, for each process and raises nothing: both the command line and the REST interface hand these
+on as they are. Other than HeGM's it signals nobody but workers of a launcher, and none that the signal would end.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic, sleep
+
+from hegmcompat import private_files, workers
+from hegmcompat.surroundings import LOCK, REFUSED, Surroundings
+
+SIGNALLED = "signalled"
+READY = "checkpoint-ready"
+NO_PROCESS = "no-such-process"
+DENIED = "permission-denied"
+EXITED = "launcher-exited"
+LATE = "timeout-waiting-lock"
+NO_GPU = "skipped-no-gpu"
+NO_LOCK = "no-lock"
+LOCK_REMOVED = "lock-removed"
+_REASON_BYTES = 2000
+_MOST_PID = 2**22
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """A launcher whose lock is waited for, by a descriptor that tells when it ends."""
+
+    launcher_pid: int
+    pidfd: int
+    refused_before: tuple[int, int, int, int] | None
+
+
+class Control:
+    """What a controller may ask for. Blocks; safe in several threads."""
+
+    def __init__(self, surroundings: Surroundings, uses_gpu: Callable[[int], bool] = workers.uses_gpu) -> None:
+        self._at = surroundings
+        self._uses_gpu = uses_gpu
+
+    def checkpoint(self, pids: Iterable[int]) -> dict[int, str]:
+        """Ask these workers for their state, and wait until their launchers hold it."""
+        launchers = workers.registered(self._at.folder)
+        results: dict[int, str] = {}
+        awaited: dict[int, _Awaited] = {}
+        try:
+            for pid in dict.fromkeys(pids):
+                results[pid] = self._signal(pid, launchers, awaited)
+            for pid, became in self._await(awaited).items():
+                results[pid] = became if became == READY or became.startswith("error: ") else f"{SIGNALLED} ({became})"
+        finally:
+            for one in awaited.values():
+                os.close(one.pidfd)
+        return results
+
+    def checkpoint_all(self) -> dict[int, str]:
+        """The same for every worker that uses a GPU."""
+        found = workers.registered(self._at.folder).values()
+        using = {pid: self._uses_gpu(pid) for pid in found}
+        results = self.checkpoint(pid for pid, uses in using.items() if uses)
+        results.update({pid: NO_GPU for pid, uses in using.items() if not uses})
+        return results
+
+    def pending(self) -> list[int]:
+        """The launchers that wait with a lock."""
+        found: set[int] = set()
+        if self._at.path is not None:
+            text = private_files.read(self._at.path.with_name(LOCK), 32) or b""
+            found.update([int(text)] if text.strip().isdigit() else [])
+        with suppress(OSError):
+            for name in os.listdir(self._at.folder):
+                if name.isdigit() and os.path.lexists(self._at.folder / name / LOCK):
+                    found.add(int(name))
+        return sorted(found)
+
+    def resume(self, launcher_pids: Iterable[int]) -> dict[int, str]:
+        """Let these launchers go on."""
+        results: dict[int, str] = {}
+        for pid in dict.fromkeys(launcher_pids):
+            try:
+                self._at.lock_of(pid).unlink()
+                results[pid] = LOCK_REMOVED
+            except (FileNotFoundError, NotADirectoryError):
+                results[pid] = NO_LOCK
+            except OSError as error:
+                results[pid] = f"error: {error.strerror}"
+        return results
+
+    def resume_all(self) -> dict[int, str]:
+        """Let every launcher go on that waits."""
+        return self.resume(self.pending())
+
+    def _signal(self, pid: int, launchers: dict[int, int], awaited: dict[int, _Awaited]) -> str:
+        """Ask one; whom to wait for then is added to `awaited`."""
+        if not 0 < pid <= _MOST_PID:  # to the kernel 0 is our own group, and -1 everybody
+            return NO_PROCESS
+        try:
+            worker_fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return NO_PROCESS
+        except OSError as error:
+            return f"error: {error.strerror}"
+        try:
+            launcher_pid = workers.launcher_of(pid, launchers)
+            if launcher_pid is None:
+                return "error: it is no worker of a hegm-launcher"
+            if not workers.survives_request(pid):
+                return "error: SIGUSR1 would end it: no agent is in it (yet)"
+            refused = private_files.identity(self._at.state_of(launcher_pid).with_name(REFUSED))
+            launcher_fd = os.pidfd_open(launcher_pid)
+            awaited[pid] = _Awaited(launcher_pid, launcher_fd, refused)
+            signal.pidfd_send_signal(worker_fd, signal.SIGUSR1)
+        except ProcessLookupError:
+            return SIGNALLED if pid in awaited else NO_PROCESS
+        except PermissionError:
+            return self._forgotten(pid, awaited, DENIED)
+        except OSError as error:
+            return self._forgotten(pid, awaited, f"error: {error.strerror}")
+        finally:
+            os.close(worker_fd)
+        return SIGNALLED
+
+    @staticmethod
+    def _forgotten(pid: int, awaited: dict[int, _Awaited], result: str) -> str:
+        if pid in awaited:
+            os.close(awaited.pop(pid).pidfd)
+        return result
+
+    def _await(self, awaited: dict[int, _Awaited]) -> dict[int, str]:
+        """What becomes of each, until the limit."""
+        pending = dict(awaited)
+        became: dict[int, str] = {}
+        deadline = monotonic() + self._at.checkpoint_limit_s
+        while pending:
+            for pid, one in list(pending.items()):
+                found = self._seen(one)
+                if found is not None:
+                    became[pid] = found
+                    del pending[pid]
+            left_s = deadline - monotonic()
+            if not pending or left_s <= 0:
+                break
+            sleep(min(self._at.poll_interval_s, left_s))
+        return {**became, **dict.fromkeys(pending, LATE)}
+
+    def _seen(self, one: _Awaited) -> str | None:
+        # Asked for before the lock is looked at: a launcher that makes one and ends has still made one.
+        poll = select.poll()
+        poll.register(one.pidfd, select.POLLIN)
+        has_ended = bool(poll.poll(0))
+        if os.path.lexists(self._at.lock_of(one.launcher_pid)):
+            return READY
+        path = self._at.state_of(one.launcher_pid).with_name(REFUSED)
+        now = private_files.identity(path)
+        if now is not None and now != one.refused_before:
+            said = private_files.read(path, _REASON_BYTES) or b"the worker refused"
+            return f"error: {said.decode('utf-8', 'replace').strip()}"
+        return EXITED if has_ended else None

@@ -1,0 +1,105 @@
+"""Files that are their owner's alone, in folders that anybody may have made: the only hands that this package has.
+
+Folders are made 0700 and files 0600. A file gets its name when all of it is there, and no link is followed at either.
+No descriptor is kept: an image that CRIU makes of a waiting launcher is restored where these folders are not the same.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hegmd.errors import EXTERNAL, HegmError, Refused
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def make_folder(path: Path) -> None:
+    """See that it is there, this user's own or root's, and no link. Raises HegmError."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        with _opened(path) as fd:
+            owner = os.fstat(fd).st_uid
+    except OSError as error:
+        raise HegmError(
+            EXTERNAL,
+            f"{path} cannot be used for checkpoints: {error.strerror}",
+            "name a folder of your own in HEGM_CHECKPOINT_DIR",
+            {"path": str(path)},
+        ) from error
+    if owner not in (0, os.geteuid()):
+        raise Refused(
+            f"{path} belongs to user {owner}, who could lead what is written there elsewhere",
+            "name a folder of your own in HEGM_CHECKPOINT_DIR",
+            {"path": str(path), "uid": owner},
+        )
+
+
+def write(path: Path, data: bytes | memoryview) -> None:
+    """The whole file, on disk, or nothing of it. Raises OSError."""
+    with _opened(path.parent) as folder:
+        unnamed = f".{path.name}-{os.urandom(8).hex()}"
+        try:
+            fd = os.open(unnamed, _NEW, 0o600, dir_fd=folder)
+            with open(fd, "wb", buffering=0) as file:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[file.write(rest) :]
+                os.fsync(fd)
+            os.rename(unnamed, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(unnamed, dir_fd=folder)
+            raise
+
+
+@contextmanager
+def opened(path: Path) -> Generator[int]:
+    """A descriptor for reading of a plain file of this user's or root's. Raises OSError."""
+    fd = os.open(path, _READ)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(0, "it is no plain file", str(path))
+        if found.st_uid not in (0, os.geteuid()):
+            raise PermissionError(0, f"it belongs to user {found.st_uid}", str(path))
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read(path: Path, most_bytes: int) -> bytes | None:
+    """What is in a small file; None without one, or with one that is not to be read."""
+    try:
+        with opened(path) as fd:
+            return os.read(fd, most_bytes)
+    except OSError:
+        return None
+
+
+def identity(path: Path) -> tuple[int, int, int, int] | None:
+    """What tells that file from any other that has or had its name; None where there is none, or a link."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@contextmanager
+def _opened(folder: Path) -> Generator[int]:
+    fd = os.open(folder, _FOLDER)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

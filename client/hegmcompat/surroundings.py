@@ -1,0 +1,122 @@
+"""What the environment says: the variables of HeGM 0.3 with its defaults, read once, and three of our own.
+
+A value that cannot be is an error at the start, with the variable's name; nothing else here reads the environment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from hegmd.errors import USAGE, HegmError
+
+STATE = "latest.pt"
+LOCK = "lock"
+REFUSED = "refused"
+LOOPBACK = "127.0.0.1"
+_SHORTEST_TOKEN = 16
+#: Every variable that is read here, and what it says.
+VARIABLES = {
+    "HEGM_CHECKPOINT_DIR": "The folder of all launchers, each with one of its pid in it; `/checkpoint` if not set.",
+    "HEGM_CHECKPOINT_PATH": "The file for the state, where it is not to go by the launcher's pid; `lock` is beside it.",
+    "HEGM_EXIT_CODE": "What a worker ends with that has left its state; 99 if not set.",
+    "HEGM_POLL_INTERVAL": "How often locks are looked at, in seconds; 1 if not set.",
+    "HEGM_CTRL_CHECKPOINT_TIMEOUT": "How long hegm-ctrl waits for locks, in seconds; 300 if not set.",
+    "HEGM_CTRL_HOST": "The address of the REST interface; 127.0.0.1 if not set.",
+    "HEGM_CTRL_PORT": "Its port; 8298 if not set.",
+    "HEGM_CTRL_TOKEN": "What callers have to send as `Authorization: Bearer TOKEN`. Without one the interface "
+    "listens on loopback only, and answers its own user and root.",
+    "HEGM_LOG_LEVEL": "With `QUIET` nothing is said of the REST interface.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The settings of one launcher, or of one that controls launchers."""
+
+    folder: Path
+    path: Path | None
+    exit_code: int
+    poll_interval_s: float
+    checkpoint_limit_s: float
+    host: str
+    port: int
+    token: str | None
+    is_quiet: bool
+
+    def state_of(self, launcher_pid: int) -> Path:
+        """Where that launcher's training is saved; one path for all of them where one is named."""
+        return self.path or self.folder / str(launcher_pid) / STATE
+
+    def lock_of(self, launcher_pid: int) -> Path:
+        """The file that is there while that launcher waits for a controller."""
+        return self.state_of(launcher_pid).with_name(LOCK)
+
+
+def read_surroundings(environ: Mapping[str, str]) -> Surroundings:
+    """The settings. Raises HegmError USAGE that names the variable."""
+    path = environ.get("HEGM_CHECKPOINT_PATH") or None
+    return Surroundings(
+        folder=Path(environ.get("HEGM_CHECKPOINT_DIR") or "/checkpoint").absolute(),
+        path=None if path is None else Path(path).absolute(),
+        exit_code=_whole(environ, "HEGM_EXIT_CODE", 99, 1, 255),
+        poll_interval_s=_seconds(environ, "HEGM_POLL_INTERVAL", 1.0),
+        checkpoint_limit_s=_seconds(environ, "HEGM_CTRL_CHECKPOINT_TIMEOUT", 300.0),
+        host=environ.get("HEGM_CTRL_HOST") or LOOPBACK,
+        port=_whole(environ, "HEGM_CTRL_PORT", 8298, 0, 65535),
+        token=environ.get("HEGM_CTRL_TOKEN") or None,
+        is_quiet=environ.get("HEGM_LOG_LEVEL", "").upper() == "QUIET",
+    )
+
+
+def require_token_off_loopback(host: str, token: str | None) -> None:
+    """Who can be reached by others has to be able to tell them apart. Raises HegmError USAGE."""
+    if token is not None and (len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
+        raise HegmError(
+            USAGE,
+            f"HEGM_CTRL_TOKEN has {len(token)} characters or some that no header can have; "
+            f"{_SHORTEST_TOKEN} printable ones are the least",
+            "make one: openssl rand -hex 32",
+        )
+    if token is None and not is_loopback(host):
+        raise HegmError(
+            USAGE,
+            f"the control API is to listen at {host or 'every address'} and HEGM_CTRL_TOKEN is not set",
+            "set HEGM_CTRL_TOKEN here and send it as `Authorization: Bearer TOKEN`, or listen at 127.0.0.1",
+            {"host": host},
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine (or container) can reach that address. A name may be anybody's."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _whole(environ: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    text = environ.get(name) or str(default)
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        raise HegmError(USAGE, f"{name} is {text!r}", f"give it a whole number from {least} to {most}, or unset it")
+    return value
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise HegmError(USAGE, f"{name} is {text!r}", "give it a number of seconds above 0, or unset it")
+    return value

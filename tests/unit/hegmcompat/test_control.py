@@ -1,0 +1,146 @@
+"""Checkpoint and resume in HeGM's words, over real processes that stand for workers and launchers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from hegmcompat import private_files, workers
+from hegmcompat.control import Control
+from hegmcompat.surroundings import read_surroundings
+from tests.unit.hegmcompat.children import child
+
+TAKES_IT = "signal.signal(signal.SIGUSR1, lambda *_: None)"
+
+
+def control(folder: Path, *, limit_s: str = "10", gpu_users: tuple[int, ...] = ()) -> Control:
+    environ = {
+        "HEGM_CHECKPOINT_DIR": str(folder),
+        "HEGM_POLL_INTERVAL": "0.01",
+        "HEGM_CTRL_CHECKPOINT_TIMEOUT": limit_s,
+    }
+    return Control(read_surroundings(environ), uses_gpu=lambda pid: pid in gpu_users)
+
+
+def leaves_lock(folder: Path, launcher_pid: int) -> str:
+    """What a worker does at the signal that its launcher then answers with a lock."""
+    lock = folder / str(launcher_pid) / "lock"
+    lock.parent.mkdir(mode=0o700, exist_ok=True)
+    return f"signal.signal(signal.SIGUSR1, lambda *_: open({str(lock)!r}, 'w').close())"
+
+
+def test_a_worker_that_leaves_its_state_is_ready_and_resumed_by_its_launcher(tmp_path: Path) -> None:
+    launcher = os.getpid()
+    with child(leaves_lock(tmp_path, launcher)) as worker:
+        workers.register(tmp_path, launcher, worker.pid)
+        asked = control(tmp_path)
+        assert asked.checkpoint([worker.pid]) == {worker.pid: "checkpoint-ready"}
+        assert asked.pending() == [launcher]
+        assert asked.resume([launcher, 1]) == {launcher: "lock-removed", 1: "no-lock"}
+        assert asked.resume_all() == {}
+
+
+def test_without_a_lock_the_limit_ends_the_waiting(tmp_path: Path) -> None:
+    with child(TAKES_IT) as worker:
+        workers.register(tmp_path, os.getpid(), worker.pid)
+        asked = control(tmp_path, limit_s="0.05")
+        assert asked.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
+
+
+def test_a_launcher_that_ends_without_a_lock_is_told_of(tmp_path: Path) -> None:
+    with child() as launcher, child(TAKES_IT) as worker:
+        workers.register(tmp_path, launcher.pid, worker.pid)
+        asked = control(tmp_path, limit_s="60")
+        ending = threading.Timer(0.05, launcher.kill)
+        ending.start()
+        assert asked.checkpoint([worker.pid]) == {worker.pid: "signalled (launcher-exited)"}
+        ending.join()
+
+
+def test_a_worker_that_refuses_says_why_at_once(tmp_path: Path) -> None:
+    refused = tmp_path / str(os.getpid()) / "refused"
+    refused.parent.mkdir()
+    private_files.write(refused, b"of an earlier request")
+    says = f"os.replace({str(refused)!r} + '.new', {str(refused)!r})"
+    Path(f"{refused}.new").write_text("a loop over a list cannot be found again\n")
+    with child(f"signal.signal(signal.SIGUSR1, lambda *_: {says})") as worker:
+        workers.register(tmp_path, os.getpid(), worker.pid)
+        asked = control(tmp_path, limit_s="60")
+        assert asked.checkpoint([worker.pid]) == {worker.pid: "error: a loop over a list cannot be found again"}
+
+
+def test_only_workers_of_launchers_are_signalled(tmp_path: Path) -> None:
+    """HeGM's sends SIGUSR1 to any pid that it is given, which ends whoever does not expect it."""
+    with child() as stranger:
+        assert control(tmp_path).checkpoint([stranger.pid]) == {
+            stranger.pid: "error: it is no worker of a hegm-launcher"
+        }
+        assert stranger.poll() is None
+
+
+def test_a_worker_whom_the_signal_would_end_is_left_alone(tmp_path: Path) -> None:
+    with child() as worker:
+        workers.register(tmp_path, os.getpid(), worker.pid)
+        (became,) = control(tmp_path).checkpoint([worker.pid]).values()
+        assert became.startswith("error: SIGUSR1 would end it")
+        assert worker.poll() is None
+
+
+@pytest.mark.parametrize("pid", [0, -1, -4711, 2**22 + 1, 2**64])
+def test_what_the_kernel_takes_for_a_group_or_for_everybody_is_no_process(tmp_path: Path, pid: int) -> None:
+    """HeGM's gives -1 to kill(2), which is every process there is."""
+    assert control(tmp_path).checkpoint([pid]) == {pid: "no-such-process"}
+
+
+def test_a_worker_below_a_shell_is_found_by_its_ancestors(tmp_path: Path) -> None:
+    with child(leaves_lock(tmp_path, os.getpid())) as worker, child() as shell:
+        workers.register(tmp_path, os.getpid(), shell.pid)
+        assert control(tmp_path).checkpoint([worker.pid]) == {worker.pid: "checkpoint-ready"}
+
+
+def test_all_are_those_that_use_a_gpu(tmp_path: Path) -> None:
+    with child(leaves_lock(tmp_path, os.getpid())) as using, child() as launcher, child(TAKES_IT) as idle:
+        workers.register(tmp_path, os.getpid(), using.pid)
+        workers.register(tmp_path, launcher.pid, idle.pid)
+        asked = control(tmp_path, gpu_users=(using.pid,))
+        assert asked.checkpoint_all() == {using.pid: "checkpoint-ready", idle.pid: "skipped-no-gpu"}
+
+
+def test_who_has_a_gpu_open_is_seen_by_its_descriptors(tmp_path: Path) -> None:
+    device = tmp_path / "nvidia0"
+    device.touch()
+    with child(f"held = open({str(device)!r})") as using, child() as idle:
+        assert workers.uses_gpu(using.pid, (str(tmp_path / "nvidia"),))
+        assert not workers.uses_gpu(idle.pid, (str(tmp_path / "nvidia"),))
+        assert not workers.uses_gpu(using.pid)
+
+
+def test_a_launcher_that_is_gone_is_forgotten(tmp_path: Path) -> None:
+    with child() as launcher, child(TAKES_IT) as worker:
+        workers.register(tmp_path, launcher.pid, worker.pid)
+        assert workers.registered(tmp_path) == {launcher.pid: worker.pid}
+    assert workers.registered(tmp_path) == {}
+    assert os.listdir(tmp_path / ".workers") == []
+
+
+def test_an_entry_that_is_no_pid_or_a_link_is_passed_over(tmp_path: Path) -> None:
+    private_files.make_folder(tmp_path / ".workers")
+    own = tmp_path / ".workers" / str(os.getpid())
+    own.write_text("rm -rf")
+    assert workers.registered(tmp_path) == {}
+    own.unlink()
+    (tmp_path / "pid").write_text(str(os.getpid()))
+    own.symlink_to(tmp_path / "pid")
+    assert workers.registered(tmp_path) == {}
+
+
+def test_a_signal_held_back_is_survived_and_the_default_is_not() -> None:
+    with child("signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])") as holding, child() as naked:
+        assert workers.survives_request(holding.pid)
+        assert not workers.survives_request(naked.pid)
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    assert not workers.survives_request(os.getpid())

@@ -1,0 +1,175 @@
+"""The examples for Kubernetes: each field is one that Kubernetes knows, names lead somewhere, and commands parse.
+
+The schemas are those of Kubernetes' own API, in the strict form that refuses fields which are not there; a cluster
+would take some mistakes in silence.
+"""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from hegmcompat.surroundings import read_surroundings, require_token_off_loopback
+from hegmctl.arguments import parse
+from hegmd.arguments import ARGUMENTS
+from hegmd.config import load
+
+FOLDER = Path(__file__).parents[2] / "contrib" / "kubernetes"
+# The first that has resource.k8s.io/v1, and the newest that the schemas know.
+VERSIONS = ("1.34", kubernetes_validate.latest_version())
+FILES = sorted(FOLDER.glob("*.yaml"))
+
+
+def _documents() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in FILES:
+        for document in yaml.safe_load_all(path.read_text()):
+            yield path.name, document
+
+
+DOCUMENTS = list(_documents())
+NAMES = [f"{file}-{document['kind']}-{document['metadata']['name']}" for file, document in DOCUMENTS]
+
+
+def found(kind: str) -> dict[str, dict[str, Any]]:
+    return {document["metadata"]["name"]: document for _file, document in DOCUMENTS if document["kind"] == kind}
+
+
+def pod_specs() -> dict[str, dict[str, Any]]:
+    pods = {name: pod["spec"] for name, pod in found("Pod").items()}
+    return pods | {name: made["spec"]["template"]["spec"] for name, made in found("DaemonSet").items()}
+
+
+def containers() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    return [
+        (f"{name}/{container['name']}", spec, container)
+        for name, spec in pod_specs().items()
+        for container in spec["containers"]
+    ]
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    return {
+        variable["name"]: variable.get("value", "from-a-secret-of-the-cluster") for variable in container.get("env", ())
+    }
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("document", [document for _file, document in DOCUMENTS], ids=NAMES)
+def test_kubernetes_knows_every_field(document: dict[str, Any], version: str) -> None:
+    kubernetes_validate.validate(document, version, strict=True)
+
+
+PLANTED = {
+    "a field that is misspelt": ("DaemonSet", "hegmd", ("spec", "template", "spec", "hostPid"), True),
+    "a field at the wrong place": ("Pod", "train", ("spec", "runAsNonRoot"), True),
+    "text in the place of a number": ("DaemonSet", "hegmd", ("spec", "template", "spec", "containers"), "hegmd"),
+    "a number in the place of text": ("Pod", "train", ("spec", "restartPolicy"), 1),
+    "a claim in its form before version 1": (
+        "ResourceClaimTemplate",
+        "one-gpu",
+        ("spec", "spec", "devices", "requests"),
+        [{"name": "gpu", "deviceClassName": "gpu.nvidia.com"}],
+    ),
+    "what has to be there and is not": ("DaemonSet", "hegmd", ("spec", "selector"), None),
+}
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_mistake_would_be_found(mistake: str) -> None:
+    kind, name, path, value = PLANTED[mistake]
+    document = copy.deepcopy(found(kind)[name])
+    inner = document
+    for step in path[:-1]:
+        inner = inner[step]
+    if value is None:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(document, VERSIONS[0], strict=True)
+
+
+@pytest.mark.parametrize(("name", "spec"), pod_specs().items(), ids=list(pod_specs()))
+def test_what_a_pod_names_is_there(name: str, spec: dict[str, Any]) -> None:
+    del name
+    for claim in spec.get("resourceClaims", ()):
+        assert claim["resourceClaimTemplateName"] in found("ResourceClaimTemplate")
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    for volume in volumes.values():
+        if "configMap" in volume:
+            assert volume["configMap"]["name"] in found("ConfigMap")
+        if "persistentVolumeClaim" in volume:
+            assert volume["persistentVolumeClaim"]["claimName"] in found("PersistentVolumeClaim")
+    mounted = {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]}
+    assert mounted == volumes.keys()
+    claimed = {claim["name"] for container in spec["containers"] for claim in container["resources"].get("claims", ())}
+    assert claimed == {claim["name"] for claim in spec.get("resourceClaims", ())}
+
+
+@pytest.mark.parametrize(("name", "spec", "container"), containers(), ids=[name for name, *_ in containers()])
+def test_every_command_is_one_of_ours_and_its_variables_are_known(
+    name: str, spec: dict[str, Any], container: dict[str, Any]
+) -> None:
+    program, *words = container["command"]
+    environ = environment(container)
+    if program == "hegm-launcher":
+        surroundings = read_surroundings(environ)
+        require_token_off_loopback(surroundings.host, surroundings.token)
+        mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+        assert str(surroundings.folder) in mounts
+        assert Path(words[-1]).parent == Path("/workspace")
+        assert spec["securityContext"]["runAsNonRoot"], f"{name} would be root to hegmd"
+    else:
+        assert program == "hegmd"
+        assert {word for word in words if word.startswith("--")} <= {argument.flag for argument in ARGUMENTS}
+        assert container["securityContext"]["privileged"] is False
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        if probe in container:
+            asked, *rest = container[probe]["exec"]["command"]
+            assert asked == "hegmctl"
+            parsed = parse(rest)
+            assert parsed.verb is not None
+            limit_s = parsed.seconds("timeout")
+            assert limit_s is not None
+            assert limit_s < container[probe]["timeoutSeconds"]
+
+
+def test_two_trainings_in_a_pod_have_a_port_each() -> None:
+    ports = [read_surroundings(environment(each)).port for each in pod_specs()["train-two"]["containers"]]
+    assert len(set(ports)) == len(ports) == 2
+
+
+def test_the_restored_training_is_the_same_one_elsewhere() -> None:
+    before, after = (pod_specs()[name]["containers"][0] for name in ("train", "train-restored"))
+    assert after["command"] == before["command"]
+    assert environment(after)["HEGM_CHECKPOINT_DIR"] == environment(before)["HEGM_CHECKPOINT_DIR"]
+    claims = [pod_specs()[name]["resourceClaims"][0] for name in ("train", "train-restored")]
+    assert claims[0]["resourceClaimTemplateName"] != claims[1]["resourceClaimTemplateName"]
+
+
+def test_the_daemon_takes_its_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "hegmd.toml"
+    path.write_text(found("ConfigMap")["hegmd"]["data"]["hegmd.toml"])
+    config = load(path=str(path), environ={})
+    assert config.daemon.socket_mode == 0o666
+
+
+def test_the_training_is_python_and_knows_of_nothing() -> None:
+    text = found("ConfigMap")["training-script"]["data"]["train.py"]
+    compile(text, "train.py", "exec")
+    assert "hegm" not in text.lower()
+
+
+def test_the_readme_applies_files_that_are_there() -> None:
+    text = (FOLDER / "README.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("$ kubectl")]
+    applied = {word for line in lines for word in shlex.split(line[2:]) if word.endswith(".yaml")}
+    assert applied <= {path.name for path in FILES}
+    assert all(f"`{path.name}`" in text for path in FILES)
