@@ -49,9 +49,11 @@ class FrameworkFinder:
         return spec
 
     def _found_by_others(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-        for finder in list(sys.meta_path):
+        finders = list(sys.meta_path)
+        # Those that come after this one: another of our kind before it would ask this one again.
+        for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
             find = getattr(finder, "find_spec", None)
-            if finder is not self and find is not None:
+            if find is not None:
                 spec: ModuleSpec | None = find(name, path, target)
                 if spec is not None:
                     return spec
@@ -61,7 +63,8 @@ class FrameworkFinder:
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # the loader is as it was
+            if "exec_module" in vars(loader):  # otherwise another finder of our kind was first
+                del loader.exec_module  # the loader is as it was
             run(module)
             action = self._wanted.pop(name, None)
             if not self._wanted and self in sys.meta_path:
@@ -79,22 +82,14 @@ class FaceFinder:
     """Gives scripts `import hegm` where no package of that name is installed: it comes last, so a real one is found."""
 
     def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
-        """The spec of the face; None for everything else."""
+        """The spec of the package that lies beside this one; None for everything else."""
         if name != FACE:
             return None
-        from _frozen_importlib import ModuleSpec
+        from _frozen_importlib_external import PathFinder
 
-        return ModuleSpec(FACE, self, origin="hegmd's agent")  # type: ignore[arg-type] # a loader by its two methods
-
-    def create_module(self, _spec: ModuleSpec) -> None:
-        """An ordinary module will do."""
-
-    def exec_module(self, module: Any) -> None:
-        """Fill the module with what scripts may call."""
-        from . import life
-
-        module.__doc__ = "What a training script may say to hegmd; every call is safe where there is no hegmd at all."
-        module.boundary = life.start().boundary_by_hand
+        beside = __file__.rpartition("/agent/")[0].rpartition("/")[0]
+        found: ModuleSpec | None = PathFinder.find_spec(name, [beside])
+        return found
 
 
 def _meet_loader(module: ModuleType) -> None:

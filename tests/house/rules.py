@@ -145,7 +145,7 @@ def patching(module: Module) -> Iterator[str]:
 
 
 def _is_product(dotted: str) -> bool:
-    return dotted.split(".")[0] in {"hegmd", "hegmctl", "hegmcompat", "pynvml", "amdsmi"}
+    return dotted.split(".")[0] in {"hegm", "hegmd", "hegmctl", "hegmcompat", "pynvml", "amdsmi"}
 
 
 def output(module: Module) -> Iterator[str]:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Where Python packages start, and the name that their modules are imported by.
 PACKAGES = {
+    "hegm": ROOT / "hegm",
     "hegmd": ROOT / "hegmd",
     "hegmctl": ROOT / "client" / "hegmctl",
     "hegmcompat": ROOT / "client" / "hegmcompat",

@@ -54,6 +54,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.protocol": ("hegmd", "hegmd.errors"),
     # Inside workers, under a private name; nobody else imports it
     "hegmd.agent": GROUND,
+    # What scripts import; it asks the agent, or this package's own copy of what the agent would answer
+    "hegm": (),
     # Foundations: one subject each, usable by all that is below
     "hegmd.journald": (),
     "hegmd.log_forms": ("hegmd.journald",),

@@ -16,7 +16,7 @@ from tests.house.source import PACKAGES, ROOT, modules
 # These run inside a worker, on the worker's Python. The reference generator is for the maintainers' machines only.
 SHARED = tuple(
     module
-    for module in modules("hegmd.errors", "hegmd.protocol", "hegmd.agent")
+    for module in modules("hegm", "hegmd.errors", "hegmd.protocol", "hegmd.agent")
     if module.name not in {"hegmd.protocol.reference", "hegmd.protocol.__main__", "hegmd.agent.inject.sitecustomize"}
 )
 
@@ -88,7 +88,7 @@ def test_something_newer_would_be_seen(tmp_path: Path, text: str) -> None:
 def test_what_the_agent_shares_loads_the_standard_library_and_msgpack_only() -> None:
     statement = "import " + ", ".join(module.name for module in SHARED)
     loaded = _loaded_by(sys.executable, statement, path=[ROOT, _site_packages()])
-    foreign = {name.split(".")[0] for name in loaded} - sys.stdlib_module_names - {"hegmd", "msgpack"}
+    foreign = {name.split(".")[0] for name in loaded} - sys.stdlib_module_names - {"hegm", "hegmd", "msgpack"}
     assert not foreign
 
 

@@ -1,0 +1,77 @@
+"""What a training script may say to hegmd; every call is safe where there is no hegmd at all.
+
+Nothing here is needed for a job to be moved or restarted. It is for loops that no hook can see, for the script's own
+variables, and for scripts that were written for HeGM, whose functions are here with the same meaning.
+
+Owns no state: under `hegmctl run` the agent of this process answers, elsewhere the same code of the installed package
+does, without a thread or a socket.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+__all__ = [
+    "boundary",
+    "global_step",
+    "keep",
+    "resumable",
+    "set_gradient_accumulation_steps",
+    "set_steps_per_epoch",
+    "start_epoch",
+]
+
+_Batch = TypeVar("_Batch")
+
+# The agent is mounted under a private name; a second copy of it in this process would know of nothing.
+_package = "_hegm" if "_hegm" in sys.modules else "hegmd"
+_interface: Any = importlib.import_module(f"{_package}.agent.restart.interface")
+_said: Any = _interface.said
+
+#: A batch ends here: for loops without a DataLoader and an optimizer, called once a batch by the training thread.
+boundary: Callable[[], None] = _interface.make_boundary()
+
+
+def global_step(optimizer: Any = None) -> int:
+    """How many steps that optimizer has made, those before a restart included; without one, the first that was made."""
+    return int(_said.global_step(optimizer))
+
+
+def resumable(loader: Iterable[_Batch], optimizer: Any = None, *, replay: bool = False) -> Iterator[tuple[int, _Batch]]:
+    """`enumerate(loader)`, which goes on at its batch and its number after a restart.
+
+    An ordinary `enumerate` of a DataLoader does so as well. `replay` is for data that has no place of its own, as an
+    iterable dataset: it gives the same items in the same order each time, so that those already seen may be asked for
+    again and thrown away. `optimizer` is taken for HeGM's sake and not needed.
+    """
+    del optimizer
+    found: Iterator[tuple[int, _Batch]] = _said.resumable(loader, replay=replay)
+    return found
+
+
+def start_epoch() -> int:
+    """The epoch that a restarted script is in, 0 in one that has just begun: `range(hegm.start_epoch(), epochs)`."""
+    return int(_said.start_epoch())
+
+
+def set_steps_per_epoch(steps: int) -> None:
+    """How many batches an epoch has, where `start_epoch` has to be told."""
+    _said.set_steps_per_epoch(steps)
+
+
+def set_gradient_accumulation_steps(steps: int) -> None:
+    """How many batches an optimizer's step is made of, where `start_epoch` has to be told."""
+    _said.set_gradient_accumulation_steps(steps)
+
+
+def keep(name: str, get: Callable[[], Any], set: Callable[[Any], object]) -> None:  # noqa: A002 - as one says it
+    """Keep a variable of the script's own over a restart: `get` gives its value, `set` takes it.
+
+    The value is made of numbers, text, bytes, lists, tuples, dicts, sets, tensors and arrays. Call this before the
+    first batch. In a restarted script `set` is called at once, and again at the first batch, when the script's own
+    preparations are over.
+    """
+    _said.keep(name, get, set)

@@ -1,0 +1,170 @@
+"""What a script says through `hegm` means the same with an agent and without, before a restart and after it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hegmd.agent.restart import given, plain
+from hegmd.agent.restart.interface import KEY, Said, replayed
+
+ROOT = Path(__file__).parents[4]
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    return torch.optim.SGD([parameter])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    """PyTorch looks for its compiler at the first step of all, and sets a variable for it."""
+    _optimizer().step()
+
+
+@pytest.fixture
+def said() -> Iterator[Said]:
+    """A script's words, with steps counted."""
+    made = Said(lambda: None)
+    hook = made.count_in(sys.modules["torch.optim.optimizer"])
+    yield made
+    hook.remove()
+
+
+def _restarted(state: dict[str, Any]) -> Said:
+    """A script that was started again and has said nothing yet; the state went through a file."""
+    fd = os.memfd_create("state", os.MFD_CLOEXEC)
+    try:
+        plain.write(fd, {KEY: state})
+        whole = plain.read(fd)
+    finally:
+        os.close(fd)
+    return Said(lambda: whole)
+
+
+def test_steps_are_counted_by_optimizer_and_go_along(said: Said) -> None:
+    first, second = _optimizer(), _optimizer()
+    for optimizer in (second, first, second):
+        optimizer.step()
+    assert (said.global_step(), said.global_step(first), said.global_step(second)) == (2, 1, 2)
+    state, against = said.capture([first, second])
+    again = _restarted(state)
+    assert again.global_step() == 2, "before the first batch as well"
+    mine = [_optimizer(), _optimizer()]
+    assert again.misfits(state, mine) == against == []
+    again.put_back(state, mine)
+    assert (again.global_step(), again.global_step(mine[0]), again.global_step(mine[1])) == (2, 1, 2)
+
+
+def test_a_kept_value_is_set_at_once_and_again_after_the_scripts_own_preparations(said: Said) -> None:
+    kept = {"best": torch.tensor(0.25), "names": ["a"]}
+    said.keep("history", lambda: kept, kept.update)
+    state, against = said.capture([])
+    assert against == []
+    again = _restarted(state)
+    found: list[Any] = []
+    again.keep("history", lambda: None, found.append)
+    assert len(found) == 1
+    again.put_back(state, [])
+    assert [one["names"] for one in found] == [["a"], ["a"]]
+    assert found[1]["best"] == 0.25
+
+
+def test_a_value_that_cannot_be_kept_is_a_reason_with_its_place_and_a_hint(said: Said) -> None:
+    def fail() -> None:
+        raise KeyError("best")
+
+    said.keep("history", lambda: {"log": [print]}, lambda _value: None)
+    said.keep("best", fail, lambda _value: None)
+    _state, against = said.capture([])
+    assert [what for what, _hint in against] == [
+        "what hegm.keep('history') keeps cannot be written: log[0] is a function",
+        "what hegm.keep('best') keeps cannot be had: KeyError('best')",
+    ]
+
+
+def test_what_the_script_does_not_keep_any_more_is_a_misfit(said: Said) -> None:
+    said.keep("history", lambda: 1, lambda _value: None)
+    state, _against = said.capture([_optimizer()])
+    assert _restarted(state).misfits(state, []) == [
+        "the state has a value for hegm.keep('history'), and the script has not called that before its first batch",
+        "the state has 1 optimizers, and the script has 0",
+    ]
+
+
+def test_the_epoch_is_told_after_a_restart_and_is_0_before(said: Said) -> None:
+    said.set_steps_per_epoch(6)
+    said.set_gradient_accumulation_steps(2)
+    optimizer = _optimizer()
+    for _ in range(7):
+        optimizer.step()
+    assert said.start_epoch() == 0
+    state, _against = said.capture([optimizer])
+    assert _restarted(state).start_epoch() == 2
+
+
+def test_what_hegm_was_told_wrongly_is_an_error_at_once(said: Said) -> None:
+    with pytest.raises(ValueError, match="an epoch has 0 batches"):
+        said.set_steps_per_epoch(0)
+    with pytest.raises(TypeError, match="a function that gets the value"):
+        said.keep("x", 3, print)
+
+
+def test_resumable_is_enumerate_and_marks_what_may_be_replayed(said: Said) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(4))
+    loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(data, batch_size=2)
+    assert [(number, batch[0].tolist()) for number, batch in said.resumable(loader)] == [(0, [0, 1]), (1, [2, 3])]
+    assert not replayed(loader)
+    said.resumable(loader, replay=True)
+    assert replayed(loader)
+
+
+def test_a_process_that_was_not_restarted_has_no_state() -> None:
+    assert not given.is_there()
+    assert given.state() is None
+
+
+SCRIPT = """
+import hegm, torch
+parameter = torch.nn.Parameter(torch.ones(1)); parameter.grad = torch.ones(1)
+optimizer = torch.optim.SGD([parameter])
+value = []
+hegm.keep("value", lambda: value, value.extend)
+print(hegm.start_epoch(), hegm.global_step(), value)
+optimizer.step(); hegm.boundary()
+print(hegm.global_step(optimizer) - hegm.global_step() == 0, list(hegm.resumable([5])))
+"""
+
+
+def _run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    path = {"PYTHONPATH": str(ROOT)} if "PYTHONPATH" not in environ else {}
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**path, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_script_runs_where_there_is_no_agent_and_no_thread_is_started() -> None:
+    done = _run(SCRIPT + "import threading, sys; print(threading.active_count(), '_hegm' in sys.modules)")
+    assert (done.stdout, done.stderr) == ("0 0 []\nTrue [(0, 5)]\n1 False\n", "")
+
+
+def test_under_the_agent_hegm_is_found_beside_it_and_reads_the_state_it_was_given(tmp_path: Path) -> None:
+    """The package is on nobody's path there, and is imported before torch."""
+    with (tmp_path / "state").open("wb+") as file:
+        plain.write(file.fileno(), {KEY: {"kept": {"value": [7]}, "steps": [41], "first": 0, "epoch": 3}})
+    inject = str(ROOT / "hegmd" / "agent" / "inject")
+    done = _run(SCRIPT, PYTHONPATH=inject, HEGM_STATE=str(tmp_path / "state"), HEGM_SOCKET=str(tmp_path / "none"))
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[0] == "3 41 [7]"
