@@ -43,6 +43,8 @@ class Driver:
         self._use = _bound(library.cuCtxSetCurrent, ctypes.c_void_p)
         self._limit = _bound(library.cuCtxGetLimit, ctypes.POINTER(size), ctypes.c_int)
         self._set_limit = _bound(library.cuCtxSetLimit, ctypes.c_int, size)
+        self._pin = _bound(library.cuMemAllocHost_v2, ctypes.POINTER(ctypes.c_void_p), size)
+        self._unpin = _bound(library.cuMemFreeHost, ctypes.c_void_p)
 
     def allocation_of(self, address: int) -> int:
         """Where the allocation begins that this address of video memory lies in."""
@@ -83,6 +85,16 @@ class Driver:
     def copy_in(self, video: int, host: int, size_bytes: int) -> None:
         """Copy to video memory, and wait for it."""
         _check("cuMemcpyHtoD", self._in(video, host, size_bytes))
+
+    def pin(self, size_bytes: int) -> int:
+        """Host memory that the GPU reaches by itself; where it is."""
+        address = ctypes.c_void_p()
+        _check("cuMemAllocHost", self._pin(ctypes.byref(address), size_bytes))
+        return address.value or 0
+
+    def unpin(self, address: int) -> None:
+        """Free such memory."""
+        _check("cuMemFreeHost", self._unpin(address))
 
 
 class PeerAccess:

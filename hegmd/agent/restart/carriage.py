@@ -1,37 +1,215 @@
-"""Raw bytes between memory and a state file: each by the quickest way that its device has."""
+"""Raw bytes between memory and a state file: each by the quickest way that its device has.
+
+Host memory is copied by several threads. Video memory goes through pinned buffers, one a thread: while one thread adds
+up and writes what it has fetched, the GPU copies for the others. The agent's own carrier does without pinned memory,
+which makes the driver's part slower; here the process ends, or has only just begun. What is on neither a CPU nor an
+NVIDIA GPU goes the way that PyTorch has for it.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
+from ...errors import HegmError
 from .. import copying
+from ..cuda_driver import Driver
+from ..notes import note
 from . import sums
 from .arrays import CPU
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+    from typing import Any
 
+    from typing_extensions import Self
+
+    from ..copying import Copy, Span
     from .arrays import Raw
+
+    Progress = Callable[[int], None]
 
 
 def copy_pieces_out(
-    fd: int,
-    room_bytes: int,
-    raws: list[Raw],
-    places: list[int],
-    found: dict[int, int],
-    progress: Callable[[int], None],
+    fd: int, room_bytes: int, raws: list[Raw], places: list[int], found: dict[int, int], progress: Progress
 ) -> None:
-    """Copy them to their places, and put the checksum of each part under its place. Raises OSError."""
-    here: list[Raw] = [raw if raw[3] == CPU else _fetched(raw) for raw in raws]
+    """Copy them to their places, and put the checksum of each part under its place. Raises OSError, HegmError."""
+    spans: dict[str, list[Span]] = {}
+    fetched: list[Any] = []
+    driver = _driver_for(raw[3] for raw in raws)
+    for raw, place in zip(raws, places):
+        _owner, address, size_bytes, where = raw
+        if where != CPU and (driver is None or not where.startswith("cuda")):
+            copy, address = _fetched(raw)
+            fetched.append(copy)
+            where = CPU
+        spans.setdefault(where, []).append((address, place, size_bytes))
+    done = _Done(progress)
     with copying.Writing(fd, room_bytes) as write:
-        spans = [(address, place, size_bytes) for (_owner, address, size_bytes, _where), place in zip(here, places)]
-        copying.in_threads(sums.summing(write, found), spans, progress)
+        out = sums.summing(write, found)
+        for where, mine in spans.items():
+            if where == CPU or driver is None:
+                copying.in_threads(out, mine, done.tell)
+            else:
+                with _Video(driver, where) as video:
+                    copying.in_threads(video.fetching(out), mine, done.tell)
+            done.add(mine)
 
 
-def _fetched(raw: Raw) -> Raw:
-    """The same bytes in the memory of this process, by torch."""
-    tensor, address, size_bytes, _where = raw
+def fill(pairs: Iterable[tuple[Any, Any]], progress: Progress | None = None) -> None:
+    """Copy each first tensor, which lies in host memory, into the second of the same shape, wherever that is.
+
+    Raises what PyTorch raises where they do not fit, and HegmError.
+    """
+    torch: Any = sys.modules["torch"]
+    spans: dict[str, dict[int, Span]] = {}
+    filled: list[Any] = []
+    todo = list(pairs)
+    driver = _driver_for(str(target.device) for _saved, target in todo)
+    for saved, target in todo:
+        where = str(target.device)
+        if not _is_the_same_to_the_byte(saved, target) or (where != CPU and driver is None):
+            with torch.no_grad():
+                target.copy_(saved)
+            continue
+        size_bytes = target.numel() * target.element_size()
+        spans.setdefault(where, {})[target.data_ptr()] = (saved.data_ptr(), target.data_ptr(), size_bytes)
+        filled.append(target)
+    done = _Done(progress or copying.ignore)
+    for where, by_target in spans.items():
+        mine = list(by_target.values())
+        if where == CPU or driver is None:
+            copying.in_threads(_move, mine, done.tell)
+        else:
+            with _Video(driver, where) as video:
+                copying.in_threads(video.storing(), mine, done.tell)
+        done.add(mine)
+    _note_changes(torch, filled)
+
+
+def _note_changes(torch: Any, tensors: list[Any]) -> None:
+    """As for any change in place: a graph that has kept the old elements is told. Known from PyTorch 2.1 on."""
+    increment_version = getattr(torch.autograd.graph, "increment_version", None)
+    if increment_version is not None:
+        for tensor in tensors:
+            increment_version(tensor)
+
+
+class _Done:
+    """Progress over several rounds of copying."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._before_bytes = 0
+
+    def tell(self, so_far_bytes: int) -> None:
+        self._progress(self._before_bytes + so_far_bytes)
+
+    def add(self, spans: Iterable[Span]) -> None:
+        self._before_bytes += sum(span[2] for span in spans)
+
+
+def _move(source: int, target: int, size_bytes: int) -> None:
+    copying.fetch_pages(source, size_bytes)
+    ctypes.memmove(target, source, size_bytes)
+
+
+def _is_the_same_to_the_byte(saved: Any, target: Any) -> bool:
+    """Whether copying bytes is all there is to it."""
+    if saved.dtype != target.dtype or saved.shape != target.shape or not saved.numel():
+        return False
+    if saved.device.type != CPU or target.device.type not in (CPU, "cuda") or saved.stride() != target.stride():
+        return False
+    if target.is_conj() or target.is_neg() or saved.is_conj() or saved.is_neg():
+        return False
+    return _is_dense(target)
+
+
+def _is_dense(tensor: Any) -> bool:
+    """Whether its elements lie side by side, in whatever order: no gaps, and no two in one place."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _fetched(raw: Raw) -> tuple[Any, int]:
+    """The same bytes in the memory of this process, by torch, and where they are."""
+    tensor, address, _size_bytes, _where = raw
     storage = tensor.untyped_storage()
-    first = address - storage.data_ptr()
     copy = storage.cpu()
-    return copy, copy.data_ptr() + first, size_bytes, CPU
+    return copy, copy.data_ptr() + address - storage.data_ptr()
+
+
+# ---- video memory ---------------------------------------------------------------------------------------------------
+
+
+def _driver_for(devices: Iterable[str]) -> Driver | None:
+    """The CUDA driver, if one of these is a GPU of its; None where PyTorch has to copy, as for AMD's."""
+    if not any(where.startswith("cuda") for where in devices):
+        return None
+    try:
+        return Driver()
+    except HegmError as error:
+        note(f"PyTorch copies: {error.message}")
+        return None
+
+
+class _Video:
+    """The video memory of one GPU, for as long as the context lasts: no kernel runs there meanwhile."""
+
+    def __init__(self, driver: Driver, where: str) -> None:
+        self._driver = driver
+        self._device = int(where.partition(":")[2] or 0)
+        self._free: list[int] = []
+        self._all: list[int] = []
+        self._cuda: Any = sys.modules["torch"].cuda
+
+    def __enter__(self) -> Self:
+        self._chosen = self._cuda.device(self._device)
+        self._chosen.__enter__()
+        self._cuda.synchronize(self._device)
+        self._context = self._driver.context()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for buffer in self._all:
+            self._driver.unpin(buffer)
+        self._chosen.__exit__(*exc)
+
+    def fetching(self, out: Copy) -> Copy:
+        """Copy from video memory, by way of a buffer, and from there on."""
+
+        def copy(address: int, place: int, size_bytes: int) -> None:
+            host = self._take()
+            self._driver.copy_out(host, address, size_bytes)
+            out(host, place, size_bytes)
+            self._free.append(host)
+
+        return copy
+
+    def storing(self) -> Copy:
+        """Copy into video memory, by way of a buffer."""
+
+        def copy(address: int, video: int, size_bytes: int) -> None:
+            host = self._take()
+            _move(address, host, size_bytes)
+            self._driver.copy_in(video, host, size_bytes)
+            self._free.append(host)
+
+        return copy
+
+    def _take(self) -> int:
+        """A buffer that no thread has now; the thread is in the GPU's context from here on."""
+        self._driver.use(self._context)
+        try:
+            return self._free.pop()
+        except IndexError:
+            made = self._driver.pin(copying.PIECE_BYTES)
+            self._all.append(made)
+            return made

@@ -41,7 +41,7 @@ def sum_of(address: int, size_bytes: int, before: int = 0) -> int:
 
 
 def summing(copy: Copy, sums: dict[int, int]) -> Copy:
-    """That way of copying, adding up on the way what it copies: each piece's checksum is put under its place."""
+    """That way of copying, adding up on the way what it copies: each part's checksum is put under its place."""
 
     def copy_and_sum(address: int, place: int, size_bytes: int) -> None:
         total = 0

@@ -114,6 +114,13 @@ class Cuda:
         self.current_stream = before
 
 
+class autograd:  # noqa: N801 - the name of a module
+    """Which graphs have kept a tensor; there are none here."""
+
+    class graph:  # noqa: N801 - the same
+        """Without a version to count."""
+
+
 class _C:
     """The part in C++, which has no workspaces to clear."""
 

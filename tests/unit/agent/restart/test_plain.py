@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from hegmd.agent.restart import arrays, plain, tags
+from hegmd.agent.restart import arrays, carriage, plain, tags
 from tests.unit.agent.restart.values import Drawn, exact
 
 HEADER = struct.Struct("<8sIIQQQII")
@@ -336,3 +336,28 @@ def test_random_trees_with_right_checksums_are_refused_or_read() -> None:
 def test_an_ordered_dict_stays_one(fd: int) -> None:
     value = OrderedDict([("b", 1), ("a", 2)])
     assert exact(_through(fd, value)) == exact(value)
+
+
+# ---- filling --------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_are_filled_in_place_whatever_their_make(fd: int) -> None:
+    saved = [
+        *(torch.randn(300, 400), torch.randn(2, 3, 5, 7).to(memory_format=torch.channels_last), torch.tensor(3.5)),
+        *(torch.empty(0, 3), torch.randn(6, 4).t(), torch.randn(9 << 20), torch.tensor([1 + 2j]).conj()),
+    ]
+    wide = torch.zeros(4, 8)
+    made = [*(torch.zeros_like(tensor) for tensor in saved), torch.zeros(300, 400, dtype=torch.float64), wide[:, ::2]]
+    found = _through(fd, [*saved, saved[0], torch.ones(4, 4)])
+    versions = [tensor._version for tensor in made]
+    carriage.fill(zip(found, made, strict=True))
+    for was, is_now in zip([*saved, saved[0].double(), torch.ones(4, 4)], made, strict=True):
+        assert torch.equal(was, is_now)
+        assert was.stride() == is_now.stride() or is_now.dtype is torch.float64 or is_now._base is wide
+    assert torch.equal(wide[:, 1::2], torch.zeros(4, 4)), "what lies between was left alone"
+    assert all(tensor._version > before for tensor, before in zip(made, versions, strict=True) if tensor.numel())
+
+
+def test_a_tensor_of_another_shape_is_not_filled(fd: int) -> None:
+    with pytest.raises(RuntimeError, match="must match"):
+        carriage.fill([(_through(fd, torch.ones(3)), torch.zeros(4))])

@@ -1,0 +1,164 @@
+"""A state's bytes from video memory into its file and back, through pinned memory of the stub driver.
+
+Each case runs in a process of its own, beside a pretend PyTorch; a failing assert in there fails the test here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hegmd.agent import copying
+from hegmd.agent.restart import carriage, sums
+from hegmd.errors import HegmError
+from tests.stubs.cuda.node import CudaNode
+
+ROOT = Path(__file__).parents[2]
+# Less than a page, on no border, more than one part, several parts.
+SIZES = (700, 4096, 8 * (1 << 20) + 4099, 21 * (1 << 20))
+
+MOST_PINNED = 4096  # MAX_HOST in tests/stubs/cuda/process.h
+
+
+class Tensor:
+    """What of a tensor is looked at where bytes are all there is to it."""
+
+    dtype = "uint8"
+
+    def __init__(self, address: int, size_bytes: int, device: Any) -> None:
+        self._address = address
+        self.shape = (size_bytes,)
+        self.device = device
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def numel(self) -> int:
+        return self.shape[0]
+
+    def element_size(self) -> int:
+        return 1
+
+    def stride(self) -> tuple[int]:
+        return (1,)
+
+    def is_conj(self) -> bool:
+        return False
+
+    is_neg = is_conj
+
+
+class Device:
+    def __init__(self, kind: str, index: int | None = None) -> None:
+        self.type = kind
+        self._index = index
+
+    def __str__(self) -> str:
+        return self.type if self._index is None else f"{self.type}:{self._index}"
+
+
+CPU, GPU = Device("cpu"), Device("cuda", 0)
+
+
+def _job() -> Any:
+    torch: Any = importlib.import_module("torch")
+    torch.start()
+    return torch
+
+
+def _content(size_bytes: int, seed: int) -> bytes:
+    return bytes((seed + number) & 0xFF for number in range(251)) * (size_bytes // 251 + 1)
+
+
+def _out(torch: Any, fd: int) -> tuple[list[bytes], list[int], dict[int, int]]:
+    contents = [_content(size, size)[:size] for size in SIZES]
+    storages = [torch.Storage(content) for content in contents]
+    raws = [
+        (storage, storage.data_ptr(), len(content), "cuda:0")
+        for storage, content in zip(storages, contents, strict=True)
+    ]
+    host = ctypes.create_string_buffer(b"host memory", 11)
+    raws.append((host, ctypes.addressof(host), 11, "cpu"))
+    contents.append(b"host memory")
+    places = [copying.PAGE_BYTES * 3 + sum(copying.round_up(size) for size in SIZES[:n]) for n in range(len(raws))]
+    os.ftruncate(fd, 64 << 20)
+    found: dict[int, int] = {}
+    carriage.copy_pieces_out(fd, 64 << 20, raws, places, found, copying.ignore)
+    return contents, places, found
+
+
+def writes_video_and_host_memory_with_their_checksums(state: Path) -> None:
+    torch = _job()
+    fd = os.open(state / "file", os.O_RDWR | os.O_CREAT)
+    contents, places, found = _out(torch, fd)
+    for content, place in zip(contents, places, strict=True):
+        assert os.pread(fd, len(content), place) == content
+        for start in range(0, len(content), copying.PIECE_BYTES):
+            part = ctypes.create_string_buffer(content[start : start + copying.PIECE_BYTES])
+            assert found.pop(place + start) == sums.sum_of(ctypes.addressof(part), len(part) - 1)
+    assert found == {}
+
+
+def leaves_no_pinned_memory_behind(state: Path) -> None:
+    """The stub driver pins so many pieces and no more."""
+    torch = _job()
+    storage = torch.Storage(bytes(700))
+    host = ctypes.create_string_buffer(700)
+    pair = Tensor(ctypes.addressof(host), len(host), CPU), Tensor(storage.data_ptr(), len(host), GPU)
+    (state / "scenario").write_text((state / "scenario").read_text() + "\nerror cuMemcpyHtoD_v2 700\n")
+    for _ in range(MOST_PINNED + 1):
+        with pytest.raises(HegmError, match="cuMemcpyHtoD answered 700"):
+            carriage.fill([pair])
+
+
+def fills_video_memory(_state: Path) -> None:
+    torch = _job()
+    contents = [_content(size, size)[:size] for size in SIZES]
+    hosts = [ctypes.create_string_buffer(content, len(content)) for content in contents]
+    storages = [torch.Storage(bytes(len(content))) for content in contents]
+    pairs = [
+        (Tensor(ctypes.addressof(host), size, CPU), Tensor(storage.data_ptr(), size, GPU))
+        for host, storage, size in zip(hosts, storages, SIZES, strict=True)
+    ]
+    carriage.fill(pairs)
+    assert [storage.content() for storage in storages] == contents
+
+
+def says_which_call_failed_and_frees_what_it_took(state: Path) -> None:
+    torch = _job()
+    fd = os.open(state / "file", os.O_RDWR | os.O_CREAT)
+    (state / "scenario").write_text((state / "scenario").read_text() + "\nerror cuMemcpyDtoH_v2 700\n")
+    with pytest.raises(HegmError, match="cuMemcpyDtoH answered 700"):
+        _out(torch, fd)
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    case.__name__: case
+    for case in (
+        writes_video_and_host_memory_with_their_checksums,
+        leaves_no_pinned_memory_behind,
+        fills_video_memory,
+        says_which_call_failed_and_frees_what_it_took,
+    )
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_state_in_video_memory(case: str, tmp_path: Path) -> None:
+    node = CudaNode.make(tmp_path / "node")
+    environ = {**os.environ, **node.environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/stubs/framework'}"}
+    words = [sys.executable, "-m", "tests.contract.test_state_video", case, str(node.state)]
+    ran = subprocess.run(words, env=environ, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+if __name__ == "__main__":
+    CASES[sys.argv[1]](Path(sys.argv[2]))
