@@ -23,6 +23,7 @@ from tests.bench import (
     bench_parking,
     bench_refresh,
     bench_roundtrip,
+    bench_state,
     bench_steps,
 )
 from tests.bench.machine import this_machine
@@ -43,6 +44,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "parking": bench_parking.run,
     "blackout": bench_blackout.run,
     "image": bench_image.run,
+    "state": bench_state.run,
 }
 
 
