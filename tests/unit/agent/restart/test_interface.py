@@ -153,10 +153,18 @@ import hegm, torch
 value = []
 hegm.keep("value", lambda: value, value.extend)
 print(hegm.start_epoch(), hegm.global_step(), value)
-parameter = torch.nn.Parameter(torch.ones(1)); parameter.grad = torch.ones(1)
-optimizer = torch.optim.SGD([parameter])
+optimizer = torch.optim.optimizer.Optimizer()
 optimizer.step(); optimizer.step(); hegm.boundary()
 print(hegm.global_step(optimizer))
+"""
+# As much of PyTorch as is looked at: importing the real one takes seconds, and the whole minute of a busy machine.
+OPTIMIZERS = """
+hooks = []
+register_optimizer_step_post_hook = hooks.append
+class Optimizer:
+    def step(self):
+        for hook in hooks:
+            hook(self, (), {})
 """
 
 
@@ -180,6 +188,11 @@ def test_under_the_agent_hegm_is_found_beside_it_and_reads_the_state_it_was_give
     """The package is on nobody's path there, and is imported before torch."""
     with (tmp_path / "state").open("wb+") as file:
         plain.write(file.fileno(), {KEY: {"kept": {"value": [7]}, "steps": [41], "first": 0, "epoch": 3}})
+    (tmp_path / "torch" / "optim").mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.0'\nimport torch.optim.optimizer")
+    (tmp_path / "torch" / "optim" / "__init__.py").touch()
+    (tmp_path / "torch" / "optim" / "optimizer.py").write_text(OPTIMIZERS)
     inject = str(ROOT / "hegmd" / "agent" / "inject")
-    done = _run(TRAINING, PYTHONPATH=inject, HEGM_STATE=str(tmp_path / "state"), HEGM_SOCKET=str(tmp_path / "none"))
+    path = f"{inject}:{tmp_path}"
+    done = _run(TRAINING, PYTHONPATH=path, HEGM_STATE=str(tmp_path / "state"), HEGM_SOCKET=str(tmp_path / "none"))
     assert (done.stdout, done.stderr) == ("3 41 [7]\n2\n", "")
