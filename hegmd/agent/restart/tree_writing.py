@@ -237,7 +237,7 @@ def _add_pairs(tree: Tree, value: dict[Any, Any], tag: bytes) -> None:
 def _is_torch_or_numpy_key(key: Any) -> bool:
     """Keys that are found again by what they are, which tensors are not."""
     torch, numpy = arrays.module("torch"), arrays.module("numpy")
-    if torch is not None and type(key) in (torch.dtype, torch.device, torch.Size):
+    if torch is not None and type(key) in (getattr(torch, name, None) for name in ("dtype", "device", "Size")):
         return True
     return numpy is not None and isinstance(key, numpy.generic)
 

@@ -173,6 +173,7 @@ def _run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", script],
         env={**path, **environ},
+        cwd="/",
         capture_output=True,
         text=True,
         check=False,
@@ -195,4 +196,4 @@ def test_under_the_agent_hegm_is_found_beside_it_and_reads_the_state_it_was_give
     inject = str(ROOT / "hegmd" / "agent" / "inject")
     path = f"{inject}:{tmp_path}"
     done = _run(TRAINING, PYTHONPATH=path, HEGM_STATE=str(tmp_path / "state"), HEGM_SOCKET=str(tmp_path / "none"))
-    assert (done.stdout, done.stderr) == ("3 41 [7]\n2\n", "")
+    assert (done.stderr, done.stdout) == ("", "3 41 [7]\n2\n")
