@@ -47,6 +47,7 @@ def _passing(gate: Gate, original: Callable[[Any], Any]) -> Callable[[Any], Any]
             # Tracebacks show the script's own frames and no line of ours (from Python 3.11 on a bare `raise` keeps it).
             own = error.__traceback__
             error.__traceback__ = own.tb_next if own is not None else None
+            del own  # it holds this frame, which would hold it, and the iterator with its workers, until a collection
             raise
 
     # Where a compiled function reads a loader, TorchDynamo calls this as it is and does not look into it.

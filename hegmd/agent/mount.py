@@ -94,14 +94,18 @@ class FaceFinder:
 
 def _meet_loader(module: ModuleType) -> None:
     from . import boundary, life
+    from .restart import beginning
 
     boundary.watch_loaders(module, life.start())
+    beginning.meet_loader(module)
 
 
 def _meet_optimizer(module: ModuleType) -> None:
     from . import boundary, life
+    from .restart import beginning
 
     boundary.watch_optimizers(module, life.gate())
+    beginning.meet_optimizer(module)
 
 
 def _guarded(action: Callable[[ModuleType], None], module: ModuleType) -> None:

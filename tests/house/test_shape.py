@@ -44,6 +44,7 @@ EXCEPTIONS: dict[tuple[Rule, str], str] = {
     (rules.leaving, "hegmctl.interruption"): "dies of the signal that asked it to",
     (rules.leaving, "hegmd.__main__"): "the daemon's one exit",
     (rules.leaving, "hegmd.helper.child"): "ends at once, whatever its threads wait for in the driver",
+    (rules.leaving, "hegmd.agent.restart.leaving"): "ends a worker that has left its state, or cannot have it back",
     (rules.leaving, "hegmd.keeper.__main__"): "the keeper's one exit",
     (rules.sleep, "tests/e2e/training/sleeper.py"): "a job that is slow, with a thread that sleeps, is what it plays",
 }

@@ -1,0 +1,239 @@
+"""What a worker that may be restarted has from its start: its loaders' passes followed, and, restarted, its state due.
+
+Owns the hooks and the moment at which the state is put back: when the script comes to the place where it was taken,
+before anything else is done there. Until then a step of any optimizer, or the end of the script, is an error: a script
+that begins anew by itself is what a restart must never be. Nothing is left of this once the place is reached but the
+note of each pass over a loader.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ..notes import note
+from . import iterations
+from .leaving import end_unrestored
+from .places import path_of, script_frames
+from .shadows import Entering, Shadows
+from .stack import caller
+from .unfit import DoesNotFit
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import Any
+
+ALLOWED = "HEGM_ALLOW_RESTART"
+STATE_FD = "HEGM_STATE_FD"
+STATE = "HEGM_STATE"
+_due: Due | None = None
+_passes = 0
+
+
+def is_wanted() -> bool:
+    """Whether this process may be restarted, or was."""
+    return os.environ.get(ALLOWED, "") not in ("", "0") or _has_state()
+
+
+def is_due() -> bool:
+    """Whether this process has a state that it has not come to the place of."""
+    return _due is not None
+
+
+def meet_loader(module: Any) -> None:
+    """`module` is torch.utils.data.dataloader: follow each pass over a loader, and wait for the place if one is due."""
+    if is_wanted():
+        _watch_passes(module)
+        expect(module)
+
+
+def meet_optimizer(module: Any) -> None:
+    """`module` is torch.optim.optimizer: no step before the state is back."""
+    if not _has_state() and _due is None:
+        return
+    expect(None)
+    if _due is not None:
+        _due.forbid_steps(module)
+
+
+def expect(loaders: Any) -> None:
+    """Take the state that the environment names, if there is one, and be ready for its place."""
+    global _due  # noqa: PLW0603 - one state a process
+    if _due is None and _has_state():
+        _due = Due(_opened())
+        os.register_at_fork(after_in_child=_forget_in_child)
+        import atexit
+
+        atexit.register(_end_of_script)
+    if _due is not None and loaders is not None:
+        _due.watch_batches(loaders)
+
+
+class Due:
+    """A state on its way back into this process."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._state: dict[str, Any] | None = None
+        self._entering: Entering | None = None
+        self._passes: list[Any] = []
+        self._awaited: Any = None
+        self._undo: list[Callable[[], None]] = []
+        shadows = Shadows(self._needed, end_unrestored)
+        shadows.cast()
+        self._undo.append(shadows.lift)
+
+    def watch_batches(self, module: Any) -> None:
+        """Be asked before any loader's iterator is."""
+        kind = module._BaseDataLoaderIter
+        before: Callable[[Any], Any] = kind.__next__
+
+        def __next__(iterator: Any) -> Any:  # noqa: N807 - what it stands in for
+            if iterator is self._awaited:
+                self.arrive(caller())
+            return before(iterator)
+
+        __next__._torchdynamo_disable = True  # type: ignore[attr-defined] # what torch.compiler.disable sets
+        kind.__next__ = __next__
+        self._undo.append(lambda: setattr(kind, "__next__", before))
+
+    def forbid_steps(self, module: Any) -> None:
+        """From now on a step before the place is reached ends the process."""
+        register = getattr(module, "register_optimizer_step_pre_hook", None)
+        if register is None:
+            end_unrestored(["this PyTorch has no hooks before optimizers' steps (2.0 has)"])
+
+        def before_step(*_args: object) -> None:
+            end_unrestored(["an optimizer was about to step before the script came to where it was", *self.said()])
+
+        self._undo.append(register(before_step).remove)
+
+    def again(self, loader: Any, path: Any, number: int, make: Callable[[Any], Any]) -> Any:
+        """The pass of that place, made again; None if it is none of the state's."""
+        state = self._read()
+        for index, taken in enumerate(self._passes):
+            if [tuple(step) for step in taken["path"]] == list(path):
+                del self._passes[index]
+                return self._made_again(loader, taken, iterations.Iteration(number, path, loader), state, make)
+        return None
+
+    def _made_again(self, loader: Any, taken: Any, made: Any, state: Any, make: Callable[[Any], Any]) -> Any:
+        try:
+            again = made.rest_again if taken["rests"] else made.begin_again
+            iterator = again(loader, taken, make)
+        except DoesNotFit as error:
+            end_unrestored(error.reasons)
+        if taken["number"] == state["place"]["driver"]:
+            self._awaited = iterator
+        return iterator
+
+    def arrive(self, frame: FrameType) -> None:
+        """The script is at its place: put everything back, and be gone but for workers that rest until their pass."""
+        from .capture import put_back
+
+        state = self._read()
+        left = self._entering.left() if self._entering is not None else []
+        if left:
+            end_unrestored([f"the loop at {where} was entered in another way" for where in left])
+        try:
+            put_back(state, frame)
+        except DoesNotFit as error:
+            end_unrestored(error.reasons)
+        self._state = {"place": {"driver": None}}
+        self._awaited = None
+        self._passes = [taken for taken in self._passes if taken["rests"]]
+        while self._undo:
+            self._undo.pop()()
+        _arrived()
+        note("the state is back")
+
+    def _needed(self, name: str, frame: FrameType) -> Any:
+        self._read()
+        return self._entering.need(name, frame) if self._entering is not None else None
+
+    def _read(self) -> dict[str, Any]:
+        """The state. Not read before it is needed: while PyTorch is being imported it could make no tensors."""
+        state = self._state
+        if state is None:
+            from . import plain
+
+            try:
+                state = plain.read(self._fd)
+            except (OSError, ValueError) as error:
+                end_unrestored([f"the state cannot be read: {error}"])
+            finally:
+                os.close(self._fd)
+            self._passes = list(state["passes"])
+            self._entering = Entering(state["place"], self.arrive)
+            self._state = state
+        return state
+
+    def said(self) -> list[str]:
+        return (
+            []
+            if self._entering is None
+            else [f"the loop at {where} was not entered" for where in self._entering.left()]
+        )
+
+
+_resting: Due | None = None
+
+
+def _arrived() -> None:
+    global _due, _resting
+    _due, _resting = None, _due
+
+
+def _watch_passes(module: Any) -> None:
+    """Follow every pass over a loader from its beginning. `module` is torch.utils.data.dataloader."""
+    kind = module.DataLoader
+    make = kind.__iter__
+
+    def __iter__(loader: Any) -> Any:  # noqa: N807 - what it stands in for
+        return _begin(loader, caller(), make)
+
+    __iter__._torchdynamo_disable = True  # type: ignore[attr-defined] # what torch.compiler.disable sets
+    __iter__.__qualname__ = make.__qualname__
+    __iter__.__module__ = make.__module__
+    __iter__.__doc__ = make.__doc__
+    kind.__iter__ = __iter__
+
+
+def _begin(loader: Any, frame: FrameType, make: Callable[[Any], Any]) -> Any:
+    global _passes  # noqa: PLW0603 - they are numbered
+    _passes += 1
+    path = path_of(script_frames(frame))
+    source = _due or _resting
+    if source is not None:
+        iterator = source.again(loader, path, _passes, make)
+        if iterator is not None:
+            return iterator
+    return iterations.Iteration(_passes, path, loader).begin(loader, make)
+
+
+def _has_state() -> bool:
+    return bool(os.environ.get(STATE_FD) or os.environ.get(STATE))
+
+
+def _opened() -> int:
+    """The state's descriptor, which children do not get, and neither do they get the word of it."""
+    inherited, path = os.environ.pop(STATE_FD, ""), os.environ.pop(STATE, "")
+    try:
+        if not inherited:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = int(inherited)
+        os.set_inheritable(fd, False)
+    except (OSError, ValueError) as error:
+        end_unrestored([f"the state cannot be opened: {error}"])
+    return fd
+
+
+def _forget_in_child() -> None:
+    global _due, _resting  # noqa: PLW0603 - one state a process
+    _due = _resting = None
+
+
+def _end_of_script() -> None:
+    if _due is not None:
+        end_unrestored(["the script ended before it came to where it was", *_due.said()])

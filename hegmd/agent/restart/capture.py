@@ -1,0 +1,258 @@
+"""The exact state of a training that stands at a boundary, as one plain value; and back into the script that runs anew.
+
+Owns what belongs to a state and in which order it is compared and set: first everything is compared, so that a state
+that does not fit changes nothing. `capture` is called by the agent's thread while the training thread stands; what
+comes back of it shares memory with the training, and is to be written before that goes on.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+from . import contents, generators, iterations, kept
+from .holdings import (
+    GENERATOR,
+    MODULE,
+    OPTIMIZER,
+    SCALER,
+    SCHEDULER,
+    STATEFUL,
+    TENSOR,
+    Holding,
+    Holdings,
+)
+from .kinds import is_a
+from .places import Place, Unreadable, look_into, said
+from .unfit import DoesNotFit, Refusal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+    from typing import Any
+
+FORM = 1
+_BY_HAND = "keep what it goes by with hegm.keep(name, get, set), or write it as a for loop over range() or a loader"
+
+
+def capture(ident: int, frame: FrameType | None = None) -> tuple[dict[str, Any], list[Refusal]]:
+    """The state of the training whose thread is `ident`, which stands, and what a restart would not have of it."""
+    taking = _Taking(ident, frame or sys._current_frames().get(ident))  # pyright: ignore[reportPrivateUsage] - documented all the same
+    return taking.state, taking.refusals
+
+
+class _Taking:
+    """One capture."""
+
+    def __init__(self, ident: int, frame: FrameType | None) -> None:
+        self.refusals: list[Refusal] = []
+        self.state: dict[str, Any] = {"form": FORM, "python": sys.version.split()[0]}
+        self._ident = ident
+        self._numbers: dict[int, int] = {}
+        try:
+            place = Place(frame)
+        except Unreadable as error:
+            self._refuse(str(error), "use CPython 3.9 to 3.14 as it is released")
+            return
+        self.state["place"] = self._placed(place, frame)
+        self.state["passes"] = list(self._passes())
+        self.state["kept"] = self._kept()
+        self.state["holdings"] = list(self._held(place))
+        self.state["shared"] = generators.read_shared()
+
+    def _refuse(self, what: str, hint: str, *, stops: bool = True) -> None:
+        self.refusals.append(Refusal(what, hint, stops=stops))
+
+    # ---- the place --------------------------------------------------------------------------------------------------
+
+    def _placed(self, place: Place, frame: FrameType | None) -> dict[str, Any]:
+        driver = _asked_iterator(frame)
+        loops: list[dict[str, Any]] = []
+        for index, loop in enumerate(place.loops):
+            is_asked = place.at_head and index == len(place.loops) - 1
+            look = look_into(loop.iterator, 0 if is_asked else 1, self._number_of)
+            if is_asked and look["kind"] == "zip" and driver is not None:
+                look = self._look_into_zip(loop.iterator, driver)
+            self._note_loaders(look)
+            needs = list(self._needs(look, place.path[loop.depth], loop.line))
+            loops.append({"depth": loop.depth, "line": loop.line, "needs": needs})
+        if not kept.is_in_use():
+            for step in place.whiles():
+                self._refuse(f"the while loop at {said(step)} goes by variables of the script's own", _BY_HAND)
+        if not place.frames:
+            self._refuse("no frame of the script's is under way in the thread that trains", "ask again")
+        elif not place.at_head:
+            self._refuse(f"the script is in the middle of a loop's body, at {said(place.path[-1])}", "ask again")
+        number = self._number_of(driver) if driver is not None else None
+        return {"path": place.path, "loops": loops, "driver": number}
+
+    def _number_of(self, iterator: object) -> int | None:
+        found = iterations.followed(iterator)
+        return None if found is None else found.number
+
+    def _look_into_zip(self, iterator: Any, driver: Any) -> dict[str, Any]:
+        """Of the parts of a zip that is asked, those before the one that is being asked have given one more."""
+        parts = iterator.__reduce__()[1]
+        looks = [look_into(part, 0, self._number_of) for part in parts]
+        number = self._number_of(driver)
+        at = next((index for index, look in enumerate(looks) if number in set(_loaders_in(look))), 0)
+        return {"kind": "zip", "of": [look_into(part, 1, self._number_of) for part in parts[:at]] + looks[at:]}
+
+    def _note_loaders(self, look: dict[str, Any]) -> None:
+        if look["kind"] == "loader":
+            self._numbers[look["number"]] = look["given"]
+        for inner in _inner_of(look):
+            self._note_loaders(inner)
+
+    def _needs(self, look: dict[str, Any], step: Any, line: int) -> Iterator[tuple[str, Any]]:
+        """What the names in the head of this loop have to give when it is entered again, in the order of asking."""
+        if look["kind"] == "range":
+            yield "range", look["rest"]
+        elif look["kind"] == "other":
+            where = said((*step[:3], line))
+            self._refuse(f"the loop at {where} goes over a {look['name']}, whose place cannot be set", _BY_HAND)
+        for inner in _inner_of(look):
+            yield from self._needs(inner, step, line)
+        if look["kind"] == "enumerate":
+            yield "enumerate", look["index"]
+
+    # ---- loaders ----------------------------------------------------------------------------------------------------
+
+    def _passes(self) -> Iterator[dict[str, Any]]:
+        if any(found.number not in self._numbers and not found.sent for found in iterations.all_followed()):
+            gc.collect()  # passes that are over, but for what holds them in a circle
+        for found in iterations.all_followed():
+            given = self._numbers.get(found.number)
+            iterator = found.iterator()
+            if found.ident != self._ident:
+                self._refuse(f"another thread reads the loader at {said(found.path[-1])} ahead", "read it in the loop")
+                continue
+            rests = given is None and bool(found.sent) and iterator._persistent_workers and not iterator._task_info
+            self.refusals += found.refusals(given or 0)
+            yield {**found.taken(given or 0), "number": found.number, "rests": rests}
+
+    # ---- what has a state -------------------------------------------------------------------------------------------
+
+    def _kept(self) -> dict[str, Any]:
+        values, refusals = kept.take()
+        self.refusals += refusals
+        return values
+
+    def _held(self, place: Place) -> Iterator[dict[str, Any]]:
+        holdings = Holdings(place.frames)
+        if not holdings.is_whole:
+            self._refuse("the script holds more objects than are looked through", "hold less in lists and dictionaries")
+        carried = [found for found in holdings.list if found.kind != TENSOR]
+        references = _references(dict(enumerate(carried)))
+        for found in carried:
+            yield {"kind": found.kind, "names": found.names, "content": _taken(found, references)}
+
+
+def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
+    """Set everything in the script, which is at its place; `frame` is the training thread's. Raises DoesNotFit."""
+    if state["form"] != FORM:
+        raise DoesNotFit([f"the state has form {state['form']}, and this release reads form {FORM}"])
+    frames = Place(frame).frames
+    here = [found for found in Holdings(frames).list if found.kind != TENSOR]
+    pairs, reasons = _matched(state["holdings"], here)
+    references = _references({index: found for index, (_saved, found) in pairs.items()})
+    for saved, found in pairs.values():
+        reasons += [f"{saved['names'][0]}: {why}" for why in _unfit(found, saved["content"], references)]
+    reasons += kept.unfit(state["kept"])
+    if reasons:
+        raise DoesNotFit(reasons)
+    for kind in (MODULE, OPTIMIZER, SCHEDULER, SCALER, STATEFUL, TENSOR, GENERATOR):
+        for saved, found in pairs.values():
+            if found.kind == kind:
+                _put(found, saved["content"])
+    kept.put(state["kept"])
+    generators.set_shared(state["shared"])
+
+
+# ---- by kind --------------------------------------------------------------------------------------------------------
+
+
+def _taken(found: Holding, references: dict[int, Any]) -> Any:
+    if found.kind == MODULE:
+        return contents.take_module(found.thing)
+    if found.kind == OPTIMIZER:
+        return contents.take_optimizer(found.thing, references)
+    if found.kind == GENERATOR:
+        return generators.read(found.thing)
+    return contents.loose(found.thing.state_dict())
+
+
+def _unfit(found: Holding, content: Any, references: dict[int, Any]) -> list[str]:
+    if found.kind == MODULE:
+        return contents.unfit_module(found.thing, content)
+    if found.kind == OPTIMIZER:
+        return contents.unfit_optimizer(found.thing, content, references)
+    return []
+
+
+def _put(found: Holding, content: Any) -> None:
+    if found.kind == MODULE:
+        contents.put_module(found.thing, content)
+    elif found.kind == OPTIMIZER:
+        contents.put_optimizer(found.thing, content)
+    elif found.kind == GENERATOR:
+        generators.set_to(found.thing, content)
+    else:
+        found.thing.load_state_dict(contents.owned(content))
+
+
+def _references(holdings: dict[int, Holding]) -> dict[int, tuple[int, str]]:
+    """Every parameter of the modules, by address: which of the holdings has it, under which name."""
+    found: dict[int, tuple[int, str]] = {}
+    for index, holding in holdings.items():
+        if holding.kind == MODULE:
+            for name, parameter in contents.names_in(holding.thing):
+                found.setdefault(id(parameter), (index, name))
+    return found
+
+
+def _matched(saved: list[Any], here: list[Holding]) -> tuple[dict[int, tuple[Any, Holding]], list[str]]:
+    """Each saved thing with the one here that has most of its names."""
+    pairs: dict[int, tuple[Any, Holding]] = {}
+    reasons: list[str] = []
+    taken: set[int] = set()
+    for index, entry in enumerate(saved):
+        names = set(entry["names"])
+        best, most = None, 0
+        for found in here:
+            shared = len(names & set(found.names)) if found.kind == entry["kind"] and id(found) not in taken else 0
+            if shared > most:
+                best, most = found, shared
+        if best is None:
+            reasons.append(f"{entry['names'][0]}: there is no such {entry['kind']} yet where the training goes on")
+        else:
+            taken.add(id(best))
+            pairs[index] = (entry, best)
+    return pairs, reasons
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def _asked_iterator(frame: FrameType | None) -> Any:
+    """The loader's iterator that is being asked for a batch where the thread stands; None if it stands elsewhere."""
+    while frame is not None:
+        if frame.f_code.co_name == "__next__":
+            asked = frame.f_locals.get("self")
+            if iterations.followed(asked) is not None:
+                return asked
+        frame = frame.f_back
+    return None
+
+
+def _inner_of(look: dict[str, Any]) -> list[dict[str, Any]]:
+    inner: Any = look.get("of", [])
+    return inner if is_a(inner, list) else [inner]
+
+
+def _loaders_in(look: dict[str, Any]) -> Iterator[int]:
+    if look["kind"] == "loader":
+        yield look["number"]
+    for inner in _inner_of(look):
+        yield from _loaders_in(inner)

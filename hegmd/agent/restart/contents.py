@@ -1,0 +1,244 @@
+"""What is in each kind of thing that has a state: taken as plain values, compared, put back in place.
+
+Tensors are taken as they are, not copied: whoever takes them writes them while the training stands. They are put back
+into the tensors that the new script has made, so that everything that refers to those goes on to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict
+
+from .kinds import is_a
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+_NUMBERS = (int, float, bool)
+_COUNTER = "__counter__"
+
+
+# ---- modules --------------------------------------------------------------------------------------------------------
+
+
+def take_module(module: Any) -> dict[str, Any]:
+    """Parameters and buffers, those that are not saved otherwise too, gradients, flags and the modules' own numbers."""
+    tensors = list(_tensors_of(module))
+    return {
+        "class": _class_of(module),
+        "tensors": [(name, tensor.detach(), bool(tensor.requires_grad)) for name, tensor in tensors],
+        "gradients": {name: tensor.grad for name, tensor in tensors if tensor.is_leaf and tensor.grad is not None},
+        "numbers": {name: _numbers_of(inner) for name, inner in module.named_modules()},
+        "extra": {name: loose(inner.get_extra_state()) for name, inner in _with_extra(module)},
+    }
+
+
+def unfit_module(module: Any, taken: Any) -> list[str]:
+    """Why the module is another one."""
+    if _class_of(module) != taken["class"]:
+        return [f"it is a {_class_of(module)} and was a {taken['class']}"]
+    here = dict(_tensors_of(module))
+    there = {name: tensor for name, tensor, _requires in taken["tensors"]}
+    reasons = [f"it has no {name}" for name in there if name not in here]
+    reasons += [f"it has {name}, which was not there" for name in here if name not in there]
+    for name, tensor in there.items():
+        if name in here:
+            reasons += _unlike(name, here[name], tensor)
+    return reasons
+
+
+def put_module(module: Any, taken: Any) -> None:
+    """Copy everything into the module's own tensors."""
+    torch: Any = sys.modules["torch"]
+    here = dict(_tensors_of(module))
+    with torch.no_grad():
+        for name, tensor, requires in taken["tensors"]:
+            here[name].copy_(tensor)
+            if here[name].is_leaf and here[name].requires_grad != requires:
+                here[name].requires_grad_(requires)
+    for name, tensor in here.items():
+        if tensor.is_leaf:
+            gradient = taken["gradients"].get(name)
+            tensor.grad = None if gradient is None else _like(torch, tensor, gradient)
+    for name, inner in module.named_modules():
+        for attribute, value in taken["numbers"].get(name, {}).items():
+            if inner.__dict__.get(attribute, value) != value:
+                inner.__dict__[attribute] = value
+    for name, inner in _with_extra(module):
+        if name in taken["extra"]:
+            inner.set_extra_state(owned(taken["extra"][name]))
+
+
+def names_in(module: Any) -> Iterator[tuple[str, Any]]:
+    """The module's parameters with their names; one that is in several places has the first one's."""
+    yield from module.named_parameters()
+
+
+def _tensors_of(module: Any) -> Iterator[tuple[str, Any]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _numbers_of(module: Any) -> dict[str, Any]:
+    """`training`, and what else a class of the script's may count in itself."""
+    return {
+        name: value for name, value in module.__dict__.items() if type(value) in _NUMBERS and not name.startswith("_")
+    }
+
+
+def _with_extra(module: Any) -> Iterator[tuple[str, Any]]:
+    torch: Any = sys.modules["torch"]
+    plain = torch.nn.Module.get_extra_state
+    for name, inner in module.named_modules():
+        if inner.get_extra_state.__func__ is not plain:
+            yield name, inner
+
+
+# ---- optimizers -----------------------------------------------------------------------------------------------------
+
+
+def take_optimizer(optimizer: Any, references: dict[int, Any]) -> dict[str, Any]:
+    """Its groups with what they hold, and its state in the order of its parameters; `references` names those."""
+    groups: list[Any] = []
+    states: list[Any] = []
+    own: list[Any] = []
+    for group in optimizer.param_groups:
+        named: list[Any] = []
+        for parameter in group["params"]:
+            reference = references.get(id(parameter))
+            if reference is None:
+                reference = ("own", len(own))
+                gradient = parameter.grad if parameter.is_leaf else None
+                own.append((parameter.detach(), gradient, bool(parameter.requires_grad)))
+            named.append((*reference, parameter.device.type))
+            states.append(loose(dict(optimizer.state[parameter])) if parameter in optimizer.state else None)
+        options = {name: loose(value) for name, value in group.items() if name not in ("params", "param_names")}
+        groups.append({"params": named, "options": options})
+    return {"class": _class_of(optimizer), "groups": groups, "states": states, "own": own}
+
+
+def unfit_optimizer(optimizer: Any, taken: Any, references: dict[int, Any]) -> list[str]:
+    """Why the optimizer is another one."""
+    if _class_of(optimizer) != taken["class"]:
+        return [f"it is a {_class_of(optimizer)} and was a {taken['class']}"]
+    if len(optimizer.param_groups) != len(taken["groups"]):
+        return [f"it has {len(optimizer.param_groups)} groups of parameters and had {len(taken['groups'])}"]
+    reasons: list[str] = []
+    counted = 0
+    for index, (group, before) in enumerate(zip(optimizer.param_groups, taken["groups"])):
+        if len(group["params"]) != len(before["params"]):
+            reasons.append(f"its group {index} has {len(group['params'])} parameters and had {len(before['params'])}")
+            continue
+        for place, (parameter, was) in enumerate(zip(group["params"], before["params"])):
+            reference = references.get(id(parameter))
+            if reference is None:
+                reference = ("own", counted)
+                counted += 1
+            if reference != tuple(was[:2]):
+                reasons.append(f"parameter {place} of its group {index} is {reference[1]} and was {was[1]}")
+            elif reference[0] == "own":
+                reasons += _unlike(f"parameter {place} of its group {index}", parameter, taken["own"][was[1]][0])
+    return reasons
+
+
+def put_optimizer(optimizer: Any, taken: Any) -> None:
+    """Set groups and state; parameters that no module has are copied too."""
+    torch: Any = sys.modules["torch"]
+    states = iter(taken["states"])
+    for group, before in zip(optimizer.param_groups, taken["groups"]):
+        for name, value in before["options"].items():
+            if isinstance(group.get(name), torch.Tensor) and is_a(value, torch.Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = owned(value)
+        for parameter, (where, key, device) in zip(group["params"], before["params"]):
+            if where == "own":
+                tensor, gradient, requires = taken["own"][key]
+                put_tensor(parameter, tensor, gradient, requires=requires)
+            state = next(states)
+            if state is None:
+                optimizer.state.pop(parameter, None)
+            else:
+                optimizer.state[parameter] = _moved(state, device, parameter.device)
+
+
+def _moved(state: Any, was_on: str, device: Any) -> Any:
+    """What was beside its parameter is beside it again; counts that were on the CPU stay there."""
+    torch: Any = sys.modules["torch"]
+    if is_a(state, torch.Tensor):
+        return state.to(device, copy=True) if state.device.type == was_on else state.to("cpu", copy=True)
+    if is_a(state, dict):
+        if set(state) == {_COUNTER}:
+            return _counter(state[_COUNTER])
+        return type(state)((key, _moved(value, was_on, device)) for key, value in state.items())
+    if is_a(state, list, tuple):
+        return type(state)(_moved(value, was_on, device) for value in state)
+    return state
+
+
+# ---- tensors and the rest -------------------------------------------------------------------------------------------
+
+
+def put_tensor(tensor: Any, saved: Any, gradient: Any, *, requires: bool) -> None:
+    """Copy into a tensor that is in no module."""
+    torch: Any = sys.modules["torch"]
+    with torch.no_grad():
+        tensor.copy_(saved)
+    if tensor.is_leaf:
+        if tensor.requires_grad != requires:
+            tensor.requires_grad_(requires)
+        tensor.grad = None if gradient is None else _like(torch, tensor, gradient)
+
+
+def unfit_tensor(tensor: Any, saved: Any) -> list[str]:
+    """Why the tensor is another one."""
+    return _unlike("it", tensor, saved)
+
+
+def loose(value: Any) -> Any:
+    """The value in forms that a state file has; what it has no form for is found out there."""
+    if is_a(value, Counter):
+        return {_COUNTER: dict(value)}
+    if is_a(value, dict):
+        kind: Any = OrderedDict if is_a(value, OrderedDict) else dict
+        return kind((key, loose(found)) for key, found in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(loose(found) for found in value)
+    return value.detach() if hasattr(value, "detach") and hasattr(value, "untyped_storage") else value
+
+
+def owned(value: Any) -> Any:
+    """The same with memory of its own: what is read from a state file lies in the file."""
+    if hasattr(value, "untyped_storage"):
+        return value.clone()
+    if hasattr(value, "tobytes") and hasattr(value, "copy"):
+        return value.copy()
+    if is_a(value, dict):
+        if set(value) == {_COUNTER}:
+            return _counter(owned(value[_COUNTER]))
+        return type(value)((key, owned(found)) for key, found in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(owned(found) for found in value)
+    return value
+
+
+def _counter(counts: dict[Any, int]) -> Counter[Any]:
+    return Counter(counts)
+
+
+def _like(torch: Any, tensor: Any, gradient: Any) -> Any:
+    return torch.empty_like(tensor, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+
+
+def _unlike(name: str, here: Any, there: Any) -> list[str]:
+    if tuple(here.shape) != tuple(there.shape):
+        return [f"{name} has the shape {tuple(here.shape)} and had {tuple(there.shape)}"]
+    if here.dtype != there.dtype:
+        return [f"{name} is of {here.dtype} and was of {there.dtype}"]
+    return []
+
+
+def _class_of(thing: Any) -> str:
+    return type(thing).__qualname__

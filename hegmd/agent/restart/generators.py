@@ -1,0 +1,140 @@
+"""Random generators as plain values of numbers and bytes: those that all scripts share, and objects of their own.
+
+Reads `sys.modules` and imports nothing: what was not imported has drawn nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+from .kinds import is_a
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from typing import Any
+
+
+# ---- those that all share -------------------------------------------------------------------------------------------
+
+
+def read_shared(*, with_gpus: bool = True) -> dict[str, Any]:
+    """The states of Python's, NumPy's and PyTorch's own generators, those of its GPUs if they are wanted, by name."""
+    states: dict[str, Any] = {}
+    random, numpy, torch = _modules()
+    if random is not None:
+        states["python"] = random.getstate()
+    if numpy is not None:
+        states["numpy"] = _plain_of_numpy(numpy.random.get_state(legacy=False))
+    if torch is not None:
+        states["torch"] = _bytes_of(torch.random.get_rng_state())
+        for index in range(_number_of_gpus(torch) if with_gpus else 0):
+            states[f"cuda:{index}"] = _bytes_of(torch.cuda.get_rng_state(index))
+    return states
+
+
+def set_shared(states: Mapping[str, Any]) -> None:
+    """Set those that are in here and whose module or GPU is there; the others stay as they are."""
+    random, numpy, torch = _modules()
+    if random is not None and "python" in states:
+        random.setstate(states["python"])
+    if numpy is not None and "numpy" in states:
+        numpy.random.set_state(_numpy_of_plain(numpy, states["numpy"]))
+    if torch is None:
+        return
+    if "torch" in states:
+        torch.random.set_rng_state(_tensor_of(torch, states["torch"]))
+    present = _number_of_gpus(torch)
+    for name, state in states.items():
+        kind, _, index = name.partition(":")
+        if kind == "cuda" and int(index) < present:
+            torch.cuda.set_rng_state(_tensor_of(torch, state), int(index))
+
+
+# ---- objects --------------------------------------------------------------------------------------------------------
+
+
+def is_generator(found: object) -> bool:
+    """Whether it is a random generator of one of the three."""
+    random, numpy, torch = _modules()
+    return (
+        (random is not None and is_a(found, random.Random) and not is_a(found, random.SystemRandom))
+        or (numpy is not None and is_a(found, numpy.random.Generator, numpy.random.RandomState))
+        or (torch is not None and is_a(found, torch.Generator))
+    )
+
+
+def read(generator: Any) -> Any:
+    """Its state."""
+    random, numpy, _torch = _modules()
+    if random is not None and is_a(generator, random.Random):
+        return generator.getstate()
+    if numpy is not None and is_a(generator, numpy.random.Generator):
+        return _plain_of_numpy(generator.bit_generator.state)
+    if numpy is not None and is_a(generator, numpy.random.RandomState):
+        return _plain_of_numpy(generator.get_state(legacy=False))
+    return _bytes_of(generator.get_state())
+
+
+def set_to(generator: Any, state: Any) -> None:
+    """Set it."""
+    random, numpy, torch = _modules()
+    if random is not None and is_a(generator, random.Random):
+        generator.setstate(state)
+    elif numpy is not None and is_a(generator, numpy.random.Generator):
+        generator.bit_generator.state = _numpy_of_plain(numpy, state)
+    elif numpy is not None and is_a(generator, numpy.random.RandomState):
+        generator.set_state(_numpy_of_plain(numpy, state))
+    else:
+        generator.set_state(_tensor_of(torch, state))
+
+
+def held_by(owners: list[Any]) -> Iterator[Any]:
+    """The generators among the attributes of these objects, each once."""
+    seen: set[int] = set()
+    for owner in owners:
+        for found in list(getattr(owner, "__dict__", {}).values()):
+            if id(found) not in seen and is_generator(found):
+                seen.add(id(found))
+                yield found
+
+
+# ---- forms ----------------------------------------------------------------------------------------------------------
+
+
+def _modules() -> tuple[Any, Any, Any]:
+    loaded = sys.modules
+    numpy = loaded.get("numpy") if "numpy.random" in loaded else None
+    torch = loaded.get("torch")
+    return loaded.get("random"), numpy, torch if hasattr(torch, "random") else None
+
+
+def _number_of_gpus(torch: Any) -> int:
+    """How many there are to ask; none where the process has not touched CUDA."""
+    return int(torch.cuda.device_count()) if torch.cuda.is_initialized() else 0
+
+
+def _bytes_of(tensor: Any) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+
+
+def _tensor_of(torch: Any, state: bytes) -> Any:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _plain_of_numpy(value: Any) -> Any:
+    if is_a(value, dict):
+        return {key: _plain_of_numpy(found) for key, found in value.items()}
+    if hasattr(value, "tobytes") and hasattr(value, "dtype"):
+        return ("array", value.dtype.str, value.tobytes()) if value.shape else value.item()
+    return value
+
+
+def _numpy_of_plain(numpy: Any, value: Any) -> Any:
+    if is_a(value, dict):
+        return {key: _numpy_of_plain(numpy, found) for key, found in value.items()}
+    if is_a(value, tuple) and value and value[0] == "array":
+        _mark, kind, raw = value
+        return numpy.frombuffer(raw, dtype=kind).copy()
+    return value

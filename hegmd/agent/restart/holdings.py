@@ -1,0 +1,193 @@
+"""What of a script has a state: models, optimizers, schedulers, generators, found under the names it holds them by.
+
+A name is a way from a module of the script, or from a function of it that is under way, over attributes, keys and
+places in lists. The same script has the same names when it runs again, which addresses and orders of collection are
+not. Everything has all its names, because a script may hold one thing under several and give it new ones as it goes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+
+from . import generators
+from .kinds import is_a
+from .places import is_users_module
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+    from typing import Any
+
+MODULE = "module"
+OPTIMIZER = "optimizer"
+SCHEDULER = "scheduler"
+SCALER = "scaler"
+GENERATOR = "generator"
+STATEFUL = "stateful"
+TENSOR = "tensor"
+
+MOST_OBJECTS = 200_000
+_DEEP = 10
+_LONGEST = 20_000
+_NAMES_EACH = 12
+_CLASS: Any = type
+_LEAVES: Any = (str, bytes, bytearray, int, float, complex, bool, type(None), range, memoryview, _CLASS, _CLASS(sys))
+_OF_MODULES = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
+_OF_OPTIMIZERS = frozenset(("param_groups", "state", "defaults", "_optimizer_step_post_hooks"))
+
+
+class _Bound:
+    def method(self) -> None: ...
+
+
+_FUNCTIONS = (type(lambda: None), type(_Bound().method))
+
+
+class Holding:
+    """One thing with a state, and the names it is held by, the nearest first."""
+
+    __slots__ = ("kind", "names", "thing")
+
+    def __init__(self, kind: str, thing: Any, name: str) -> None:
+        self.kind = kind
+        self.thing = thing
+        self.names = [name]
+
+
+class Holdings:
+    """All that the script holds when this is made. Reads what is there and calls nothing of the script's."""
+
+    def __init__(self, frames: list[FrameType]) -> None:
+        self.list: list[Holding] = []
+        self.is_whole = True
+        self._kinds = _Kinds()
+        self._seen: dict[int, Any] = {}
+        self._held: dict[int, Holding] = {}
+        self._left: deque[tuple[str, Any, int]] = deque(_beginnings(frames))
+        while self._left:
+            self._look(*self._left.popleft())
+        inside = _within(found.thing for found in self._held.values() if found.kind == MODULE)
+        self.list = [found for found in self._held.values() if id(found.thing) not in inside]
+        del self._left, self._seen
+
+    def _look(self, name: str, thing: Any, depth: int) -> None:
+        if is_a(thing, *_LEAVES):
+            return
+        known = self._held.get(id(thing))
+        if known is not None:
+            if len(known.names) < _NAMES_EACH:
+                known.names.append(name)
+            return
+        if id(thing) in self._seen:
+            return
+        if len(self._seen) > MOST_OBJECTS:
+            self.is_whole = False
+            return
+        self._seen[id(thing)] = thing  # held, so that no other object gets its address meanwhile
+        kind = self._kinds.of(thing)
+        if kind is not None:
+            self._held[id(thing)] = Holding(kind, thing, name)
+        if depth < _DEEP:
+            self._left.extend((way, found, depth + 1) for way, found in _ways_on(name, thing, kind))
+
+
+def _within(modules: Any) -> set[int]:
+    """Every module that is within another one of them."""
+    return {id(inner) for module in modules for inner in module.modules() if inner is not module}
+
+
+class _Kinds:
+    """What counts as what, by the classes that are loaded."""
+
+    def __init__(self) -> None:
+        torch = sys.modules.get("torch")
+        self._torch: Any = torch if hasattr(torch, "nn") and hasattr(torch, "optim") else None
+
+    def of(self, thing: Any) -> str | None:
+        torch = self._torch
+        if generators.is_generator(thing):
+            return GENERATOR
+        if torch is None:
+            return None
+        if is_a(thing, torch.Tensor):
+            return TENSOR
+        if is_a(thing, torch.nn.Module):
+            return MODULE
+        if is_a(thing, torch.optim.Optimizer):
+            return OPTIMIZER
+        schedulers = torch.optim.lr_scheduler
+        if is_a(thing, schedulers.LRScheduler, schedulers.ReduceLROnPlateau):
+            return SCHEDULER
+        if type(thing).__name__ == "GradScaler" or (hasattr(torch, "amp") and is_a(thing, torch.amp.GradScaler)):
+            return SCALER
+        if is_a(thing, torch.utils.data.Dataset, torch.utils.data.DataLoader):
+            return None
+        return STATEFUL if _has_state(type(thing)) else None
+
+
+def _has_state(kind: Any) -> bool:
+    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+
+
+def _beginnings(frames: list[FrameType]) -> Iterator[tuple[str, Any, int]]:
+    """Functions under way first, from the outermost; then the script's modules."""
+    for frame in frames:
+        if frame.f_code.co_name != "<module>":
+            for name, value in list(frame.f_locals.items()):
+                yield f"{frame.f_code.co_name}().{name}", value, 0
+    for module_name in sorted(sys.modules, key=lambda found: (found != "__main__", found)):
+        module = sys.modules.get(module_name)
+        if module is not None and is_users_module(module):
+            for name, value in list(vars(module).items()):
+                if not name.startswith("__"):
+                    yield f"{module_name}.{name}", value, 0
+
+
+def _ways_on(name: str, thing: Any, kind: str | None) -> Iterator[tuple[str, Any]]:
+    if kind in (SCHEDULER, SCALER, GENERATOR, STATEFUL, TENSOR):
+        return
+    if is_a(thing, dict):
+        if len(thing) <= _LONGEST:
+            yield from (
+                (f"{name}[{key!r}]", value) for key, value in list(thing.items()) if isinstance(key, (str, int))
+            )
+        return
+    if is_a(thing, list, tuple, deque):
+        if len(thing) <= _LONGEST:
+            yield from ((f"{name}[{index}]", value) for index, value in enumerate(list(thing)))
+        return
+    if is_a(thing, *_FUNCTIONS):
+        yield from _ways_of_function(name, thing)
+        return
+    own: Any = getattr(thing, "__dict__", None)
+    if is_a(own, dict):
+        passed = _OF_MODULES if kind == MODULE else _OF_OPTIMIZERS if kind == OPTIMIZER else ()
+        yield from ((f"{name}.{key}", value) for key, value in list(own.items()) if key not in passed)
+    for slot in _slots_of(type(thing)):
+        try:
+            yield f"{name}.{slot}", object.__getattribute__(thing, slot)
+        except AttributeError:
+            pass
+
+
+def _ways_of_function(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    owner = getattr(thing, "__self__", None)
+    if owner is not None:
+        yield f"{name}.__self__", owner
+    function = getattr(thing, "__func__", thing)
+    code = getattr(function, "__code__", None)
+    for variable, cell in zip(getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or ()):
+        try:
+            yield f"{name}<{variable}>", cell.cell_contents
+        except ValueError:
+            pass
+
+
+def _slots_of(kind: Any) -> Iterator[str]:
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else tuple(slots):
+            if slot not in ("__dict__", "__weakref__"):
+                yield slot

@@ -1,0 +1,378 @@
+"""One pass over a loader: what is remembered of its beginning, what is taken of it, and how it is made again.
+
+A pass is a function of the random states at its beginning and of what its sampler is. So the states are remembered when
+it begins, and again when its sampler is first asked; in the restarted script they are set at the same two moments, and
+the sampler is asked for the indices that were used up, without loading anything. Workers begin in turn where they were.
+"""
+
+from __future__ import annotations
+
+import weakref
+from _thread import get_ident
+
+from . import generators
+from .unfit import DoesNotFit, Refusal
+from .worker_seeds import Seeds
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_SAMPLERS_DEEP = 6
+
+
+class Iteration:
+    """A pass over a loader, known by the place in the script where it began."""
+
+    __slots__ = (
+        "_before",
+        "_creation",
+        "_first",
+        "_seeds",
+        "base",
+        "gathered",
+        "given_states",
+        "ident",
+        "iterator",
+        "number",
+        "path",
+        "sent",
+        "signature",
+    )
+
+    def __init__(self, number: int, path: Any, loader: Any) -> None:
+        self.number = number
+        self.path = path
+        self.ident = get_ident()
+        self.signature = signature_of(loader)
+        self.iterator: Any = None
+        self.base = 0  # the first batch that this process's workers made of it
+        self.sent: list[int] = []  # what each worker has made in earlier passes
+        self.given_states: dict[int, Any] = {}
+        self.gathered: list[Any] = generators_of(loader)
+        self._before = _beginning(self.gathered, loader)
+        self._creation: Any = None
+        self._first: Any = None
+        self._seeds: Seeds | None = None
+
+    # ---- as it begins -----------------------------------------------------------------------------------------------
+
+    def begin(self, loader: Any, make: Callable[[Any], Any]) -> Any:
+        """Let the loader make its iterator, or begin again with the one it keeps, and follow it."""
+        kept = _kept_iterator(loader)
+        before = _followed.get(id(kept)) if kept is not None else None
+        if before is not None:
+            self._go_on_from(before, kept)
+            iterator = make(loader)
+        elif loader.num_workers > 0:
+            iterator = self._make_with_workers(loader, make)
+        else:
+            iterator = make(loader)
+            _Starting.stand_in(iterator, self)
+        self._follow(iterator)
+        return iterator
+
+    def _make_with_workers(self, loader: Any, make: Callable[[Any], Any]) -> Any:
+        seeds = self._seeds = Seeds(loader.num_workers, (loader.prefetch_factor or 2) + 1)
+        script_init = loader.worker_init_fn
+        loader.worker_init_fn = seeds.follower(script_init, self.given_states)
+        try:
+            iterator = make(loader)
+        finally:
+            loader.worker_init_fn = script_init
+        iterator._worker_init_fn = script_init
+        self.sent = [0] * loader.num_workers
+        weakref.finalize(iterator, seeds.close).atexit = False
+        return iterator
+
+    def _go_on_from(self, before: Iteration, iterator: Any) -> None:
+        """Workers that live on from an earlier pass: how many batches each of them has made by now."""
+        self._seeds = before._seeds
+        self._creation = before._creation or before._before
+        self.given_states = before.given_states
+        counts = before.made_until(iterator._send_idx)
+        self.sent = [sent + count for sent, count in zip(before.sent, counts)]
+
+    def _follow(self, iterator: Any) -> None:
+        self.iterator = weakref.ref(iterator)
+        _followed[id(iterator)] = self
+        weakref.finalize(iterator, _followed.pop, id(iterator), None).atexit = False
+
+    def note_first(self) -> None:
+        """The sampler is about to be asked for the first time."""
+        self._first = _states(self.gathered)
+
+    # ---- as it is taken ---------------------------------------------------------------------------------------------
+
+    def made_until(self, index: int) -> list[int]:
+        """How many batches before that one each worker has made of this pass."""
+        workers = len(self.sent)
+        return [len(range(_first_of(worker, self.base, workers), index, workers)) for worker in range(workers)]
+
+    def taken(self, given: int) -> dict[str, Any]:
+        """All that it takes to make it again, as plain values. The last `given` batches are to be given again."""
+        iterator = self.iterator()
+        delivered = iterator._num_yielded - given
+        return {
+            "path": self.path,
+            "signature": self.signature,
+            "delivered": delivered,
+            "before": self._before,
+            "creation": self._creation,
+            "first": self._first,
+            "workers": self._workers_states(delivered),
+            "now": _beginning(self.gathered, iterator._index_sampler, of_sampler=True),
+        }
+
+    def refusals(self, given: int) -> list[Refusal]:
+        """Why it could not be made again as it is."""
+        iterator = self.iterator()
+        found: list[Refusal] = []
+        if type(iterator._dataset_kind).__name__ != "int" or iterator._dataset_kind != 0:
+            found.append(Refusal(*_ITERABLE))
+        if self.sent and not getattr(iterator, "_in_order", True):
+            found.append(Refusal("a loader gives batches in the order in which its workers finish them", _IN_ORDER))
+        if self.sent and None in self._workers_states(iterator._num_yielded - given):
+            found.append(Refusal("a loader's worker has not said what its random generators are at", "ask again"))
+        if given and not self.sent and self._draws(iterator):
+            found.append(Refusal(*_OUTER_DRAWS))
+        return found
+
+    def _workers_states(self, delivered: int) -> list[Any]:
+        """The states with which each worker began, or begins, its next batch after so many; False: as it began."""
+        states: list[Any] = []
+        made = self.made_until(delivered)
+        for worker, (sent, count) in enumerate(zip(self.sent, made)):
+            if sent + count == 0:
+                states.append(self.given_states.get(worker, False))
+            else:
+                states.append(self._seeds.after(worker, sent + count) if self._seeds is not None else None)
+        return states
+
+    def _draws(self, iterator: Any) -> bool:
+        """Whether loading draws random numbers: then a batch that is still in use cannot be had a second time."""
+        fetcher = getattr(iterator, "_dataset_fetcher", None)
+        if fetcher is None or not hasattr(fetcher.dataset, "__len__") or not len(fetcher.dataset):
+            return True
+        before = generators.read_shared()
+        try:
+            fetcher.dataset[0]
+            return generators.read_shared() != before
+        except Exception:  # noqa: BLE001 - a dataset of any make; what cannot be tried is not counted on
+            return True
+        finally:
+            generators.set_shared(before)
+
+    # ---- as it is made again ----------------------------------------------------------------------------------------
+
+    def begin_again(self, loader: Any, taken: Any, make: Callable[[Any], Any]) -> Any:
+        """Make the pass that was taken; the random generators are left wherever that takes them. Raises DoesNotFit."""
+        if dict(taken["signature"]) != self.signature:
+            raise DoesNotFit([_unlike(taken, self.signature)])
+        self._before, self._creation, self._first = taken["before"], taken["creation"], taken["first"]
+        _set_beginning(self.gathered, loader, self._creation or self._before)
+        if loader.num_workers > 0:
+            iterator = self._again_with_workers(loader, taken, make)
+        else:
+            iterator = self._again_alone(loader, taken, make)
+        self._follow(iterator)
+        return iterator
+
+    def _again_alone(self, loader: Any, taken: Any, make: Callable[[Any], Any]) -> Any:
+        iterator = make(loader)
+        if self._first is None:
+            _Starting.stand_in(iterator, self)
+            return iterator
+        _set_states(self.gathered, self._first)
+        _skip(iterator, taken["delivered"])
+        _set_attributes(loader, taken["now"])
+        return iterator
+
+    def _again_with_workers(self, loader: Any, taken: Any, make: Callable[[Any], Any]) -> Any:
+        """At the first batch that is sent to a worker all is there but the places; that is where they are set."""
+        self.given_states = {worker: state for worker, state in enumerate(taken["workers"]) if state}
+        delivered = self.base = taken["delivered"]
+        beginning = self._before if self._creation is not None else None
+
+        def place(iterator: Any) -> None:
+            if beginning is not None:
+                _set_beginning(self.gathered, loader, beginning)
+            _skip(iterator, delivered)
+            iterator._send_idx = iterator._rcvd_idx = delivered
+            for _ in range(delivered % iterator._num_workers):
+                next(iterator._worker_queue_idx_cycle)
+
+        return self._with_first_sending(loader, place, make)
+
+    def rest_again(self, loader: Any, taken: Any, make: Callable[[Any], Any]) -> Any:
+        """Make the workers that were at rest between two passes, and begin the next one with the states of now."""
+        if dict(taken["signature"]) != self.signature:
+            raise DoesNotFit([_unlike(taken, self.signature)])
+        now = self._before
+        self._creation = taken["creation"] or taken["before"]
+        self.given_states = {worker: state for worker, state in enumerate(taken["workers"]) if state}
+        _set_beginning(self.gathered, loader, self._creation)
+        iterator = self._with_first_sending(loader, lambda _it: _set_beginning(self.gathered, loader, now), make)
+        self._follow(iterator)
+        return iterator
+
+    def _with_first_sending(self, loader: Any, place: Callable[[Any], None], make: Callable[[Any], Any]) -> Any:
+        import sys
+
+        kind: Any = sys.modules["torch.utils.data.dataloader"]._MultiProcessingDataLoaderIter
+        send = kind._try_put_index
+
+        def place_first(iterator: Any) -> None:
+            kind._try_put_index = send
+            place(iterator)
+            send(iterator)
+
+        kind._try_put_index = place_first
+        try:
+            return self._make_with_workers(loader, make)
+        finally:
+            kind._try_put_index = send
+
+
+class _Starting:
+    """Stands in for a sampler's iterator until it is first asked, so that no later batch passes anything of ours."""
+
+    def __init__(self, iterator: Any, iteration: Iteration) -> None:
+        self._iterator = weakref.ref(iterator)
+        self._iteration = iteration
+        self._sampler = iterator._sampler_iter
+
+    @classmethod
+    def stand_in(cls, iterator: Any, iteration: Iteration) -> None:
+        iterator._sampler_iter = cls(iterator, iteration)
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        iterator = self._iterator()
+        if iterator is not None and iterator._sampler_iter is self:
+            iterator._sampler_iter = self._sampler
+        self._iteration.note_first()
+        return next(self._sampler)
+
+
+_followed: dict[int, Iteration] = {}
+_ITERABLE = (
+    "a loader reads an iterable dataset that cannot say where it is",
+    "give the dataset state_dict and load_state_dict, or, if it gives the same each time, set HEGM_REPLAY=1",
+)
+_IN_ORDER = "let the loader keep their order (in_order=True)"
+_OUTER_DRAWS = (
+    "a batch of an outer loop is in use, and its dataset draws random numbers, so that it cannot be loaded again",
+    "let the outer loader have workers, whose random states are kept",
+)
+
+
+def followed(iterator: object) -> Iteration | None:
+    """The pass that this iterator makes now."""
+    found = _followed.get(id(iterator))
+    return found if found is not None and found.iterator() is iterator else None
+
+
+def all_followed() -> list[Iteration]:
+    """Every pass whose iterator lives, in the order in which they began."""
+    return sorted(
+        (found for found in list(_followed.values()) if found.iterator() is not None), key=lambda it: it.number
+    )
+
+
+def signature_of(loader: Any) -> dict[str, Any]:
+    """What two loaders that are the same have in common."""
+    sampler = loader._index_sampler
+    return {
+        "loader": type(loader).__name__,
+        "sampler": [type(found).__name__ for found in _samplers_of(sampler)],
+        "batch_size": loader.batch_size if isinstance(loader.batch_size, int) else None,
+        "batches": _length_of(sampler),
+        "rows": _length_of(loader.dataset),
+        "workers": loader.num_workers,
+    }
+
+
+def generators_of(loader: Any) -> list[Any]:
+    """The generators of a loader and its samplers that are objects of the script's."""
+    return list(generators.held_by([loader, *_samplers_of(loader._index_sampler)]))
+
+
+def _samplers_of(sampler: Any) -> list[Any]:
+    found: list[Any] = []
+    while sampler is not None and len(found) < _SAMPLERS_DEEP and not isinstance(sampler, (list, tuple, range)):
+        found.append(sampler)
+        sampler = getattr(sampler, "sampler", None)
+    return found
+
+
+def _length_of(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def _kept_iterator(loader: Any) -> Any:
+    return loader._iterator if loader.num_workers > 0 and loader.persistent_workers else None
+
+
+def _first_of(worker: int, base: int, workers: int) -> int:
+    """The first batch from that one on which this worker makes."""
+    return base + (worker - base) % workers
+
+
+def _states(gathered: list[Any]) -> dict[str, Any]:
+    own = [generators.read(found) for found in gathered]
+    return {"shared": generators.read_shared(with_gpus=False), "own": own}
+
+
+def _set_states(gathered: list[Any], states: Any) -> None:
+    generators.set_shared(states["shared"])
+    if len(states["own"]) != len(gathered):
+        raise DoesNotFit([f"a loader had {len(states['own'])} random generators of its own and has {len(gathered)}"])
+    for found, state in zip(gathered, states["own"]):
+        generators.set_to(found, state)
+
+
+def _beginning(gathered: list[Any], owner: Any, *, of_sampler: bool = False) -> dict[str, Any]:
+    """The random states and the plain attributes of the samplers, such as a count of epochs."""
+    samplers = _samplers_of(owner if of_sampler else owner._index_sampler)
+    attributes = [
+        {name: value for name, value in getattr(found, "__dict__", {}).items() if type(value) in (int, float, bool)}
+        for found in samplers
+    ]
+    return {**_states(gathered), "attributes": attributes}
+
+
+def _set_beginning(gathered: list[Any], loader: Any, beginning: Any) -> None:
+    _set_states(gathered, beginning)
+    _set_attributes(loader, beginning)
+
+
+def _set_attributes(loader: Any, beginning: Any) -> None:
+    for sampler, attributes in zip(_samplers_of(loader._index_sampler), beginning["attributes"]):
+        for name, value in attributes.items():
+            if getattr(sampler, "__dict__", {}).get(name, value) != value:
+                setattr(sampler, name, value)
+
+
+def _skip(iterator: Any, batches: int) -> None:
+    for index in range(batches):
+        try:
+            next(iterator._sampler_iter)
+        except StopIteration:
+            raise DoesNotFit([f"a loader had given {batches} batches, and its sampler ends after {index}"]) from None
+    iterator._num_yielded = batches
+
+
+def _unlike(taken: Any, signature: dict[str, Any]) -> str:
+    unlike = [
+        f"{name} was {dict(taken['signature']).get(name)!r} and is {value!r}"
+        for name, value in signature.items()
+        if dict(taken["signature"]).get(name) != value
+    ]
+    return f"the loader that is read at {taken['path'][-1]} is another one: {', '.join(unlike)}"

@@ -1,0 +1,108 @@
+"""The ends of workers whose state is kept: that of one which leaves it, and of one which it could not be put back into.
+
+`save` writes into a descriptor while the training thread stands; `leave` flushes all output and ends with exit code 99,
+as `end_unrestored` does with 98: neither comes back. Exit handlers are not run: they are for the
+end of a training, which this is not, and what they would tear down the training thread stands in the middle of.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+
+from .unfit import Refusal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import Any, NoReturn
+
+LEFT_STATUS = 99
+UNRESTORED_STATUS = 98
+
+
+class NotNow(Exception):
+    """There is to be no restart as things are; `refusals` says why. Nothing has happened."""
+
+    def __init__(self, refusals: list[Refusal]) -> None:
+        super().__init__("; ".join(found.what for found in refusals))
+        self.refusals = refusals
+
+
+def take(ident: int, frame: FrameType | None = None) -> tuple[Any, list[Refusal]]:
+    """The state, ready to be written (`size_bytes`, `write`), of the training whose thread stands; what is not kept.
+
+    Raises NotNow.
+    """
+    from . import plain
+    from .capture import capture
+
+    state, refusals = capture(ident, frame)
+    stops = [found for found in refusals if found.stops]
+    if stops:
+        raise NotNow(stops)
+    try:
+        return plain.State(state), refusals
+    except plain.NotPlain as error:
+        where = _named(state, error.path)
+        raise NotNow([Refusal(f"{where} {error.why}, which no state file holds", "keep it out of the state")]) from None
+
+
+def save(
+    fd: int, ident: int, progress: Callable[[int], None] | None = None, frame: FrameType | None = None
+) -> tuple[int, list[Refusal]]:
+    """Write the state into the descriptor; its size in bytes, and what is not kept. Raises NotNow, OSError."""
+    state, refusals = take(ident, frame)
+    return int(state.write(fd, progress)), refusals
+
+
+def leave() -> NoReturn:
+    """End the process: what it has written is flushed, its loaders' workers end with it."""
+    _flush_all()
+    processes = sys.modules.get("multiprocessing.process")
+    for child in list(getattr(processes, "_children", ())):
+        try:
+            child.terminate()
+        except (OSError, ValueError, AttributeError):
+            pass
+    os._exit(left_status())
+
+
+def end_unrestored(reasons: list[str]) -> NoReturn:
+    """Say why a restarted worker is not to go on, and end it before it has done a step: its state is whole."""
+    _flush_all()
+    text = f"hegm: the training was not restarted: {'; '.join(reasons)}. Nothing of its state was used up.\n"
+    os.write(2, text.encode(errors="replace"))
+    os._exit(UNRESTORED_STATUS)
+
+
+def left_status() -> int:
+    """What a worker ends with that has left its state."""
+    try:
+        return int(os.environ["HEGM_EXIT_CODE"])
+    except (KeyError, ValueError):
+        return LEFT_STATUS
+
+
+def _flush_all() -> None:
+    """Every file that the script writes to, wherever it holds it; text before the bytes under it."""
+    io: Any = sys.modules["io"]
+    found = gc.get_objects()
+    for kind in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+        for file in [candidate for candidate in found if type(candidate) is kind]:
+            try:
+                file.flush()
+            except (OSError, ValueError, RuntimeError):
+                pass
+
+
+def _named(state: dict[str, Any], path: str) -> str:
+    """The path in the state in the script's words, as far as it is about something that the script holds."""
+    import re
+
+    match = re.match(r"\\.?\[?'?holdings'?\]?\[(\d+)\](.*)", path)
+    if match is None:
+        return path
+    return f"{state['holdings'][int(match[1])]['names'][0]}{match[2]}"

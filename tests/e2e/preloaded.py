@@ -1,0 +1,128 @@
+"""A Python that has imported PyTorch once and forks for each training script that it is told to run.
+
+Reads a JSON object a line: the script, its environment, where its output goes, the boundary at which it leaves its
+state and where. Answers each with the exit status. With an agent, the agent is mounted in the child as the injected
+`sitecustomize` would have, and meets what is imported already; everything of it that follows is as in any worker.
+"""
+
+# ruff: noqa: T201, BLE001 - a program of its own, which says how scripts ended whatever they raised
+import json
+import os
+import signal
+import sys
+import traceback
+import types
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.optim
+import torch.utils.data
+
+ROOT = Path(__file__).parents[2]
+REFUSED_STATUS = 97
+_STEADY = np.float64(0)  # NumPy is imported: scripts of their own import it too
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warm_up()
+    for line in sys.stdin:
+        wanted = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            run(wanted)
+        _pid, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def warm_up() -> None:
+    """Have PyTorch import what it only imports when it is used."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    torch.manual_seed(0)
+
+
+def run(wanted: dict) -> None:
+    """In the child: become the script. Does not come back."""
+    output = os.open(wanted["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    errors = os.open(wanted["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (errors, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    signal.alarm(60)
+    os.environ.update(wanted["environment"])
+    status = 1
+    try:
+        script = types.ModuleType("__main__")
+        script.__file__ = wanted["argv"][0]
+        sys.modules["__main__"] = script
+        if wanted["agent"]:
+            mount(wanted.get("at"), wanted.get("into"))
+        sys.argv = wanted["argv"]
+        sys.path.insert(0, str(Path(script.__file__).parent))
+        exec(compile(Path(script.__file__).read_text(), script.__file__, "exec"), vars(script))
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        end(status)
+
+
+def end(status: int) -> None:
+    """As at the end of any Python: what is registered for it runs, and what is written is out."""
+    import atexit
+
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def mount(at: int | None, into: str | None) -> None:
+    """The agent, as in a worker; it leaves its state at that boundary."""
+    inject = ROOT / "hegmd" / "agent" / "inject" / "sitecustomize.py"
+    sys.path.insert(0, str(inject.parent))
+    exec(compile(inject.read_text(), str(inject), "exec"), {"__file__": str(inject), "__name__": "sitecustomize"})
+    from _hegm.agent import mount as mounting
+    from _hegm.agent.life import gate
+    from _hegm.agent.quiesce import CALL, Asked
+    from _hegm.agent.restart import places
+
+    places.FILES_LOOKED_THROUGH.add(__file__)
+    mounting._meet_optimizer(sys.modules["torch.optim.optimizer"])
+    mounting._meet_loader(sys.modules["torch.utils.data.dataloader"])
+    if at is not None and into is not None:
+        gate().ask(Asked(CALL, at=at, call=lambda: leave(into)))
+
+
+def leave(into: str) -> None:
+    """In the training thread, at the boundary: what the agent's own thread does while this one is parked."""
+    from _thread import get_ident
+
+    from _hegm.agent.restart import leaving
+
+    fd = os.open(into, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        _size, refusals = leaving.save(fd, get_ident(), frame=sys._getframe(1))
+    except leaving.NotNow as error:
+        for found in error.refusals:
+            print(f"refused: {found.what}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(REFUSED_STATUS)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    for found in refusals:
+        print(f"not kept: {found.what}", file=sys.stderr)
+    leaving.leave()
+
+
+if __name__ == "__main__":
+    main()
