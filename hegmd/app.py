@@ -359,6 +359,7 @@ class App:
             start_ticks=start_ticks_of,
             spill=self._config.pool.spill,
             still_s=self._config.neighbours.still_s,
+            restart_always=self._config.restart.allowed == "always",
             images_by=ImageMeans(
                 self._config.daemon.socket,
                 in_unit=self._manager.present and os.path.isdir(SYSTEMD_RUNS),
@@ -388,6 +389,7 @@ class App:
             sequences=self._moving.sequences,
             checkpoints=self._moving.checkpoints,
             strays=self._moving.strays,
+            restarts=self._moving.restarts,
             simulator=self._simulator(),
             limits=Limits(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight),
             doctor=self._examine,

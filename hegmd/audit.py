@@ -84,7 +84,7 @@ class Audit:
             "gid": who.gid,
             "pid": who.pid,
             "user": self._user_name(who.uid),
-            "args": bounded(request.to_plain()),
+            "args": bounded(request.audited()),
             "result": result,
             "error": None if error is None else bounded(error.message),
             "duration_s": round(took_s, 6),

@@ -36,6 +36,7 @@ from hegmd.settings import (
     NeighbourSettings,
     PathName,
     PoolSettings,
+    RestartSettings,
     Row,
     Unfit,
     name_of_type,
@@ -74,6 +75,7 @@ class Config:
     pool: PoolSettings
     images: ImagesSettings
     neighbours: NeighbourSettings
+    restart: RestartSettings
     path: Path | None
     sources: Mapping[str, str]
 

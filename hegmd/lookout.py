@@ -20,6 +20,7 @@ from hegmd.migration.operation import Operation
 from hegmd.pool import read_available_bytes
 from hegmd.processes.surroundings import nearest_ancestor, read_outside
 from hegmd.protocol.snapshots import Gpu
+from hegmd.supervisors import Supervisor
 from hegmd.workers import Worker, Workers
 
 FRESH_S = 0.0
@@ -27,6 +28,8 @@ FRESH_S = 0.0
 # are given a little less, so that it is they who say that no boundary came.
 SURVEY_S = 1.0
 AGENT_SHARE = 0.8
+# What its state comes to is looked at in the job's own thread, between two batches: that may take a batch.
+WEIGH_S = 5.0
 # Looking at a process from outside waits for it; one that does not let itself be looked at in time stays unknown.
 OUTSIDE_S = 2.0
 NVIDIA = "nvidia"
@@ -40,7 +43,7 @@ class Lookout:
     somebody keeps what is held for jobs when the daemon ends.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it looks at, each named
         self,
         inventory: Inventory,
         workers: Workers,
@@ -51,6 +54,7 @@ class Lookout:
         standing: Callable[[], Iterable[Worker]] = tuple,
         rates: Callable[[], Rates] = Rates,
         outlives: Callable[[], bool] = lambda: True,
+        supervisor: Callable[[int, str | None], Supervisor | None] = lambda _uid, _run: None,
     ) -> None:
         self._inventory = inventory
         self._workers = workers
@@ -60,10 +64,16 @@ class Lookout:
         self._standing = standing
         self._rates = rates
         self._outlives = outlives
+        self._supervisor = supervisor
 
-    async def snapshot(self, pids: Collection[int]) -> Snapshot:
-        """The node for a plan on those processes, with what they hold now as far as they say so in time."""
+    async def snapshot(self, pids: Collection[int], *, weighed: bool = False) -> Snapshot:
+        """The node for a plan on those processes, with what they hold now as far as they say so in time.
+
+        `weighed`, they say as well what a restart would carry, where one is possible.
+        """
         await self._survey(pids)
+        if weighed:
+            await self._weigh(pids)
         node = await self._inventory.settled()
         running, pool = self._running(), self._pool()  # before anything is waited for: of the same moment
         candidates = await _seen_from_outside(tuple(self._candidates(node)), node)
@@ -101,6 +111,16 @@ class Lookout:
                     if worker.connected and (worker.pid in pids or is_one):
                         tasks.start_soon(self._count, worker, SURVEY_S * AGENT_SHARE)
 
+    async def _weigh(self, pids: Collection[int]) -> None:
+        """Have the supervised among them say what a restart would carry, at a boundary soon."""
+        async with anyio.create_task_group() as tasks:
+            for worker in self._workers:
+                if worker.pid in pids and worker.connected and not worker.parked and self._supervised(worker):
+                    tasks.start_soon(_weigh_one, worker)
+
+    def _supervised(self, worker: Worker) -> Supervisor | None:
+        return self._supervisor(worker.identity.uid, worker.about.run)
+
     def _candidates(self, node: NodeSnapshot) -> Iterable[Candidate]:
         attending: set[int] = set()
         for process in node.processes:
@@ -111,6 +131,7 @@ class Lookout:
                 worker = None
             if worker is not None:
                 attending.add(worker.pid)
+            supervisor = None if worker is None else self._supervised(worker)
             yield Candidate(
                 pid=process.pid,
                 start_ticks=process.start_ticks,
@@ -121,6 +142,8 @@ class Lookout:
                 kinds=tuple(use.kind for use in process.gpus),
                 vram_bytes=_sum([use.vram_bytes for use in process.gpus]),
                 shares_bytes={use.gpu: use.vram_bytes for use in process.gpus if use.vram_bytes is not None},
+                supervisor=None if supervisor is None else supervisor.pid,
+                python=supervisor is not None and supervisor.offer.python,
                 agent=None if worker is None else _told(worker),
             )
         for worker in self._standing():  # off its GPU, and in no operation that would have it shown there
@@ -175,7 +198,18 @@ def _told(worker: Worker) -> AgentSurvey:
         rank=worker.about.rank,
         world_size=worker.about.world_size,
         cuda=worker.cuda,
+        state_bytes=worker.state_bytes,
+        refusals=worker.refusals,
     )
+
+
+async def _weigh_one(worker: Worker) -> None:
+    """Raises nothing: one that cannot say has a reason, which is one against its restart."""
+    worker.state_bytes, worker.refusals = None, ()
+    try:
+        await worker.order("weigh", limit_s=WEIGH_S)
+    except HegmError as error:
+        worker.refusals = (error.message,)
 
 
 def _sum(sizes: Sequence[int | None]) -> int | None:

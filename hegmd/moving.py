@@ -7,7 +7,7 @@ attends) and on the way down. Holds no rule of its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,10 @@ from hegmd.methods.gpus import Gpus
 from hegmd.methods.host import HostCarrier
 from hegmd.methods.neighbours import STILL_S, Neighbours
 from hegmd.methods.peer import PeerCarrier
+from hegmd.methods.restart import RestartMethod
 from hegmd.methods.sight import is_stopped
 from hegmd.methods.simulated import SimulatedMethod
+from hegmd.methods.state import StateCarrier
 from hegmd.methods.steps import Steps
 from hegmd.methods.worker import WorkerCarrier
 from hegmd.migration.course import TERMINAL
@@ -52,11 +54,13 @@ from hegmd.periodic import Periodic
 from hegmd.pool import Keep, Key, Pool
 from hegmd.pool_found import find_pieces
 from hegmd.protocol.snapshots import Gpu
+from hegmd.restarts import Restarts
 from hegmd.resting import ASKED, Resting
 from hegmd.reviving import Reviving
 from hegmd.rooms import Rooms
 from hegmd.sequences import Sequences
 from hegmd.strays import DistrustedStrays, PieceStrays, Source, StandingStrays, Strays, VideoStrays
+from hegmd.supervisors import Supervisors
 from hegmd.vram import VideoMemory
 from hegmd.workers import Workers
 
@@ -91,6 +95,7 @@ class Moving:
         start_ticks: Callable[[int], int | None],
         spill: str = ASKED,
         still_s: float = STILL_S,
+        restart_always: bool = False,
         images_by: ImageMeans | None = None,
         disk: Disk | None = None,
     ) -> None:
@@ -106,6 +111,7 @@ class Moving:
             self.helper, state_dir, start_ticks=start_ticks, is_stopped=is_stopped, still_s=still_s
         )
         simulated = simulator is not None
+        self.supervisors = Supervisors(start_ticks)
         handoff, self._reviving = self._make_imaging(simulated=simulated)
         performer = Performer(workers, *self._means(simulated=simulated), start_ticks=start_ticks, imager=handoff)
         self.runner = Runner(state_dir, performer, events, disk=disk)
@@ -130,31 +136,64 @@ class Moving:
             standing=self._standing.standing,
             rates=performer.paces.rates,
             outlives=lambda: self.memory.store is not None,
+            supervisor=self.supervisors.find,
         )
-        self.operations = Operations(
-            inventory, workers, lookout, self.runner, pool=pool, resting=self.resting, standing=self._standing
-        )
-        self.sequences = Sequences(lookout, self.operations)
-        self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving)
+        self._make_desks(lookout, handoff, restart_always=restart_always)
         self.periodic = Periodic(workers, self.runner, events, take=self._take_image, trim=self._trim_images)
         for part in (self.attendance, self.runner, self.resting, self.strays, self.periodic):
             workers.listen(part.hear)
 
+    def _make_desks(self, lookout: Lookout, handoff: Handoff, *, restart_always: bool) -> None:
+        """Where operations are asked for."""
+        self.operations = Operations(
+            self._inventory,
+            self._workers,
+            lookout,
+            self.runner,
+            pool=self.pool,
+            resting=self.resting,
+            standing=self._standing,
+            restart_allowed=lambda: restart_always,
+            job_of=self._job_of,
+        )
+        self.restarts = Restarts(self.supervisors, self.runner, self.operations)
+        self.sequences = Sequences(lookout, self.operations)
+        self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving)
+
     def _means(self, *, simulated: bool) -> tuple[Mapping[str, Method], Mapping[str, Carrier]]:
         """What processes and bytes are moved by here, by name."""
         by_worker = WorkerCarrier(self.pool)
+        by_state = StateCarrier(self.pool, self.supervisors)
         if simulated:
-            return {SimulatedMethod.name: SimulatedMethod(self.rooms)}, {by_worker.name: by_worker}
+            books = SimulatedMethod(self.rooms)
+            return (
+                {books.name: books, RestartMethod.name: self._restarting(books)},
+                {by_worker.name: by_worker, by_state.name: by_state},
+            )
         gpus = Gpus(self._look, self._inventory.expire)
         steps = Steps(self.helper, gpus, self._neighbours)
         method = DriverMethod(steps, self.memory, gpus, self._neighbours)
         carriers: tuple[Carrier, ...] = (
             by_worker,
+            by_state,
             DriverCarrier(),
             HostCarrier(self.helper, gpus, self.pool),
             PeerCarrier(self.helper, gpus, self.memory),
         )
-        return {method.name: method}, {carrier.name: carrier for carrier in carriers}
+        methods: tuple[Method, ...] = (method, self._restarting(method))
+        return {one.name: one for one in methods}, {carrier.name: carrier for carrier in carriers}
+
+    def _restarting(self, by: Method) -> RestartMethod:
+        return RestartMethod(self._workers, self.supervisors, self.pool, by=by, gpus=self._gpus)
+
+    def _job_of(self, pid: int) -> Sequence[int]:
+        """The processes of the job that this one supervises; none if it is no supervisor."""
+        supervisor = self.supervisors.of_pid(pid)
+        if supervisor is None:
+            return ()
+        whose = (supervisor.uid, supervisor.run)
+        training = [worker for worker in self._workers if (worker.identity.uid, worker.about.run) == whose]
+        return [worker.pid for worker in training if worker.boundary or worker.size_bytes]
 
     def _make_strays(self, events: EventLog) -> Strays:
         """Of all kinds."""
@@ -275,6 +314,7 @@ class Moving:
                     await inner.start(self._workers.run)
                     await inner.start(self._opened_images().run)
                     await inner.start(self.runner.run)
+                    await inner.start(self.restarts.run)
                     await inner.start(self.resting.run)
                     await inner.start(self.sequences.run)
                     await inner.start(self.periodic.run)

@@ -4,13 +4,15 @@ Owns what is asked of single operations, also where that is more than one step: 
 the adoption of a job that was found standing. Those that are several in a row are `sequences`'. Who may ask is told by
 the caller as `may`, which is asked for each process's owner; what is possible is the planner's to say; what happens
 then is the runner's.
+
+Longer than 400 lines because what is asked of one operation shares who may ask, and whose process it is.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, Bug, HegmError, Refused, code_named
 from hegmd.inventory import Inventory
@@ -20,7 +22,7 @@ from hegmd.migration.adoption import adopted, adopted_of_driver
 from hegmd.migration.candidates import Candidate, Plan, Request, Snapshot
 from hegmd.migration.course import SUSPENDED
 from hegmd.migration.machine import HOLDING
-from hegmd.migration.operation import MIGRATE, QUIESCE, RESUME, SUSPEND, Handoff, Limits, Operation
+from hegmd.migration.operation import MIGRATE, QUIESCE, RESTART, RESUME, SUSPEND, Handoff, Limits, Operation, Respawn
 from hegmd.migration.plan import planned, planned_resume
 from hegmd.migration.runner import Runner
 from hegmd.pool import Key, Pool
@@ -50,6 +52,24 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class Restarting:
+    """Whether a migration may be a restart, and what is to be different for the process that goes on."""
+
+    via: str | None = None
+    allowed: bool = False
+    set: Mapping[str, str] = field(default_factory=dict[str, str])
+    unset: tuple[str, ...] = ()
+    python: str | None = None
+
+    @property
+    def respawn(self) -> Respawn:
+        return Respawn(set=self.set, unset=self.unset, python=self.python)
+
+
+NO_RESTART = Restarting()
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """An operation as it stands, and its plan."""
 
@@ -60,7 +80,7 @@ class Answer:
 class Operations:
     """The desk at which operations are asked for."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that it asks, each named
         self,
         inventory: Inventory,
         workers: Workers,
@@ -71,7 +91,11 @@ class Operations:
         resting: Resting,
         standing: StandingStrays,
         utc: Callable[[], float] = time.time,
+        restart_allowed: Callable[[], bool] = lambda: False,
+        job_of: Callable[[int], Sequence[int]] = lambda _pid: (),
     ) -> None:
+        self._restart_allowed = restart_allowed
+        self._job_of = job_of
         self._inventory = inventory
         self._workers = workers
         self._lookout = lookout
@@ -83,9 +107,27 @@ class Operations:
 
     # -- single operations ---------------------------------------------------------------------------------------------
 
-    async def migrate(self, pids: Sequence[int], to: str, asked: Asked) -> Answer:
+    async def migrate(
+        self, pids: Sequence[int], to: str | None, asked: Asked, restart: Restarting = NO_RESTART
+    ) -> Answer:
         """Move jobs to another GPU. Raises HegmError with every reason why not."""
-        return await self._perform(Request(kind=MIGRATE, pids=tuple(pids), to=to, carrier=asked.carrier), asked)
+        if restart.via not in (None, RESTART):
+            raise HegmError(BAD_REQUEST, f"there is no way {str(restart.via)[:40]!r}", "leave it out, or say restart")
+        if to is None and restart.via is None:
+            raise HegmError(BAD_REQUEST, "migrate was asked without a GPU to go to", "hegmctl gpus lists them")
+        if restart.via is None and restart.respawn != Respawn():
+            hint = "say --via restart as well"
+            raise HegmError(BAD_REQUEST, "only a restart can change a job's environment or Python", hint)
+        request = Request(
+            kind=MIGRATE,
+            pids=tuple(pids),
+            to=to,
+            carrier=asked.carrier,
+            via=restart.via,
+            allow_restart=restart.via is not None or restart.allowed or self._restart_allowed(),
+            respawn=restart.respawn,
+        )
+        return await self._perform(request, asked)
 
     async def place(self, pids: Sequence[int], placement: Mapping[str, str], asked: Asked) -> Answer:
         """Move jobs so that each of these processes is on the GPU named for its pid. Raises HegmError as `migrate`."""
@@ -96,6 +138,7 @@ class Operations:
         if not pids:
             raise HegmError(BAD_REQUEST, f"{QUIESCE} was asked of no process", "name one or more pids")
         limits = _limits(asked.limit_s, hold_s)
+        pids = self._named(pids)
         self.check(asked, pids)
         snapshot = await self._lookout.snapshot(pids)
         plan = plan_or_raise(planned(snapshot, Request(kind=QUIESCE, pids=tuple(pids))))
@@ -134,8 +177,11 @@ class Operations:
 
     async def resume(self, pid: int, to: str | None, asked: Asked) -> Answer:
         """Let a suspended job go on. Raises HegmError with every reason why not."""
+        pid = self._named([pid])[0]
         op = self.runner.of_process(pid)
         self.check(asked, [pid])
+        if op is not None:
+            self._check_owner(asked, op.owner_uid, f"operation {op.id}")  # whose process may have ended, for a restart
         if op is not None and op.phase == HOLDING:
             return await self._let_go(op, pid, to, asked)
         if op is None or op.phase != SUSPENDED:
@@ -232,10 +278,17 @@ class Operations:
     async def _go_on(self, op_id: str, plan: Plan, asked: Asked) -> Answer:
         await self._resting.wake(op_id)
         try:
-            await self.runner.ask(op_id, events.ResumeAsked(cause=asked.by, to=plan.destinations))
+            op = self.runner.history(op_id).operation
+            names = {str(member.pid): member.name for member in op.workers}  # one that was started anew keeps its name
+            to = {names.get(pid, pid): gpu for pid, gpu in plan.destinations.items()}
+            await self.runner.ask(op_id, events.ResumeAsked(cause=asked.by, to=to))
         finally:
             self._resting.watch(op_id)
         return await self._outcome(op_id, plan, asked)
+
+    def _named(self, pids: Sequence[int]) -> tuple[int, ...]:
+        """The processes; in the place of a supervisor, those of its job."""
+        return tuple(dict.fromkeys([one for pid in pids for one in (self._job_of(pid) or (pid,))]))
 
     async def _claim_for(self, op: Operation) -> None:
         """Give an operation the bytes that were found of its workers and that it has not. Raises HegmError."""
@@ -249,8 +302,9 @@ class Operations:
     async def _perform(self, request: Request, asked: Asked, *, spill: bool = False) -> Answer:
         if not request.pids:
             raise HegmError(BAD_REQUEST, f"{request.kind} was asked of no process", "name one or more pids")
+        request = request.replace(pids=self._named(request.pids))
         self.check(asked, request.pids)
-        snapshot = await self._lookout.snapshot(request.pids)
+        snapshot = await self._lookout.snapshot(request.pids, weighed=request.allow_restart)
         return await self.carry_out(plan_or_raise(planned(snapshot, request)), snapshot, asked, spill=spill)
 
     async def carry_out(

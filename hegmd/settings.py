@@ -450,6 +450,18 @@ class NeighbourSettings:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartSettings:
+    """Jobs that leave, and are started again elsewhere from their state."""
+
+    allowed: str = setting(
+        OneOf(("asked", "always")),
+        "asked",
+        "When a move may be a restart, where nothing better is possible: if its caller says so, or always.",
+        reloads=False,
+    )
+
+
 SECTIONS: dict[str, type[Any]] = {
     "daemon": DaemonSettings,
     "inventory": InventorySettings,
@@ -462,6 +474,7 @@ SECTIONS: dict[str, type[Any]] = {
     "pool": PoolSettings,
     "images": ImagesSettings,
     "neighbours": NeighbourSettings,
+    "restart": RestartSettings,
 }
 
 

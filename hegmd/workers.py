@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 
 CAME, LEFT, BACK, ENDED = "came", "left", "back", "ended"
 # Orders that move bytes: while one is under way in a worker, nothing else is to be believed of it.
-MOVING = frozenset({"evacuate", "refill", "free", "make"})
+MOVING = frozenset({"evacuate", "refill", "free", "make", "save"})
 SURVEY = "survey"
+# Orders that an agent answers within a limit of its own, whatever its training does.
+LIMITED = frozenset({SURVEY, "weigh"})
 # Beyond the limit that an agent keeps to by itself.
 _ANSWERS_WITHIN_S = 1.0
 
@@ -68,6 +70,9 @@ class Worker:
         #: Bytes of the storages that its agent vouches for; None before it has counted them.
         self.size_bytes: int | None = about.size_bytes or None
         self.left_alone: tuple[LeftAlone, ...] = ()
+        #: What its state comes to and what stands against a restart, by its last word; None before it was asked.
+        self.state_bytes: int | None = None
+        self.refusals: tuple[str, ...] = ()
         #: Its use of CUDA by its own word; None if it uses none or has not said.
         self.cuda: CudaFacts | None = None
         self._link: Link | None = None
@@ -102,7 +107,7 @@ class Worker:
         does not is given up, so that nothing waits behind that order for ever. Raises TIMEOUT then.
         """
         began = anyio.current_time()
-        within_s = how["limit_s"] + _ANSWERS_WITHIN_S if do == SURVEY and how.get("limit_s") else math.inf
+        within_s = how["limit_s"] + _ANSWERS_WITHIN_S if do in LIMITED and how.get("limit_s") else math.inf
         with anyio.move_on_after(within_s):
             given = await self.give(do, fds=fds, on_progress=on_progress, **how)
             report = await given.report()
@@ -167,6 +172,8 @@ class Worker:
             self.cuda = report.cuda
             self.parked = self.parked if report.parked is None else report.parked
             self.held_bytes = self.held_bytes if report.held_bytes is None else report.held_bytes
+        if do == "weigh":
+            self.state_bytes, self.refusals = report.state_bytes, report.refusals
         if do == "filled" and report.held_bytes is not None:
             self.held_bytes = report.held_bytes
         if do in {"evacuate", "free"}:

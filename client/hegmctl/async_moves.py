@@ -22,19 +22,30 @@ OnProgress = Callable[[OperationProgress], Awaitable[object]] | None
 class AsyncMoves:
     """What can be asked about operations. An AsyncConnection says how."""
 
-    async def migrate(
+    async def migrate(  # noqa: PLR0913 - what can be asked of a move, each named
         self,
         pids: int | Iterable[int],
-        to: str,
+        to: str | None,
         *,
         on_progress: OnProgress = None,
         wait: bool = True,
         dry_run: bool = False,
         limit_s: float | None = None,
         carrier: str | None = None,
+        via: str | None = None,
+        allow_restart: bool = False,
     ) -> m.OperationReply:
-        """Move jobs to another GPU and wait until they train on there. `limit_s` is for the wait for a boundary."""
-        request = m.Migrate(pids=pids_of(pids), to=to, wait=wait, dry_run=dry_run, limit_s=limit_s, carrier=carrier)
+        """Move jobs to another GPU and wait until they train on there; the words are those of `Moves.migrate`."""
+        request = m.Migrate(
+            pids=pids_of(pids),
+            to=to,
+            wait=wait,
+            dry_run=dry_run,
+            limit_s=limit_s,
+            carrier=carrier,
+            via=via,
+            allow_restart=allow_restart,
+        )
         return await self.converse(request, OperationProgress, m.OperationReply, on_progress)
 
     async def quiesce(

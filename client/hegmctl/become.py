@@ -15,7 +15,7 @@ from hegmd.errors import NO_COMMAND, NOT_EXECUTABLE, HegmError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import NoReturn
 
 _SHELL = "/bin/sh"
@@ -41,26 +41,28 @@ def become(command: Sequence[str], *, keep: int | None = None) -> NoReturn:
 
 def require(command: Sequence[str]) -> None:
     """See that there is such a command before anything is done for it. Raises NO_COMMAND, NOT_EXECUTABLE."""
-    failure = _failure(command, ENOENT)
-    for path in _places(command[0]):
+    failure = failure_of(command, ENOENT)
+    for path in places_of(command[0]):
         if os.path.isfile(path):
             if os.access(path, os.X_OK):
                 return
-            failure = _failure(command, EACCES)
+            failure = failure_of(command, EACCES)
         elif os.path.isdir(path) and os.sep in command[0]:
-            failure = _failure(command, EACCES)
+            failure = failure_of(command, EACCES)
     raise failure
 
 
-def _places(name: str) -> list[str]:
-    """Where the program may be, in their order."""
-    return [name] if os.sep in name else [os.path.join(folder, name) for folder in os.get_exec_path()]
+def places_of(name: str, environ: Mapping[str, str] | None = None) -> list[str]:
+    """Where the program may be, in their order, by that environment's PATH or this process's own."""
+    if os.sep in name:
+        return [name]
+    return [os.path.join(folder, name) for folder in os.get_exec_path(None if environ is None else dict(environ))]
 
 
 def _execute(command: Sequence[str]) -> HegmError:
     """Execute it; returns only if that failed."""
     number = ENOENT
-    for path in _places(command[0]):
+    for path in places_of(command[0]):
         try:
             os.execv(path, list(command))
         except OSError as error:
@@ -69,17 +71,18 @@ def _execute(command: Sequence[str]) -> HegmError:
             # As execvp has it: what may not be executed does not end the search, but it is what is said at its end.
             if error.errno not in (ENOENT, ENOTDIR) or os.sep in command[0]:
                 number = error.errno or ENOENT
-    return _failure(command, number)
+    return failure_of(command, number)
 
 
 def _execute_as_script(path: str, command: Sequence[str]) -> HegmError:
     try:
         os.execv(_SHELL, [_SHELL, path, *command[1:]])
     except OSError as error:
-        return _failure(command, error.errno or ENOEXEC)
+        return failure_of(command, error.errno or ENOEXEC)
 
 
-def _failure(command: Sequence[str], number: int) -> HegmError:
+def failure_of(command: Sequence[str], number: int) -> HegmError:
+    """Why the command cannot be run, by the kernel's number of the error."""
     missing = number == ENOENT
     hint = "give the full path of a program, and its arguments after it"
     if missing and os.path.isfile(command[0]):

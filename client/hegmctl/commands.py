@@ -348,10 +348,10 @@ def op(session: Session) -> int:
 
 
 def run(session: Session) -> int:
-    """`hegmctl run`: become the command, with the agent in every Python that it starts."""
+    """`hegmctl run`: become the command, with the agent in every Python that it starts, or stay with it."""
     from hegmctl.running import run as run_job
 
-    run_job(session)
+    return run_job(session)
 
 
 def complete(session: Session) -> int:

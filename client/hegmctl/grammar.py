@@ -273,7 +273,8 @@ _VERBS = (
         "Becomes the command, with hegmd's agent in every Python that it starts. Nothing is installed and no line of "
         "the script changes; exit status, signals, terminal and process group are the command's own. One that is "
         "not found ends with 127, and one that cannot be run with 126, as in a shell. Without a daemon one is started "
-        "for this user's own processes, which ends when its last job has.",
+        "for this user's own processes, which ends when its last job has. With --allow-restart it stays as the "
+        "command's parent: signals and exit status are passed on, and killed, it leaves the command running.",
         options=(
             Option("--gpu", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to be on, on a simulated node"),
             Option(
@@ -289,6 +290,15 @@ _VERBS = (
             Option(
                 "--dir", kind=PATH, metavar="DIR", complete=FILES, doc="the directory that they are in; made if need be"
             ),
+            Option(
+                "--allow-restart",
+                doc="stay as the command's parent, so that it can leave between two batches and be started again on a "
+                "GPU of another vendor or chip, with another environment or Python; HEGM_ALLOW_RESTART=1 does the same",
+            ),
+            Option(
+                "--restart-tries", kind=POSITIVE, metavar="NUMBER", doc="start it so often in a place; 2 if not given"
+            ),
+            Option("--resume", kind=TEXT, metavar="ID", doc="begin from the state that a suspended operation holds"),
             Option("--simulate", kind=TEXT, metavar="SPEC", doc="if a daemon is started, with such GPUs: 2x8GiB"),
             Option("--no-daemon-start", doc="start no daemon; the agent looks out for one"),
         ),
@@ -296,6 +306,10 @@ _VERBS = (
         examples=(
             ("hegmctl run -- python3 train.py", "a training that can be moved, suspended and resumed"),
             ("hegmctl run --gpu gpu1 -- torchrun train.py", "its ranks move as one"),
+            (
+                "hegmctl run --allow-restart -- python3 train.py",
+                "one that can be started again elsewhere too",
+            ),
             (
                 "hegmctl run --checkpoint-every 10min --dir /images -- python3 train.py",
                 "the last three images of it are in /images",
@@ -312,6 +326,18 @@ _VERBS = (
             Option(
                 "--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go to; GPU,GPU or OLD=NEW for several"
             ),
+            Option(
+                "--via",
+                kind=TEXT,
+                metavar="WAY",
+                choices=("restart",),
+                doc="leave, and be started again from its state",
+            ),
+            Option("--allow-restart", doc="let it be a restart where there is no better way"),
+            Option(
+                "--env", kind=TEXT, metavar="NAME=VALUE", repeats=True, doc="restart with it so; NAME alone: without it"
+            ),
+            Option("--python", kind=PATH, metavar="PATH", complete=FILES, doc="restart with this Python"),
             _CARRIER,
             _DRY_RUN,
             _WAIT,
@@ -324,6 +350,10 @@ _VERBS = (
             ("hegmctl migrate 4711 --to gpu1 --carrier host", "by way of the pool, also where NVLink is faster"),
             ("hegmctl migrate 4711 --to gpu2,gpu3", "move process 4711, which is on gpu0 and gpu1"),
             ("hegmctl migrate 4711 --to gpu0=gpu2", "move what it has on gpu0 only"),
+            (
+                "hegmctl migrate 4711 --via restart --to gpu1 --python /opt/rocm/bin/python3",
+                "to another vendor, with a Python that can use it",
+            ),
         ),
     ),
     Verb(

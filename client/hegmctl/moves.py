@@ -42,19 +42,34 @@ if TYPE_CHECKING:
 class Moves:
     """What can be asked about operations. A Connection says how."""
 
-    def migrate(
+    def migrate(  # noqa: PLR0913 - what can be asked of a move, each named
         self,
         pids: int | Iterable[int],
-        to: str,
+        to: str | None,
         *,
         on_progress: OnProgress = None,
         wait: bool = True,
         dry_run: bool = False,
         limit_s: float | None = None,
         carrier: str | None = None,
+        via: str | None = None,
+        allow_restart: bool = False,
     ) -> OperationReply:
-        """Move jobs to another GPU and wait until they train on there. `limit_s` is for the wait for a boundary."""
-        request = Migrate(pids=pids_of(pids), to=to, wait=wait, dry_run=dry_run, limit_s=limit_s, carrier=carrier)
+        """Move jobs to another GPU and wait until they train on there. `limit_s` is for the wait for a boundary.
+
+        With `via` of restart, or where that is allowed and nothing better is possible, they leave and are started
+        again there; what else is to be different for them is a Migrate of one's own.
+        """
+        request = Migrate(
+            pids=pids_of(pids),
+            to=to,
+            wait=wait,
+            dry_run=dry_run,
+            limit_s=limit_s,
+            carrier=carrier,
+            via=via,
+            allow_restart=allow_restart,
+        )
         return self._watch(request, OperationReply, on_progress)
 
     def quiesce(

@@ -7,6 +7,8 @@ what was asked ends the command with the operation's own error.
 
 from __future__ import annotations
 
+import os
+
 from hegmctl.operating_text import (
     cancelled_text,
     drained_text,
@@ -39,7 +41,7 @@ from hegmd.protocol.operations import OperationProgress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import NoReturn, TypeVar
 
     from hegmctl.connection import Connection
@@ -55,18 +57,44 @@ if TYPE_CHECKING:
 def migrate(session: Session) -> int:
     """`hegmctl migrate`."""
     arguments = session.arguments
-    to = arguments.text("to")
-    if to is None:
+    to, via = arguments.text("to"), arguments.text("via")
+    if to is None and via is None:
         raise HegmError(USAGE, "migrate needs --to and a GPU", "hegmctl gpus lists them: hegmctl migrate PID --to gpu1")
+    python = arguments.text("python")
+    changed, without = _environment(arguments.texts("env"))
+    if via is None and (python is not None or changed or without):
+        raise HegmError(USAGE, "--env and --python are for a restart", "say --via restart as well")
     request = Migrate(
         pids=_pids(session),
         to=to,
+        via=via,
+        allow_restart=arguments.flag("allow-restart"),
+        set=changed,
+        unset=without,
+        python=None if python is None else os.path.abspath(python) if os.sep in python else python,
         limit_s=arguments.seconds("timeout"),
         wait=not arguments.flag("no-wait"),
         dry_run=arguments.flag("dry-run"),
         carrier=arguments.text("carrier"),
     )
     return run_one(session, request)
+
+
+def _environment(words: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """What `--env` sets and what it takes away: NAME=VALUE, or NAME alone."""
+    changed: dict[str, str] = {}
+    without: list[str] = []
+    for word in words:
+        name, sign, value = word.partition("=")
+        if not name:
+            raise HegmError(
+                USAGE, f"--env {word!r} names no variable", "write --env NAME=VALUE, or --env NAME to unset"
+            )
+        if sign:
+            changed[name] = value
+        else:
+            without.append(name)
+    return changed, tuple(without)
 
 
 def quiesce(session: Session) -> int:

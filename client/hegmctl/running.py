@@ -1,9 +1,10 @@
 """`hegmctl run`: puts the agent in a command's way and becomes that command.
 
-Nothing stays behind: after the exec there is only the command, under the same pid, in the same process group, with the
-same terminal and signals. What is different for it is its environment: the agent's folder first on PYTHONPATH, and what
-the agent has to know in HEGM_SOCKET, HEGM_RUN, HEGM_JOB, HEGM_GPU and HEGM_IMAGES. Where nobody listens, a daemon is
-started first, of which the command is neither parent nor child; it ends by itself after the last job.
+With `--allow-restart` it stays as its parent instead (`supervising`). Otherwise nothing stays behind: after the exec
+there is only the command, under the same pid, in the same process group, with the same terminal and signals. What is
+different for it is its environment: the agent's folder first on PYTHONPATH, and what the agent has to know in
+HEGM_SOCKET, HEGM_RUN, HEGM_JOB, HEGM_GPU and HEGM_IMAGES. Where nobody listens, a daemon is started first, of which the
+command is neither parent nor child; it ends by itself after the last job.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from hegmd.errors import EXTERNAL, NO_DAEMON, NOT_FOUND, REFUSED, USAGE, HegmErr
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
-    from typing import NoReturn
+    from collections.abc import MutableMapping, Sequence
 
     from hegmctl.arguments import Arguments
     from hegmctl.session import Session
@@ -29,12 +29,15 @@ _LOOK_AGAIN_S = 0.02
 _LOG_TAIL_BYTES = 2000
 # Of images that are taken every so often: how many are kept if nothing is said, and the least from one to the next.
 KEPT = 3
+# Tells every Python of the command that it has a supervisor; and, set beforehand, makes `hegmctl run` one.
+ALLOW_RESTART = "HEGM_ALLOW_RESTART"
 SHORTEST_PERIOD_S = 1.0
 
 
-def run(session: Session) -> NoReturn:
-    """Become the command. Raises HegmError when there is none, or a daemon that does not serve this caller."""
+def run(session: Session) -> int:
+    """Become the command, or stay with it. Raises HegmError when there is none, or a daemon that does not serve us."""
     arguments = session.arguments
+    supervised = _is_supervised(arguments)
     command = arguments.tail
     if not command:
         raise HegmError(USAGE, "run needs a command after `--`", "hegmctl run -- python3 train.py")
@@ -53,7 +56,40 @@ def run(session: Session) -> NoReturn:
             session.sink.note(f"started hegmd at {endpoint.path} for this job")
             _look_at_daemon(session, endpoint.path)
     prepare(os.environ, endpoint.path, arguments.text("name"), arguments.text("gpu"), images)
-    become(command)
+    if not supervised:
+        os.environ.pop(ALLOW_RESTART, None)
+        become(command)
+    return _stay_with(session, endpoint.path, command)
+
+
+def _is_supervised(arguments: Arguments) -> bool:
+    allowed = arguments.flag("allow-restart") or os.environ.get(ALLOW_RESTART, "") not in ("", "0")
+    if not allowed and (arguments.whole("restart-tries") is not None or arguments.text("resume") is not None):
+        hint = "hegmctl run --allow-restart --resume ID -- COMMAND"
+        raise HegmError(USAGE, "--restart-tries and --resume are for --allow-restart", hint)
+    return allowed
+
+
+def _stay_with(session: Session, path: str, command: Sequence[str]) -> int:
+    """Be the parent of the command; its exit status."""
+    from hegmctl.output import flush
+    from hegmctl.restarting import TRIES, DaemonDesk
+    from hegmctl.supervising import Start, Supervisor
+
+    arguments = session.arguments
+    os.environ[ALLOW_RESTART] = "1"
+    desk = DaemonDesk(
+        os.path.abspath(path),
+        command,
+        os.environ,
+        say=session.sink.note,
+        tries=arguments.whole("restart-tries") or TRIES,
+        resumes=arguments.text("resume"),
+        gpu=arguments.text("gpu"),
+    )
+    flush()
+    first = None if arguments.text("resume") is not None else Start(command, os.environ)
+    return Supervisor(desk, session.sink.note).run(first)
 
 
 def periodic_images(arguments: Arguments) -> str | None:

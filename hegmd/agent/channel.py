@@ -70,6 +70,7 @@ class Channel:
         self._socket: socket.socket | None = None
         self._elsewhere: str | None = None
         self._is_revived = False
+        self._restarted: str | None = None
         gate.on_change = self.wake
         gate.on_signal = self._pass_signal
 
@@ -82,6 +83,12 @@ class Channel:
                 error.errno is None
             ):  # not the kernel's word: somebody's TimeoutError, raised in this thread of the script
                 raise
+
+    def note_restarted(self, operation: str | None) -> None:
+        """From the training thread: the state of that operation is back in this process. The daemon is told at once."""
+        self._restarted = operation
+        self._orders.changed_by_itself = True
+        self.wake()
 
     def close_in_child(self) -> None:
         """In a forked child: close what was inherited. The parent's connection stays up."""
@@ -187,6 +194,7 @@ class Channel:
             entrusted=self._orders.entrusted,
             mark=self._orders.mark,
             revived=self._is_revived,
+            restarted=self._restarted,
         )
 
     def next_turn(self, connected: socket.socket) -> bool:

@@ -57,6 +57,14 @@ def start() -> Gate:
     return made
 
 
+def note_restarted() -> None:
+    """The state of an operation is back in this process, which is to go on from it: have the daemon told."""
+    from .departing import OPERATION
+
+    if _channel is not None:
+        _channel.note_restarted(os.environ.get(OPERATION) or None)
+
+
 def _live(channel: Channel) -> None:
     """The thread: for as long as the process lives, since only it can bring back what is out of the process."""
     note("started")

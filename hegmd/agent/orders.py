@@ -17,7 +17,7 @@ from time import monotonic
 
 from ..errors import HegmError
 from ..protocol.messages import AgentReport, LeftAlone, Order
-from . import torch_state
+from . import departing, torch_state
 from .aside import Aside
 from .carrying import Carrying
 from .notes import note
@@ -64,6 +64,7 @@ class Orders:
         self._alone_deadline: float | None = None
         self._resting = False
         self._signal: int | None = None
+        self._weighed: departing.Weight | HegmError | None = None
         self.known_bytes = 0
         self.obeyed = 0
         self.changed_by_itself = False
@@ -84,6 +85,9 @@ class Orders:
             "filled": self._filled,
             "part": self._part,
             "release": self._release,
+            "weigh": self._weigh,
+            "save": self._save,
+            "leave": self._leave,
         }
 
     @property
@@ -271,6 +275,27 @@ class Orders:
         self._wait_for(order, order.limit_s)
         self._gate.release_and_watch()
 
+    def _weigh(self, order: Order, _fd: int | None) -> None:
+        """What a restart would carry, of a process that stands or passes a boundary."""
+        if self._gate.parked:
+            self._require_parked("weigh")
+            self._tell_weight(order.order, departing.weigh())
+        else:
+            self._wait_for(order, order.limit_s or SURVEY_LIMIT_S)
+            self._weighed = None
+            self._gate.ask(Asked(CALL, call=self._weigh_in_passing))
+
+    def _save(self, order: Order, fd: int | None) -> None:
+        self._found_at_rest("save")  # nobody is using what is written
+        if fd is None:
+            raise refusal("no memory came with the order", "send a descriptor with it")
+        self._done(order.order, size_bytes=departing.save(fd))
+
+    def _leave(self, order: Order, _fd: int | None) -> None:
+        """There is no report: the end of the process is one."""
+        self._require_parked("leave")
+        departing.leave()
+
     # ---- news and limits --------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
@@ -300,7 +325,10 @@ class Orders:
             self._look_after_park(pending, is_late=is_late)
         elif self._gate.passed is not None:
             self._pending = None
-            if pending.do == "survey" and self._found is not None:
+            if pending.do == "weigh" and self._weighed is not None:
+                weighed, self._weighed = self._weighed, None
+                self._tell_weight(pending.order, weighed)
+            elif pending.do == "survey" and self._found is not None:
                 found, self._found = self._found, None
                 self._tell_found(pending.order, found)
             else:
@@ -308,7 +336,9 @@ class Orders:
         elif is_late:
             self._pending = None
             self._gate.withdraw()
-            if pending.do == "survey":
+            if pending.do == "weigh":
+                self._failed(pending.order, no_boundary(pending.limit_s, "at which its state could be looked at"))
+            elif pending.do == "survey":
                 self._done(pending.order, parked=False, held_bytes=0)  # the count is known, the bytes are not
             else:
                 self._failed(pending.order, no_boundary(pending.limit_s, "after it was released"))
@@ -355,6 +385,15 @@ class Orders:
             self._found = self._carrying.find()
         except Exception as error:  # noqa: BLE001 - the edge to the script
             note(f"no survey: {error!r}")
+
+    def _weigh_in_passing(self) -> None:
+        """In the training thread, at a boundary."""
+        try:
+            self._weighed = departing.weigh()
+        except HegmError as error:
+            self._weighed = error
+        except Exception as error:  # noqa: BLE001 - the edge to the script
+            self._weighed = refusal(f"its state cannot be looked at: {error!r}", DEBUG_HINT)
 
     def _let_go(self) -> None:
         self._carrying.forget()
@@ -406,6 +445,12 @@ class Orders:
             left_alone=_counted(found),
             cuda=found.cuda,
         )
+
+    def _tell_weight(self, order: int, weighed: departing.Weight | HegmError) -> None:
+        if isinstance(weighed, HegmError):
+            self._failed(order, weighed)
+        else:
+            self._done(order, state_bytes=weighed.size_bytes, refusals=weighed.refusals)
 
     def _progress_of(self, order: int) -> Callable[[int], None]:
         return lambda so_far_bytes: self._tell(order=order, result="progress", size_bytes=so_far_bytes)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from hegmd.agent_orders import AgentAway
@@ -22,7 +22,19 @@ from hegmd.errors import Refused
 from hegmd.places import shared_out
 from hegmd.workers import Worker
 
-__all__ = ["Carrier", "Left", "Making", "Method", "NoRoom", "Outgrown", "Progress", "Standing", "Subject"]
+__all__ = [
+    "Carrier",
+    "Left",
+    "Making",
+    "Method",
+    "NoRoom",
+    "Outgrown",
+    "Progress",
+    "Reborn",
+    "Respawn",
+    "Standing",
+    "Subject",
+]
 
 Progress = Callable[[int], object]
 Making = Callable[[], AbstractAsyncContextManager[None]]
@@ -43,6 +55,15 @@ class Outgrown(Refused):
         )
         self.rest_bytes = rest_bytes
         self.shares_bytes = shares_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Respawn:
+    """What is different for a process that is started anew."""
+
+    set: Mapping[str, str] = field(default_factory=dict[str, str])
+    unset: tuple[str, ...] = ()
+    python: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +97,10 @@ class Subject:
     elsewhere: tuple[str, ...] = ()
     #: Whether nobody knows on which GPU the driver had it: it comes back there, and that may be any.
     anywhere: bool = False
+    #: Of a restart: its owner, the `hegmctl run` that it belongs to, and what is different for who goes on.
+    uid: int | None = None
+    run: str | None = None
+    respawn: Respawn = Respawn()
     #: Its agent, if it has one that has attended since the daemon was started.
     agent: Worker | None = None
 
@@ -106,6 +131,18 @@ class Left:
     rest_bytes: int | None = None
     #: Of one on several GPUs: the part of that which each of its devices had, in their order.
     shares_bytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reborn:
+    """Another process goes on in its place: where, and who it is."""
+
+    gpu: str
+    pid: int
+    start_ticks: int
+    token: str
+    run: str | None
+    boundary: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +182,10 @@ class Method(Protocol):
         """Take it off its GPU. Raises Outgrown."""
         ...
 
-    async def restore(self, subject: Subject, gpu: str) -> str | None:
+    async def restore(self, subject: Subject, gpu: str) -> str | Reborn | None:
         """Bring it back on that GPU; what is held for it there becomes its own. Raises NoRoom before it is too late.
 
-        Gives the GPU that it is on, where that was not to be chosen.
+        Gives the GPU that it is on, where that was not to be chosen, or the process that goes on in its place.
         """
         ...
 

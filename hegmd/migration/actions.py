@@ -122,14 +122,46 @@ def _gone(op: Operation, name: str, why: str) -> Operation:
     worker = op.worker(name)
     if worker is None or worker.gone:
         return op
+    if worker.restarts and worker.saved and not worker.verified:
+        return _absent(op, worker, why)
     if op.ends_workers:  # it is in an image that is whole, and was to end
         return _without_orders(op, name).with_worker(_departed(worker, lost=False))
     away = is_away(op) or op.holds
     lost = worker.touched and not worker.verified and (worker.out or worker.at is None or worker.parked)
+    lost = lost and not worker.restarts  # nothing was taken out of it: it ended as it would have by itself
     op = _without_orders(op, name).with_worker(_departed(worker, lost=lost))
     state = " while its state was out of it" if lost else ""
     op = _because(op, REFUSED.name, f"process {worker.pid} is gone{state}: {why}", "see the log of the job")
     return course.turned_back(op) if op.heading == FORWARD and away else op
+
+
+def _absent(op: Operation, worker: Worker, why: str) -> Operation:
+    """The process has ended and its state is in the pool: that is how it leaves. Another goes on from there.
+
+    One that had gone on from it, and ended before it was seen at a boundary, is not replaced for ever: the job goes on
+    where it was, and if that ends too it is held.
+    """
+    if worker.at is None and worker.out and not worker.unsure:
+        return op  # that is known
+    fell = worker.starts > 0 and worker.at is not None
+    rooms = {gpu: size_bytes for gpu, size_bytes in worker.rooms.items() if gpu != worker.at}
+    left = worker.replace(
+        at=None,
+        left=worker.at or worker.left,
+        rooms=rooms,
+        out=True,
+        leaves=False,
+        parked=False,
+        asked=False,
+        unsure=False,
+        waits=None,
+    )
+    op = _without_orders(op, worker.name).with_worker(left)
+    if not fell:
+        return op
+    message = f"process {worker.pid} went on from the saved state and ended before a boundary was seen: {why}"
+    op = _because(op, REFUSED.name, message, f"see what it printed, and: hegmctl op {op.id}")
+    return course.turned_back(op) if op.heading == FORWARD else course.held(op)
 
 
 def _departed(worker: Worker, *, lost: bool) -> Worker:
@@ -280,7 +312,7 @@ def withdrawn(op: Operation, worker: Worker, pending: Pending, event: events.Wit
 
 
 def evacuated(op: Operation, worker: Worker, pending: Pending, event: events.Evacuated) -> Operation:
-    return op.with_worker(worker.replace(out=True))
+    return op.with_worker(worker.replace(out=True, saved=worker.restarts))
 
 
 def checkpointed(op: Operation, worker: Worker, pending: Pending, event: events.Checkpointed) -> Operation:
@@ -322,7 +354,27 @@ def restored(op: Operation, worker: Worker, pending: Pending, event: events.Rest
     """One that comes back where the driver had it is then where it is to be."""
     if event.landed is not None:
         worker = worker.replace(goal=event.landed, anywhere=False)
+    if event.pid is not None:
+        worker = _replaced(worker, event)
     return op.replace(lacks=None).with_worker(worker.replace(at=event.landed or pending.gpu))
+
+
+def _replaced(worker: Worker, event: events.Restored) -> Worker:
+    """Another process goes on in its place. How it stands is found out first, and its next boundary is the proof."""
+    return worker.replace(
+        pid=event.pid,
+        start_ticks=event.start_ticks,
+        token=event.token,
+        run=event.run,
+        boundary=event.boundary,
+        starts=worker.starts + 1,
+        rooms={},
+        touched=True,
+        verified=False,
+        unsure=True,
+        recount=True,
+        waits=None,
+    )
 
 
 def refilled(op: Operation, worker: Worker, pending: Pending, event: events.Refilled) -> Operation:

@@ -19,7 +19,8 @@ def timed(event: Event, after: Operation, now: float) -> Operation:
     resumed = isinstance(event, events.ResumeAsked) and after.kind != QUIESCE  # one that was held has stood before
     if resumed or (after.stood_since is None and _stops(event, after, alone=alone)):
         return after.replace(stood_since=now, blackout_s=None)
-    if after.stood_since is not None and isinstance(event, events.Restored if alone else events.Released):
+    started = isinstance(event, events.Restored) and event.pid is not None  # a process that never stood
+    if after.stood_since is not None and (started or isinstance(event, events.Restored if alone else events.Released)):
         goes_on = all(member.at is not None if alone else not member.parked for member in after.live)
         stood_s = now - after.stood_since
         return after.replace(blackout_s=stood_s, stood_since=None if goes_on else after.stood_since)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, Limits, Operation, Worker
+from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, RESTART, Limits, Operation, Respawn, Worker
 from hegmd.places import gpus_of
 from hegmd.protocol.messages import CudaFacts, LeftAlone
 from hegmd.protocol.operations import PlannedProcess
@@ -46,6 +46,8 @@ class AgentSurvey(Record):
     rank: int | None = field("its rank in a distributed job", default=None)
     world_size: int | None = field("how many ranks the job has", default=None)
     cuda: CudaFacts | None = field("its use of CUDA; nil if it uses none, or the agent does not know", default=None)
+    state_bytes: int | None = field("what a restart would carry; nil if it has not said", default=None)
+    refusals: tuple[str, ...] = field("what stands against a restart, by its own word", default=())
 
 
 class Surroundings(Record):
@@ -74,6 +76,8 @@ class Candidate(Record):
     shares_bytes: Mapping[str, int] = field("what of that it holds on each, by GPU, as far as it is known", default={})
     parent: int | None = field("the nearest of its ancestors that is a candidate too", default=None)
     around: Surroundings = field("what is seen of it from outside", default=Surroundings())
+    supervisor: int | None = field("the process that would start it again after a restart", default=None)
+    python: bool = field("whether that would take another Python for it", default=False)
     agent: AgentSurvey | None = field("its agent, if one is connected", default=None)
 
 
@@ -130,6 +134,9 @@ class Request(Record):
     )
     placement: Mapping[str, str] = field("the same for single ones, by pid; before `to`", default={})
     carrier: str | None = field("peer, host, worker or driver, where it is not to be chosen", default=None)
+    via: str | None = field("restart, where nothing else is to be thought of", default=None)
+    allow_restart: bool = field("whether it may be a restart where there is no better way", default=False)
+    respawn: Respawn = field("of a restart: what is to be different for whoever is started anew", default=Respawn())
 
 
 class Plan(Record):
@@ -147,6 +154,7 @@ class Plan(Record):
     lockstep: bool = field("whether all have to stop at the same boundary")
     hazards: tuple[str, ...] = field("what to know before saying yes", default=())
     steps: tuple[str, ...] = field("what would be done, in order")
+    respawn: Respawn | None = field("of a restart: what is to be different afterwards", default=None)
 
     def operation(
         self,
@@ -170,6 +178,7 @@ class Plan(Record):
             limits=limits,
             owner_uid=by_pid[self.workers[0].pid].uid,
             created_utc=utc,
+            respawn=self.respawn,
         )
 
     @property
@@ -199,4 +208,6 @@ def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, s
         shares_bytes=planned.shares_bytes,
         overlap_bytes=planned.overlap_bytes,
         rooms={gpu: planned.room_bytes} if gpu else {},
+        run=candidate.job if planned.method == RESTART else None,
+        leaves=planned.method == RESTART,
     )

@@ -158,7 +158,7 @@ def turned_back(op: Operation) -> Operation:
 
     A dump that is under way is dropped: whoever performs it undoes it.
     """
-    workers = tuple([worker.replace(goal=_way_back(worker)) for worker in op.workers])
+    workers = tuple([worker.replace(goal=_way_back(worker), leaves=False) for worker in op.workers])
     dropped = (effects.Park.tag, effects.Survey.tag, effects.Hold.tag, effects.Dump.tag)
     pending = tuple([pending for pending in op.pending if pending.effect not in dropped])
     return op.replace(heading=BACK, workers=workers, pending=pending, tries=0)
@@ -176,5 +176,5 @@ def held(op: Operation) -> Operation:
     for worker in op.workers:
         stays = worker.at is not None and not worker.out
         kept = next((gpu for gpu in (worker.origin, worker.goal) if gpu in worker.rooms), None)
-        workers.append(worker.replace(goal=worker.at if stays else None, keeps=None if stays else kept))
+        workers.append(worker.replace(goal=worker.at if stays else None, keeps=None if stays else kept, leaves=False))
     return op.replace(heading=HOLD, workers=tuple(workers), tries=0)

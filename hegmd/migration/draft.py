@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hegmd.errors import Code
 from hegmd.migration.candidates import Candidate, GpuRoom, Request, Snapshot
 from hegmd.migration.carriage import Choice
+from hegmd.migration.operation import RESTART
 from hegmd.protocol.operations import PlannedProcess, Reason
 
 
@@ -33,8 +34,8 @@ class Draft:
 
     @property
     def moving(self) -> list[PlannedProcess]:
-        """Those that do not stay where they are."""
-        return [worker for worker in self.workers if worker.to != worker.gpu]
+        """Those that do not stay as they are where they are."""
+        return [worker for worker in self.workers if worker.to != worker.gpu or worker.method == RESTART]
 
 
 def candidate_of(snapshot: Snapshot, pid: int) -> Candidate | None:

@@ -194,6 +194,11 @@ class Restored(Ending, tag="restored"):
     """The process can use its GPU again."""
 
     landed: str | None = field("where it is instead, for one that could only come back where it was", default=None)
+    pid: int | None = field("of a restart: the process that goes on in its place", default=None)
+    start_ticks: int = field("of a restart: its start time in clock ticks since boot", default=0)
+    token: str = field("of a restart: what its agent calls itself", default="")
+    run: str | None = field("of a restart: the `hegmctl run` that started it", default=None)
+    boundary: int = field("of a restart: batch boundaries that it has passed", default=0)
 
 
 class Refilled(Ending, tag="refilled"):

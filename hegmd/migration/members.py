@@ -12,7 +12,7 @@ from hegmd.errors import BUSY, NOT_FOUND, REFUSED
 from hegmd.migration.candidates import Candidate, Snapshot
 from hegmd.migration.draft import Draft, candidate_of
 from hegmd.migration.machine import HOLDING
-from hegmd.migration.operation import CHECKPOINT, QUIESCE
+from hegmd.migration.operation import CHECKPOINT, QUIESCE, RESTART
 from hegmd.migration.wording import listed
 
 NVIDIA = "nvidia"
@@ -75,6 +75,10 @@ def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
             message = f"operation {op.id} ({op.kind}, {op.phase}) has {who} already"
             draft.against(BUSY, message, f"see: {next_step}", pid=candidate.pid)
             return False  # where it is and what it holds is that operation's doing, and no reason of its own
+        if candidate.job is not None and any(worker.restarts and worker.run == candidate.job for worker in op.live):
+            message = f"operation {op.id} ({op.kind}, {op.phase}) has started {who}, and waits for its next boundary"
+            draft.against(BUSY, message, f"see: hegmctl op {op.id}", pid=candidate.pid)
+            return False
     if candidate.agent is not None and candidate.agent.rank is not None and not candidate.gpus:
         # It is among the candidates for its job's sake: the others must not leave without it.
         hint = "its ranks move together: ask again when all of them train"
@@ -94,7 +98,7 @@ def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
     elif not candidate.gpus:
         hint = "only processes on GPUs that are known can be moved; see hegmctl ps"
         draft.against(REFUSED, f"{who} is on no GPU that is known", hint, pid=candidate.pid)
-    elif len(candidate.gpus) > 1:
+    elif len(candidate.gpus) > 1 and draft.request.via != RESTART:
         _judge_several(draft, candidate, f"{who} is on {listed(candidate.gpus)}")
     return len(draft.reasons) == before
 

@@ -22,6 +22,8 @@ FORWARD, BACK, HOLD = "forward", "back", "hold"
 SIMULATED = "simulated"
 # The carrier of those whose bytes all go with the driver's checkpoint.
 BY_DRIVER = "driver"
+# The method and the carrier of a restart: the process leaves with its state written, and another one goes on from it.
+RESTART, BY_STATE = "restart", "state"
 
 # What a worker waits for before anything is tried again.
 FOR_AGENT, FOR_RETRY = "agent", "retry"
@@ -72,6 +74,14 @@ class Handoff(Record):
     whole: bool = field("whether the image has its name, and was read back", default=False)
 
 
+class Respawn(Record):
+    """What is different for a process that is started anew, where the operation heads forward."""
+
+    set: Mapping[str, str] = field("variables of its environment", default={})
+    unset: tuple[str, ...] = field("variables that it is to be without", default=())
+    python: str | None = field("the interpreter in the place of its own", default=None)
+
+
 class Worker(Record):
     """One process of the job, and where its bytes are."""
 
@@ -79,9 +89,10 @@ class Worker(Record):
     pid: int = field("process id")
     start_ticks: int = field("start time in clock ticks since boot: with the pid, its identity")
     token: str = field("what its agent calls itself; empty for a process without one")
-    method: str = field("how it leaves its GPU and comes back: simulated or driver", default="simulated")
+    method: str = field("how it leaves its GPU and comes back: simulated, driver or restart", default="simulated")
     carrier: str = field(
-        "how the bytes of its storages go: peer, host, worker, or driver with the rest", default="worker"
+        "how the bytes of its storages go: peer, host, worker, driver with the rest, or state with a restart",
+        default="worker",
     )
     rank: int | None = field("its rank in a distributed job", default=None)
     chip: str | None = field("identity of the chip that it began on; it can only go to an equal one", default=None)
@@ -118,6 +129,12 @@ class Worker(Record):
     recount: bool = field("whether room and pool have to be counted anew, as after a restart", default=False)
     waits: str | None = field("what it waits for before anything is tried again: agent or retry", default=None)
     keeps: str | None = field("a GPU whose room is kept while it is suspended", default=None)
+    run: str | None = field("of a restart: the `hegmctl run` whose supervisor starts it", default=None)
+    leaves: bool = field("of a restart: whether it has still to leave, wherever its goal is", default=False)
+    saved: bool = field(
+        "of a restart: whether its state is whole in the pool, so that another can go on", default=False
+    )
+    starts: int = field("of a restart: how many processes have gone on from that state", default=0)
     gone: bool = field("whether the process has ended", default=False)
     lost: bool = field("whether it ended while its bytes were out", default=False)
 
@@ -125,6 +142,16 @@ class Worker(Record):
     def has_agent(self) -> bool:
         """Whether it can be stopped between two batches. Without, the driver alone has a hold on it."""
         return bool(self.token)
+
+    @property
+    def restarts(self) -> bool:
+        """Whether it leaves by ending, and another process goes on in its place."""
+        return self.method == RESTART
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether there is no process now, and its state waits for one."""
+        return self.restarts and self.saved and self.at is None and not self.gone
 
     @property
     def is_carried(self) -> bool:
@@ -167,6 +194,7 @@ class Operation(Record):
     blackout_s: float | None = field("how long its job stood, once that is over", default=None)
     spill: bool = field("whether its bytes are to go to disk while it is suspended", default=False)
     handoff: Handoff | None = field("of a checkpoint: the image", default=None)
+    respawn: Respawn | None = field("of a restart: what is different for whoever is started anew", default=None)
     let_go: bool = field("of a quiesce: whether the job has stood for long enough", default=False)
 
     @property

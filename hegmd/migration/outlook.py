@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hegmd.migration import carriage
+from hegmd.migration import carriage, restarting
 from hegmd.migration.candidates import Candidate
 from hegmd.migration.draft import Draft, candidate_of
-from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, QUIESCE, RESUME, SUSPEND
+from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, QUIESCE, RESTART, RESUME, SUSPEND
 from hegmd.migration.wording import gigabytes, listed
 from hegmd.protocol.operations import PlannedProcess
 
@@ -46,7 +46,12 @@ def estimate_s(draft: Draft, kind: str) -> float:
     )
     out_s = size_bytes / rates.out_bytes_per_s if kind != RESUME else 0.0
     in_s = size_bytes / rates.in_bytes_per_s if kind not in (SUSPEND, CHECKPOINT) else 0.0
-    return out_s + in_s + driver_s + (0.0 if by_driver else rates.fixed_s)
+    start_s = restarting.START_S if _is_restart(draft.moving) else 0.0
+    return out_s + in_s + driver_s + start_s + (0.0 if by_driver else rates.fixed_s)
+
+
+def _is_restart(moving: list[PlannedProcess]) -> bool:
+    return any(worker.method == RESTART for worker in moving)
 
 
 def steps(moving: list[PlannedProcess], kind: str) -> tuple[str, ...]:
@@ -59,6 +64,8 @@ def _steps(moving: list[PlannedProcess], kind: str) -> str:
         return _STEPS[kind]
     if not moving:
         return "unlock; see it run"
+    if _is_restart(moving) and kind != RESUME:
+        return restarting.STEPS
     if all(worker.method != DRIVER for worker in moving):
         return _STEPS[kind]
     carriers = listed(tuple(dict.fromkeys(w.carrier for w in moving if w.carrier != BY_DRIVER)))
@@ -68,6 +75,8 @@ def _steps(moving: list[PlannedProcess], kind: str) -> str:
 
 def hazards(draft: Draft, members: tuple[Candidate, ...], world: int) -> tuple[str, ...]:
     """What to know before saying yes."""
+    if _is_restart(draft.moving):
+        return tuple(restarting.not_kept(members, draft.request))
     return (*_hazards(members, world), *_slow_ways(draft), *_unknown_places(draft))
 
 

@@ -3,6 +3,8 @@
 One function for each effect, by its name; a name that is missing here is a bug and not a failure. Decides nothing: what
 an ending means is the machine's, and which method and which carrier a worker has stands in the operation. Each may be
 asked for twice and finds its work done the second time.
+
+Longer than 400 lines because there is one function here for each effect, and each is read beside the others.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import anyio
 
 from hegmd.errors import INTERNAL, TIMEOUT, UNAVAILABLE, Bug, HegmError, Refused
 from hegmd.log import error_ref, fields
-from hegmd.methods.base import Carrier, Method, NoRoom, Outgrown, Progress, Standing, Subject
+from hegmd.methods.base import Carrier, Method, NoRoom, Outgrown, Progress, Reborn, Respawn, Standing, Subject
 from hegmd.migration import effects, events
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
 from hegmd.migration.imaging import Imager
-from hegmd.migration.operation import BY_DRIVER, SIMULATED, Operation
+from hegmd.migration.operation import BY_DRIVER, FORWARD, RESTART, SIMULATED, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.paces import IN, OUT, Paces
 from hegmd.pieces import rounds_of
@@ -110,6 +112,8 @@ class Performer:
             if member is None:
                 raise Bug(f"operation {op.id} has no worker {effect.worker}")
             is_order = effect.in_worker and member.has_agent and not isinstance(effect, effects.Inspect)
+            # Who is started anew has no connection yet, and is no news of the one that has left.
+            is_order = is_order and not (member.is_absent and isinstance(effect, effects.Restore))
             if is_order and self.connection(member) != heard:
                 raise AgentAway(member.pid, f"it has not been asked how it stands, so it is not told to {effect.tag}")
             return await self._do[effect.tag](op, member, effect, on_progress)
@@ -181,6 +185,9 @@ class Performer:
 
     async def _survey(self, op: Operation, member: Member, effect: effects.Survey, _: Progress) -> Event:
         worker = self._worker(member)
+        if member.restarts and member.parked:
+            size_bytes = await _weighed(worker)
+            return events.Surveyed(**_ends(effect), boundary=worker.boundary, size_bytes=size_bytes)
         report = await worker.order("survey", limit_s=SURVEY_LIMIT_S)
         size_bytes = member.size_bytes if report.size_bytes is None else report.size_bytes
         had_bytes = member.rooms.get(member.at, 0) if member.at is not None else 0
@@ -252,6 +259,16 @@ class Performer:
             await self._carrier(member).fetch(subject, tell)  # one that fails has changed nothing
         began = anyio.current_time()
         landed = await self._method(member).restore(subject, effect.gpu)
+        if isinstance(landed, Reborn):
+            return events.Restored(
+                **_ends(effect),
+                landed=landed.gpu,
+                pid=landed.pid,
+                start_ticks=landed.start_ticks,
+                token=landed.token,
+                run=landed.run,
+                boundary=landed.boundary,
+            )
         if not member.anywhere:  # of whom it is only known that it is not more
             self._note_pace(member, BY_DRIVER, IN, member.rest_bytes, began)
         return events.Restored(**_ends(effect), landed=landed)
@@ -318,7 +335,7 @@ class Performer:
     def _note_pace(
         self, member: Member, carrier: str, direction: str, size_bytes: int, began: float, rounds: int = 1
     ) -> None:
-        if member.method != SIMULATED:
+        if member.method not in (SIMULATED, RESTART):
             self.paces.note(carrier, direction, size_bytes, anyio.current_time() - began, rounds)
 
     # -- whom and by what ----------------------------------------------------------------------------------------------
@@ -358,6 +375,9 @@ class Performer:
             keeps_room=member.goal is not None or member.keeps is not None or len(op.workers) > 1,
             elsewhere=member.elsewhere,
             anywhere=member.anywhere,
+            uid=op.owner_uid,
+            run=member.run,
+            respawn=_respawn(op),
             agent=self._agent(member),
         )
 
@@ -374,6 +394,24 @@ class Performer:
         if worker is None:
             raise AgentAway(member.pid, "it has not attended since hegmd was started")
         return worker
+
+
+async def _weighed(worker: Worker) -> int:
+    """What the state of one that stands comes to. Raises Refused with all that a restart would not keep."""
+    report = await worker.order("weigh")
+    if report.refusals or report.state_bytes is None:
+        why = "\n".join(report.refusals) or "its agent does not say what its state comes to"
+        raise Refused(
+            f"process {worker.pid} cannot be restarted: {why}", "see what its script would have to say to hegm"
+        )
+    return report.state_bytes
+
+
+def _respawn(op: Operation) -> Respawn:
+    """On the way back it is started as it was."""
+    if op.respawn is None or op.heading != FORWARD:
+        return Respawn()
+    return Respawn(dict(op.respawn.set), op.respawn.unset, op.respawn.python)
 
 
 def _not_here(member: Member, kind: str, name: str) -> HegmError:

@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hegmd.errors import BUSY, REFUSED
-from hegmd.migration import carriage, driver_rules, outlook, targets
+from hegmd.migration import carriage, driver_rules, outlook, restarting, targets
 from hegmd.migration.candidates import Candidate, GpuRoom, Plan, Request, Snapshot
 from hegmd.migration.carriage import Choice, Refusal
 from hegmd.migration.draft import Draft, candidate_of
 from hegmd.migration.forecast import expected, rooms_of
 from hegmd.migration.members import NVIDIA, can_be_stopped, members_named
-from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, QUIESCE, RESUME, SUSPEND, Operation, Worker
+from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, QUIESCE, RESTART, RESUME, SUSPEND, Operation, Worker
 from hegmd.migration.outlook import DRIVER, SIMULATED
 from hegmd.migration.wording import gigabytes, listed, named
 from hegmd.pieces import CONTEXT_BYTES, whole_size
@@ -31,7 +31,19 @@ MOST_LEFT_PERCENT = 50
 
 
 def planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
-    """The plan for a migration or a suspension, or every reason why there is none."""
+    """The plan for a migration or a suspension, or every reason against it; a restart only if nothing else goes."""
+    found = _planned(snapshot, request)
+    if isinstance(found, Plan) or request.via == RESTART or request.kind in (SUSPEND, CHECKPOINT, QUIESCE):
+        return found
+    if not request.allow_restart:
+        return restarting.offer(found, tuple(members_named(Draft(snapshot, request))))
+    other = _planned(snapshot, request.replace(via=RESTART))
+    if isinstance(other, Plan):
+        return other.replace(hazards=(restarting.why_not_better(found), *other.hazards))
+    return (*found, *[reason for reason in other if reason not in found])
+
+
+def _planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
     draft = Draft(expected(snapshot), request)
     members = tuple(members_named(draft))
     for candidate in members:
@@ -54,13 +66,16 @@ def planned_resume(snapshot: Snapshot, request: Request, op: Operation) -> Plan 
     members: list[Candidate] = []
     for worker in op.live:
         candidate = candidate_of(snapshot, worker.pid)
+        if worker.is_absent:
+            _place_suspended(draft, worker, None)
+            continue
         if candidate is None or (candidate.agent is None and worker.has_agent):
             hint = "it connects by itself within seconds; if it does not, see the log of the job"
             draft.against(REFUSED, f"the agent of process {worker.pid} is not connected", hint, pid=worker.pid)
             continue
         members.append(candidate)
         _place_suspended(draft, worker, candidate)
-    if members and not draft.reasons:
+    if draft.workers and not draft.reasons:
         held = {worker.pid: worker.rooms for worker in op.live}
         kept = {planned.pid: held[planned.pid].get(planned.to or "", 0) for planned in draft.workers}
         _judge_room(draft, _room_needed(draft, kept))
@@ -121,6 +136,9 @@ def _place(draft: Draft, candidate: Candidate) -> None:
         asked = request.placement.get(str(candidate.pid), request.to or source)
         to = targets.destination(draft, candidate.pid, source, asked)
         if to is None:
+            return
+        if request.via == RESTART:
+            restarting.place(draft, candidate, to)
             return
         targets.judge_place(draft, to, source, own[0].vendor, own[0].chip)
     if not own:
@@ -231,22 +249,24 @@ def _left_by_others(draft: Draft, to: str | None) -> GpuRoom | None:
     return gpu.replace(free_bytes=max(0, gpu.free_bytes - _room_needed(draft, {}).get(gpu.id, 0)))
 
 
-def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate) -> None:
+def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate | None) -> None:
     to = _place_resumed(draft, worker)
     if to is None:
         return
     target = draft.gpu(gpus_of(to)[0])
-    targets.judge_place(draft, to, None, target.vendor if target else SIMULATED, worker.chip)
+    targets.judge_place(
+        draft, to, None, target.vendor if target else SIMULATED, None if worker.restarts else worker.chip
+    )
     left = draft.gpu(next(iter(gpus_of(worker.left)), None))
     for reason in driver_rules.against_moving(left) if left is not None and worker.left != to else ():
         if worker.method == DRIVER:
-            draft.against(*reason, pid=candidate.pid, gpu=to)
+            draft.against(*reason, pid=worker.pid, gpu=to)
     helped = worker.carrier in carriage.SHOWN
     draft.choices[worker.pid] = Choice(worker.carrier, target_bytes=CONTEXT_BYTES if helped else 0)
     draft.workers.append(
         PlannedProcess(
             pid=worker.pid,
-            name=named(candidate),
+            name=worker.name if candidate is None else named(candidate),
             gpu=worker.at if to == worker.at else None,
             to=to,
             size_bytes=worker.carried_bytes,
@@ -305,7 +325,7 @@ def _judge_whole(draft: Draft, members: tuple[Candidate, ...]) -> None:
 def _room_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
     needed: dict[str, int] = {}
     for worker in draft.moving:
-        if worker.to is not None:
+        if worker.to is not None and worker.to != worker.gpu:
             own_bytes = draft.choices.get(worker.pid, Choice("")).target_bytes
             more_bytes = worker.room_bytes + own_bytes - held.get(worker.pid, 0)
             places = dict.fromkeys(draft.anywhere.get(worker.pid, (worker.to,)), more_bytes)
@@ -374,4 +394,5 @@ def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> Plan:
         lockstep=world > 1,
         hazards=outlook.hazards(draft, members, world),
         steps=outlook.steps(moving, kind),
+        respawn=draft.request.respawn if any(worker.method == RESTART for worker in moving) else None,
     )

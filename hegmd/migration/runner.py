@@ -251,6 +251,12 @@ class Runner:
                 return
             await changed.wait()
 
+    async def changed(self, op_id: str) -> None:
+        """Wait until something happens to it; back at once for one that is over."""
+        running = self._running.get(op_id)
+        if running is not None:
+            await running.changed.wait()
+
     # -- one operation -------------------------------------------------------------------------------------------------
 
     async def _drive(self, running: Running) -> None:
@@ -271,6 +277,8 @@ class Runner:
                     running.taking = False
                     running.tell()
                 asking.settle()
+                if isinstance(asking.event, events.Restored) and asking.event.pid is not None:
+                    running.forget_connection(asking.event.worker)
                 if isinstance(asking.event, (events.AgentBack, events.Inspected)):
                     running.note_connection(asking.event.worker, asking.connection)
                 running.drop_what_is_not_awaited()

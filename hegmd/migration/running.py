@@ -101,6 +101,10 @@ class Running:
         """That connection was heard of. Old news may come after newer."""
         self.heard[worker] = max(self.heard.get(worker, 0), connection or 0)
 
+    def forget_connection(self, worker: str) -> None:
+        """Another process goes on in that worker's place: its connections are counted anew."""
+        self.heard.pop(worker, None)
+
     def tell(self) -> None:
         """Wake who follows."""
         self.changed.set()

@@ -35,7 +35,7 @@ class Stage:
 
 def is_arrived(worker: Worker) -> bool:
     """Whether the worker is where it is to be, with all its bytes."""
-    return worker.at is not None and worker.at == worker.goal and not worker.out
+    return worker.at is not None and worker.at == worker.goal and not worker.out and not worker.leaves
 
 
 def is_away(op: Operation) -> bool:
@@ -98,7 +98,8 @@ def _checkpointing(op: Operation, worker: Worker) -> Iterator[Want]:
 
 
 def _is_to_leave(op: Operation, worker: Worker) -> bool:
-    return not worker.gone and op.heading != HOLD and worker.at is not None and worker.at != worker.goal
+    is_elsewhere = worker.at != worker.goal or worker.leaves
+    return not worker.gone and op.heading != HOLD and worker.at is not None and is_elsewhere
 
 
 def _leaving(op: Operation, worker: Worker) -> Iterator[Want]:
@@ -217,5 +218,5 @@ def is_past_return(op: Operation) -> bool:
     if op.kind == QUIESCE:  # to turn back is to let it go on
         return False
     if any(worker.origin is not None for worker in op.live):
-        return all(worker.at is None or worker.at == worker.goal for worker in op.live)
+        return all(worker.at is None or (worker.at == worker.goal and not worker.leaves) for worker in op.live)
     return any(worker.at is not None for worker in op.live)

@@ -7,20 +7,41 @@ Glossary, one word per thing on the wire, in logs and in the CLI:
 - request, reply, event, frame, descriptor: as in docs/protocol.md, which is generated from this module.
 
 A request class carries its wire tag (`op`), the record that answers it, the record that may come in between, and
-whether it changes state, in which case the daemon keeps an audit record of it. To add a message: add a class here.
-Longer than 400 lines because every message is in this one place, and it is a list.
+whether it changes state, in which case the daemon keeps an audit record of it. To add a message: add a class here, or
+in `agents` or `supervision`, whose messages are gathered here, so that all are found in this one place.
+Longer than 400 lines because it is a list.
 """
 
 from __future__ import annotations
 
-from .operations import Operation, OperationProgress, PeriodicImages, Plan, Reason, StoryLine, Stray
+from .agents import AgentAttend, AgentDismissed, AgentReport, CudaFacts, LeftAlone, Noted, Order, Place
+from .operations import Operation, OperationProgress, Plan, Reason, StoryLine, Stray
 from .record import Record, field
+from .requests import REQUESTS, Request
 from .snapshots import Check, Event, Gpu, GpuProcess, Vendor
+from .supervision import Supervise, SuperviseReport, SupervisionEnded, SupervisorOrder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import ClassVar
+
+# What is gathered here from other modules; what is defined here needs no list.
+__all__ = [
+    "REQUESTS",
+    "AgentAttend",
+    "AgentDismissed",
+    "AgentReport",
+    "CudaFacts",
+    "LeftAlone",
+    "Noted",
+    "Order",
+    "Place",
+    "Request",
+    "Supervise",
+    "SuperviseReport",
+    "SupervisionEnded",
+    "SupervisorOrder",
+]
 
 PROTOCOL_VERSION = 1
 SUPPORTED_VERSIONS = (1,)
@@ -33,36 +54,6 @@ class ErrorInfo(Record):
     message: str = field("what failed, on which process or device, with numbers")
     hint: str = field("the next step")
     facts: Mapping[str, object] = field("plain values for programs", default={})
-
-
-class Request(Record):
-    """Base of all requests."""
-
-    op: ClassVar[str] = ""
-    reply: ClassVar[type[Record]]
-    event: ClassVar[type[Record] | None] = None
-    changes_state: ClassVar[bool] = False
-    capability: ClassVar[str | None] = None
-
-    def __init_subclass__(  # the class keywords are what a message is; `Record` only reads the fields
-        cls,
-        *,
-        op: str,
-        reply: type[Record],
-        event: type[Record] | None = None,
-        changes_state: bool = False,
-        capability: str | None = None,
-    ) -> None:
-        super().__init_subclass__()
-        cls.op = op
-        cls.reply = reply
-        cls.event = event
-        cls.changes_state = changes_state
-        cls.capability = capability
-        REQUESTS[op] = cls
-
-
-REQUESTS: dict[str, type[Request]] = {}
 
 
 class Caller(Record):
@@ -265,13 +256,29 @@ class Migrate(Request, op="migrate", reply=OperationReply, event=OperationProgre
     """
 
     pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
-    to: str = field("the GPU to go to; of a process on several one for each, `gpu2,gpu3`, or for some, `gpu0=gpu2`")
+    to: str | None = field(
+        "the GPU to go to; of a process on several one for each, `gpu2,gpu3`, or for some, `gpu0=gpu2`; nil only with "
+        "a restart, to stay",
+        default=None,
+    )
     limit_s: float | None = field("how long the wait for a boundary may take; nil for the daemon's own", default=None)
     wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plan is wanted", default=False)
     carrier: str | None = field(
         "peer, host, worker or driver, where the choice of how the bytes go is not hegmd's", default=None
     )
+    via: str | None = field(
+        "restart, to have the job leave and be started again from its state; nil for the best way there is",
+        default=None,
+    )
+    allow_restart: bool = field("whether it may be a restart where there is no better way", default=False)
+    set: Mapping[str, str] = field("with a restart: variables to set in its environment", default={})
+    unset: tuple[str, ...] = field("with a restart: variables to leave out of it", default=())
+    python: str | None = field("with a restart: the interpreter to take in the place of its own", default=None)
+
+    def audited(self) -> dict[str, object]:
+        """The variables by name: what an environment has is often a key to something."""
+        return {**self.to_plain(), "set": sorted(self.set)}
 
 
 class Quiesce(Request, op="quiesce", reply=OperationReply, event=OperationProgress, changes_state=True):
@@ -454,146 +461,3 @@ class DropStray(Request, op="strays.drop", reply=Dropped, changes_state=True):
     """Give bytes that no operation owns back to the node. There is no way back from that."""
 
     name: str = field("what they are called")
-
-
-class Order(Record):
-    """What the daemon wants of an agent. `do` says what; what is done is told by `agent.report`."""
-
-    order: int = field("number of the order, counted by the daemon on this connection")
-    do: str = field(
-        "survey, park, withdraw, evacuate, refill, export, free, make, filled, part, rest, entrust, aside, release or "
-        "dismiss"
-    )
-    at: int | None = field("park: at this boundary by count, or the next one after it; nil for the next", default=None)
-    limit_s: float | None = field(
-        "park and release: how long it may take, nil for as long as it takes; aside: when to come back by itself",
-        default=None,
-    )
-    exact: bool = field(
-        "park: only at the boundary with that count; fails at once, stopping nobody, if it was passed", default=False
-    )
-    size_bytes: int | None = field(
-        "make: at most so many bytes of storages this time, but one at least; nil for all that are out", default=None
-    )
-    first: int | None = field("filled: the first storage that has its bytes again, counted from 0", default=None)
-    count: int | None = field("filled: how many have, from that one on", default=None)
-    path: str | None = field("aside: the meeting place, a file", default=None)
-    restored: bool = field(
-        "release: the driver has brought its storages back, which cannot be shown to others from then on", default=False
-    )
-
-
-class AgentDismissed(Record):
-    """The daemon has no more orders on this connection."""
-
-
-class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order):
-    """An agent offers its process: the daemon's orders come as events until one side ends it.
-
-    The process is the peer of the connection, by the kernel's word; what is said here only describes it. Orders that
-    move bytes (`evacuate`, `refill`) come with one descriptor, the memory to copy to or from. One that is told to
-    `rest` stays parked however long no daemon is there; one that is told to `entrust` closes its own descriptor of
-    its bytes as well, and gets another one with `refill`.
-
-    One that is told to step `aside`, for an image of its process, does both, ends this connection, and looks at the
-    meeting place instead: while that file is empty it stays away, then it comes to the socket that stands there, or to
-    the usual one once the file is gone. It believes only a file of root's or of its own user's.
-
-    Where the daemon copies by itself: `export` shows the storages, `free` frees exactly these, and from then on they
-    are out; `make` makes those again that are out and not made yet, and shows them; `filled` says that some have their
-    bytes. With the last of them filled, nothing is out any more. Each may come a second time and changes nothing then.
-    One on several GPUs has to `part` them before it is taken off: none reaches into another's memory until it goes on.
-    """
-
-    token: str = field("names this agent across connections; made by the agent, 32 hexadecimal digits")
-    framework: str | None = field("what trains, such as torch; nil if none is there yet", default=None)
-    framework_version: str | None = field("its version", default=None)
-    python_version: str = field("version of the interpreter")
-    job: str | None = field("what the `hegmctl run` it belongs to was named; nil if it was not", default=None)
-    run: str | None = field("which `hegmctl run` it belongs to: one id for each, in all its processes", default=None)
-    rank: int | None = field("its rank, in a distributed job", default=None)
-    world_size: int | None = field("how many ranks the job has", default=None)
-    gpu: str | None = field("the GPU it was started for, or is on by its own word; nil to be given one", default=None)
-    size_bytes: int = field("bytes of its storages that it vouches for, as far as it knows now", default=0)
-    boundary: int = field("batch boundaries that it has passed")
-    parked: bool = field("whether the training thread is parked now, as after a restart of the daemon", default=False)
-    held_bytes: int = field("bytes of its storages that are out of the process now", default=0)
-    images: PeriodicImages | None = field("images that are to be taken of its job every so often", default=None)
-    revived: bool = field("whether its process was restored from an image since it last stepped aside", default=False)
-    entrusted: bool = field("whether the daemon alone has those bytes, so that it has to send them back", default=False)
-    mark: str | None = field(
-        "what it drew for the memory that it copied those bytes to, in hexadecimal: it stands there from the ninth "
-        "byte on; empty where the daemon copied them, or none are out; nil from an agent that does not say",
-        default=None,
-    )
-
-
-class CudaFacts(Record):
-    """What an agent knows of its process's use of CUDA, and of what stands against taking it off its GPU."""
-
-    gpus: tuple[str, ...] = field("UUIDs of the GPUs that its storages are on, as `nvidia-smi -L` shows them")
-    allocator: str = field("native or cudaMallocAsync")
-    expandable: bool = field(
-        "whether CUDA IPC cannot show its memory: it is in expandable segments, or the driver has brought it back"
-    )
-    reserved_bytes: int = field("what the allocator has of the driver, cached memory included", default=0)
-    largest_bytes: int = field("bytes of the largest storage that it vouches for", default=0)
-    stacks_bytes: int = field(
-        "what its contexts keep for the stacks of their threads, and are without while storages are out", default=0
-    )
-    padding_bytes: int = field("what its allocator takes more than its storages have", default=0)
-    hazards: tuple[str, ...] = field(
-        "graphs: CUDA graphs were captured, so addresses must stay; nccl-p2p: live communicators that may use "
-        "peer-to-peer; ipc-shared: shared with another process; peer-mapped: mapped for other GPUs; managed memory",
-        default=(),
-    )
-
-
-class Place(Record):
-    """Where a storage lies, for another process that opens the handle."""
-
-    handle: int = field("which of the handles, counted from 0")
-    offset: int = field("where it begins behind that handle's address")
-    size_bytes: int = field("how long it is")
-
-
-class LeftAlone(Record):
-    """Storages that the agent does not vouch for, and why."""
-
-    why: str = field("one sentence")
-    storages: int = field("how many")
-    size_bytes: int = field("their bytes")
-
-
-class Noted(Record):
-    """The report was taken."""
-
-
-class AgentReport(Request, op="agent.report", reply=Noted):
-    """What became of an order."""
-
-    order: int = field("number of the order")
-    result: str = field("done, failed, or progress while it is under way")
-    message: str = field("failed: what and why", default="")
-    hint: str = field("failed: the next step", default="")
-    boundary: int | None = field("batch boundaries that it has passed", default=None)
-    parked: bool | None = field("survey: whether the training thread is parked now", default=None)
-    held_bytes: int | None = field("survey: bytes of its storages that are out of the process now", default=None)
-    storages: int | None = field("survey, evacuate, refill: how many storages", default=None)
-    size_bytes: int | None = field("survey, evacuate, refill: how many bytes; in progress, so far", default=None)
-    left_alone: tuple[LeftAlone, ...] = field("survey: what it leaves to other carriers", default=())
-    cuda: CudaFacts | None = field("survey: its use of CUDA; nil if it uses none", default=None)
-    handles: tuple[bytes, ...] = field("export, make: handles of CUDA IPC, 64 bytes each", default=())
-    places: tuple[Place, ...] = field(
-        "export, make: where the storages lie, in the order that stays as long as they are out", default=()
-    )
-    first: int | None = field("export, make: which storage the first place is, counted from 0", default=None)
-    at_bytes: int | None = field(
-        "export, make: where that storage lies in the one space in which all of them lie one after the other, each "
-        "beginning at a multiple of 512 bytes",
-        default=None,
-    )
-    left: int | None = field("make: how many storages have still to be made after these", default=None)
-    lacks_bytes: int | None = field(
-        "failed make, refill: for how many bytes its GPU has no room; nil if it failed for another reason", default=None
-    )

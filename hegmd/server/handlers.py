@@ -15,6 +15,7 @@ from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.operations import Operations
 from hegmd.protocol import messages as m
 from hegmd.protocol.snapshots import AgentInfo, Check, GpuProcess
+from hegmd.restarts import Restarts
 from hegmd.sequences import Sequences
 from hegmd.server.auth import Policy
 from hegmd.server.dispatch import Handler
@@ -39,6 +40,7 @@ class Services:
     sequences: Sequences
     checkpoints: Checkpoints
     strays: Strays
+    restarts: Restarts
     simulator: SimulatedProvider | None
     limits: m.Limits
     doctor: Callable[[Callable[[Check], Awaitable[None]]], Awaitable[tuple[Check, ...]]]
@@ -69,6 +71,8 @@ class Handlers:
             m.SimulateFault: self.simulate_fault,
             m.AgentAttend: self.agent_attend,
             m.AgentReport: self.agent_report,
+            m.Supervise: self.supervise,
+            m.SuperviseReport: self.supervise_report,
             **OperationHandlers(
                 self._s.policy, self._s.operations, self._s.sequences, self._s.checkpoints, self._s.strays
             ).table(),
@@ -95,6 +99,15 @@ class Handlers:
 
     async def agent_report(self, call: Call, report: m.AgentReport) -> m.Noted:
         self._s.workers.report(call.session, report)
+        return m.Noted()
+
+    async def supervise(self, call: Call, request: m.Supervise) -> m.SupervisionEnded:
+        peer = call.peer
+        await self._s.restarts.attend(call.session, peer.pid, peer.uid, request, call.emit)
+        return m.SupervisionEnded()
+
+    async def supervise_report(self, call: Call, report: m.SuperviseReport) -> m.Noted:
+        self._s.restarts.report(call.session, report)
         return m.Noted()
 
     async def ping(self, call: Call, _: m.Ping) -> m.Pong:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hegmd.checkpoints import Checkpoints
 from hegmd.external import Rights
-from hegmd.operations import Answer, Asked, Operations
+from hegmd.operations import Answer, Asked, Operations, Restarting
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import StoryLine
 from hegmd.sequences import Outcome, Sequences
@@ -61,7 +61,8 @@ class OperationHandlers:
     async def migrate(self, call: Call, request: m.Migrate) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         asked = replace(asked, carrier=request.carrier)
-        return _reply(await self._operations.migrate(request.pids, request.to, asked))
+        restart = Restarting(request.via, request.allow_restart, request.set, request.unset, request.python)
+        return _reply(await self._operations.migrate(request.pids, request.to, asked, restart))
 
     async def quiesce(self, call: Call, request: m.Quiesce) -> m.OperationReply:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)

@@ -28,7 +28,10 @@ SEEN = ("hegmd.log", "hegmd.audit", "hegmd.metrics", "hegmd.events")
 # The node as it is: hardware, workers, and how programs are run on it.
 NODE = ("hegmd.devices", "hegmd.external", "hegmd.workers", "hegmd.workloads", "hegmd.ways")
 # Where operations, and what no operation has, are asked for.
-ASKED = ("hegmd.operations", "hegmd.sequences", "hegmd.checkpoints", "hegmd.strays", "hegmd.driver_strays")
+ASKED = (
+    *("hegmd.operations", "hegmd.sequences", "hegmd.checkpoints", "hegmd.restarts"),
+    *("hegmd.strays", "hegmd.driver_strays"),
+)
 # What pieces of the pool are made of, and where.
 PIECES = (
     "hegmd.blocks",
@@ -85,6 +88,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.devices": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.toml_lines"),
     "hegmd.agent_orders": GROUND,
     "hegmd.workers": (*GROUND, "hegmd.log", "hegmd.agent_orders"),
+    "hegmd.supervisors": GROUND,
     "hegmd.workloads": GROUND,
     "hegmd.ways": GROUND,
     "hegmd.processes": (*GROUND, *SEEN, *NODE),
@@ -125,7 +129,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.attendance": (*GROUND, "hegmd.rooms", "hegmd.workers"),
     "hegmd.methods": (
         *(*GROUND, "hegmd.log", "hegmd.agent_orders", "hegmd.helper", "hegmd.pieces", "hegmd.places", "hegmd.pool"),
-        *("hegmd.rooms", "hegmd.vram", "hegmd.workers"),
+        *("hegmd.rooms", "hegmd.supervisors", "hegmd.vram", "hegmd.workers"),
     ),
     "hegmd.migration": (*GROUND, "hegmd.pieces", "hegmd.places"),
     "hegmd.migration.ledger": (*GROUND, "hegmd.log", "hegmd.events", "hegmd.migration"),
@@ -139,11 +143,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.resting": (*MOVING, "hegmd.agent_orders", "hegmd.events", "hegmd.migration"),
     "hegmd.lookout": (
         *(*GROUND, "hegmd.detached", "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.processes"),
-        *("hegmd.workers",),
+        *("hegmd.supervisors", "hegmd.workers"),
     ),
     "hegmd.operations": (
         *(*MOVING, "hegmd.inventory", "hegmd.lookout", "hegmd.migration", "hegmd.resting", "hegmd.strays"),
     ),
+    "hegmd.restarts": (*GROUND, "hegmd.log", "hegmd.migration", "hegmd.operations", "hegmd.supervisors"),
     "hegmd.sequences": (*GROUND, "hegmd.log", "hegmd.lookout", "hegmd.migration", "hegmd.operations"),
     # Jobs into images and out of them
     "hegmd.meeting": ("hegmd.errors",),
@@ -226,6 +231,7 @@ PURE = (
     "hegmd.migration.outlook",
     "hegmd.migration.paces",
     "hegmd.migration.plan",
+    "hegmd.migration.restarting",
     "hegmd.migration.stages",
     "hegmd.migration.tagged",
     "hegmd.migration.targets",

@@ -16,6 +16,7 @@ from hegmd.metrics import Counters
 from hegmd.operations import Operations
 from hegmd.protocol.messages import ConfigReply, Limits, Processes, ProcessesReply, ReloadReply, Request
 from hegmd.protocol.record import Record
+from hegmd.restarts import Restarts
 from hegmd.sequences import Sequences
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.handlers import Handlers, Services
@@ -54,6 +55,7 @@ def handlers_of(node: Node) -> Handlers:
         sequences=cast(Sequences, None),
         checkpoints=cast(Checkpoints, None),
         strays=Strays([], node.events),
+        restarts=cast(Restarts, None),
         simulator=None,
         limits=Limits(frame_bytes=65_536, requests_in_flight=4),
         doctor=_nothing,

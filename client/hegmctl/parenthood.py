@@ -1,0 +1,146 @@
+"""Being the parent of one command: it is started, hears what its parent is told, and is waited for.
+
+All signals are blocked here and taken one at a time, with who sent them: what a terminal sends goes to its whole
+foreground group, so the command has it already, and only what was sent to this process by another one is passed on.
+Parent and command stay in one process group for that reason: the terminal, job control and pipelines are as without
+the parent. Nothing ends with the parent: who kills it leaves the command running.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from errno import ENOENT, ENOEXEC, ENOTDIR
+
+from hegmctl.become import failure_of, places_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from typing_extensions import Self
+
+_SHELL = "/bin/sh"
+# Those that stop a process, which its shell is to see, and those that a fault of its own raises.
+STOPS = frozenset((signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU))
+_FAULTS = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS))
+ENDS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT))
+# Python ignores these for itself, and what is ignored stays so across an exec.
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+
+
+class Signal:
+    """One that came: which, and whether a process sent it to this one, or the kernel, as for a terminal."""
+
+    __slots__ = ("number", "was_sent")
+
+    def __init__(self, number: int, *, was_sent: bool) -> None:
+        self.number = number
+        self.was_sent = was_sent
+
+
+class Signals:
+    """All of them, blocked for as long as this is entered, and taken by `next`. For a process with one thread."""
+
+    def __init__(self) -> None:
+        self._taken = signal.valid_signals() - _FAULTS - {signal.SIGKILL, signal.SIGSTOP}
+        self.before: set[signal.Signals] = set()
+
+    def __enter__(self) -> Self:
+        self.before = {signal.Signals(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, self._taken)}
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, children would vanish without their status
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        # What has come for the desk and was not read any more would end this process, as nobody waits for it now.
+        signal.signal(signal.SIGIO, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.before)
+
+    def next(self, within_s: float | None) -> Signal | None:
+        """The next one that came; None when none did in that time."""
+        found: signal.struct_siginfo | None = (
+            signal.sigwaitinfo(self._taken)
+            if within_s is None
+            else signal.sigtimedwait(self._taken, max(0.0, within_s))
+        )
+        # By kill, sigqueue and the like the code is not positive (sigaction(2), SI_USER and others).
+        return None if found is None else Signal(found.si_signo, was_sent=found.si_code <= 0)
+
+
+class Child:
+    """A process that was started and is waited for here."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def pass_on(self, number: int) -> None:
+        """Send it that signal. Its number cannot be another's: it is not reaped before it is forgotten here."""
+        try:
+            os.kill(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass  # it has ended, or has become another user: then it is not ours to tell
+
+
+def start(
+    command: Sequence[str], environ: Mapping[str, str], *, mask: set[signal.Signals], keep: int | None = None
+) -> Child:
+    """Start the command with these signals blocked, and that descriptor left open in it. Raises HegmError."""
+    number = ENOENT
+    if keep is not None:
+        os.set_inheritable(keep, True)
+    try:
+        for path in places_of(command[0], environ):
+            try:
+                return Child(_spawn(path, list(command), environ, mask))
+            except OSError as error:
+                if error.errno == ENOEXEC:
+                    return Child(_spawn(_SHELL, [_SHELL, path, *command[1:]], environ, mask))
+                if error.errno not in (ENOENT, ENOTDIR) or os.sep in command[0]:
+                    number = error.errno or ENOENT
+    finally:
+        if keep is not None:
+            os.set_inheritable(keep, False)
+    raise failure_of(command, number)
+
+
+def _spawn(path: str, words: list[str], environ: Mapping[str, str], mask: set[signal.Signals]) -> int:
+    return os.posix_spawn(path, words, environ, setsigmask=mask, setsigdef=_IGNORED_BY_PYTHON)
+
+
+def reap(child: Child | None, ended: Callable[[int], object]) -> None:
+    """Take up whoever has ended: as the first process of a container, others than the child too.
+
+    `ended` is told the child's exit status, or minus the signal that ended it.
+    """
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        if child is not None and pid == child.pid:
+            ended(os.waitstatus_to_exitcode(status))
+
+
+def stop_as_told(number: int) -> None:
+    """Do what that signal does by default: stop, for a shell to see; or nothing, where no shell would ever go on."""
+    os.kill(os.getpid(), number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+
+
+def end_like(status: int) -> int:
+    """End this process by the signal that ended the child, leaving no second core; the exit status if none did."""
+    if status >= 0:
+        return status
+    import resource
+
+    from hegmctl.interruption import die_of
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {-status})
+    if -status not in (signal.SIGKILL, signal.SIGSTOP):
+        die_of(-status)
+    os.kill(os.getpid(), -status)
+    return 128 - status

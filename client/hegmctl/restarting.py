@@ -1,0 +1,309 @@
+"""The daemon's word on whether a supervised command is to be started again: a connection of its own that comes back.
+
+Owns what is expected of the command, the state that it is to be started from, and how often that was tried. A restart
+is bounded: a start that ends before the daemon says that the training has passed a boundary was fruitless, and after a
+few of them the daemon is told, which has the job go on where it was, or gives it up with its state held.
+
+The descriptor of a state is locked, and the lock is the right to go on from it. It is kept here until the operation is
+over, so that nobody else can start from that state meanwhile; the process that was started holds it too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from time import monotonic
+
+from hegmctl.supervising import GAVE_UP_STATUS, LEFT_STATUS, GiveUp, Start
+from hegmctl.wire import Descriptors, Wire
+from hegmd import __version__
+from hegmd.errors import HegmError
+from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progress
+from hegmd.protocol.messages import SUPPORTED_VERSIONS, Hello, Request, Supervise, SuperviseReport, SupervisorOrder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 5.0
+CONNECT_S = 2.0
+TRIES = 2
+# What the agent of a process that is started from a state reads.
+STATE_FD, OPERATION = "HEGM_STATE_FD", "HEGM_RESTART"
+_PYTHON = re.compile(r"python[0-9.]*t?$")
+
+
+def begins_with_python(command: Sequence[str]) -> bool:
+    """Whether another interpreter can take the place of its first word."""
+    return _PYTHON.match(os.path.basename(command[0])) is not None
+
+
+class DaemonDesk:
+    """What the daemon wants of one command. `say` takes a line for whoever watches."""
+
+    def __init__(
+        self,
+        path: str,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        say: Callable[[str], object],
+        tries: int = TRIES,
+        resumes: str | None = None,
+        gpu: str | None = None,
+    ) -> None:
+        self._path = path
+        self._command = tuple(command)
+        self._environ = dict(environ)
+        self._say = say
+        self._tries = tries
+        self._resumes, self._gpu = resumes, gpu
+        self._pid: int | None = None
+        #: The operation that a restart is expected of, and whether the command has left for it or was started from it.
+        self._operation = resumes
+        self._left = resumes is not None
+        self._started = False
+        self._order: SupervisorOrder | None = None
+        self._state: int | None = None
+        self._starts = 0
+        self._due = False
+        self._give_up: GiveUp | None = None
+        self._line: _Line | None = None
+        self._order_line: _Line | None = None
+        self._pause_s = FIRST_PAUSE_S
+        self._again_at = 0.0
+        self._has_said = False
+
+    # ---- for the supervisor ------------------------------------------------------------------------------------------
+
+    def turn(self, now: float, pid: int | None) -> float | None:
+        """Read what has come, or connect again once it is time."""
+        self._pid = pid
+        if self._line is None and now >= self._again_at:
+            self._connect(now)
+        if self._line is not None:
+            try:
+                self._line.read(self._hear)
+            except (OSError, HegmError) as error:
+                self._hang_up(error)
+        return None if self._line is not None else self._again_at
+
+    def ended(self, status: int, *, told: int | None) -> bool:
+        """Whether a restart is expected, and nobody wanted the end of the command itself."""
+        expected = self._operation is not None and told is None
+        was_started, self._started, self._pid = self._started, False, None
+        if not expected or not (was_started or status == LEFT_STATUS or status < 0):
+            self._report(SuperviseReport(result="ended", status=status))
+            self._forget()
+            return False
+        self._left = True
+        if not was_started:
+            self._report(SuperviseReport(result="ended", status=status))
+        elif status != GAVE_UP_STATUS and self._starts < self._tries and self._order is not None:
+            self._say(f"it ended with {status} before its first boundary, and is started again")
+            self._due = True
+        else:
+            self._fail(f"it ended with {status} before its first boundary, started {self._starts} times")
+        return True
+
+    def wanted(self) -> Start | GiveUp | None:
+        """What to do while no command runs."""
+        if self._give_up is not None:
+            return self._give_up
+        order = self._order
+        if order is None or not self._due:
+            return None
+        environ = {name: value for name, value in self._environ.items() if name not in order.unset}
+        environ.update(order.set)
+        environ.update({OPERATION: order.operation})
+        if self._state is not None:
+            environ[STATE_FD] = str(self._state)
+        command = self._command if order.python is None else (order.python, *self._command[1:])
+        return Start(command, environ, self._state)
+
+    def started(self, pid: int) -> None:
+        """The command runs."""
+        self._pid, self._resumes = pid, None
+        if self._order is not None:
+            self._due, self._left, self._started = False, False, True
+            self._starts += 1
+            self._report(SuperviseReport(order=self._number(), result="done", pid=pid, starts=self._starts))
+
+    def not_started(self, why: str) -> None:
+        """It could not be, and will not be by trying again."""
+        self._starts += 1
+        self._fail(f"it cannot be started: {why}")
+
+    def close(self) -> None:
+        """Leave the daemon; a state that is held stays held."""
+        self._close_state()
+        if self._line is not None:
+            self._line.close()
+
+    # ---- what the daemon says ----------------------------------------------------------------------------------------
+
+    def _hear(self, order: SupervisorOrder, fds: Descriptors) -> None:
+        """Do it, or have it done at the next turn."""
+        if order.do == "expect":
+            self._operation = order.operation
+            self._report(SuperviseReport(order=order.order, result="done", pid=self._pid))
+        elif order.do == "start":
+            self._take_start(order, fds)
+        elif order.do == "forget" and order.operation == self._operation:
+            if self._left:
+                self._give_up = GiveUp(f"operation {order.operation} is over", "see: hegmctl ops")
+            elif self._order is not None:
+                self._settle(self._order)
+            self._forget()
+        elif order.do == "give-up" and self._left:
+            self._give_up = GiveUp(order.message, order.hint)
+
+    def _take_start(self, order: SupervisorOrder, fds: Descriptors) -> None:
+        if self._started and self._operation == order.operation:  # an earlier run of the daemon has asked for it
+            self._report(SuperviseReport(order=order.order, result="done", pid=self._pid, starts=self._starts))
+            return
+        if order.python is not None and not begins_with_python(self._command):
+            hint = "leave --python out, or start the job with: hegmctl run -- PYTHON SCRIPT"
+            message = f"its command begins with {self._command[0]}, which is no Python"
+            self._report(SuperviseReport(order=order.order, result="failed", message=message, hint=hint))
+            return
+        self._close_state()
+        self._state = fds.steal(0) if len(fds) else None
+        self._order, self._order_line = order, self._line
+        self._operation, self._starts, self._due = order.operation, 0, True
+
+    def _settle(self, order: SupervisorOrder) -> None:
+        """The surroundings of that start are the job's own from now on."""
+        self._environ = {name: value for name, value in self._environ.items() if name not in order.unset}
+        self._environ.update(order.set)
+        if order.python is not None:
+            self._command = (order.python, *self._command[1:])
+
+    def _forget(self) -> None:
+        self._close_state()
+        self._operation = self._order = None
+        self._started = self._left = self._due = False
+
+    def _fail(self, message: str) -> None:
+        number, self._due, self._order = self._number(), False, None
+        self._close_state()
+        hint = "see what it printed; its state is held"
+        report = SuperviseReport(order=number, result="failed", message=message, hint=hint, starts=self._starts)
+        self._report(report)
+
+    def _close_state(self) -> None:
+        state, self._state = self._state, None
+        if state is not None:
+            os.close(state)
+
+    # ---- the connection ----------------------------------------------------------------------------------------------
+
+    def _number(self) -> int | None:
+        """The order as it is known on the connection that stands; one that came over an earlier one has no number."""
+        return self._order.order if self._order is not None and self._order_line is self._line else None
+
+    def _connect(self, now: float) -> None:
+        offer = Supervise(
+            run=self._environ.get("HEGM_RUN", ""),
+            name=self._environ.get("HEGM_JOB"),
+            pid=self._pid,
+            python=begins_with_python(self._command),
+            started=self._started,
+            left=self._left,
+            operation=self._operation,
+            resumes=self._resumes,
+            gpu=self._gpu,
+        )
+        try:
+            self._line = _Line(self._path, offer)
+        except (OSError, HegmError) as error:
+            self._hang_up(error, now)
+        else:
+            self._pause_s, self._has_said = FIRST_PAUSE_S, False
+
+    def _hang_up(self, error: Exception, now: float | None = None) -> None:
+        """That connection is over; another one is made after a while."""
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+        self._again_at = (monotonic() if now is None else now) + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        declined = isinstance(error, HegmError) and line is not None and line.declined
+        if self._resumes is not None and isinstance(error, HegmError) and declined:
+            self._give_up = GiveUp(error.message, error.hint, error.code.exit_status)
+        elif declined and not self._has_said:
+            self._has_said = True
+            self._say(f"{error}; the job runs, and cannot be restarted elsewhere")
+        elif self._left and not self._has_said:
+            self._has_said = True
+            self._say(
+                f"its state is held by operation {self._operation}, and {self._path} does not answer: {error}; it goes "
+                "on when hegmd is back"
+            )
+
+    def _report(self, report: SuperviseReport) -> None:
+        """Tell the daemon. One that is not there hears it from the next `supervise`."""
+        if self._line is None:
+            return
+        try:
+            self._line.ask(report)
+        except OSError as error:
+            self._hang_up(error)
+
+
+class _Line:
+    """One connection to the daemon, from which orders come; whatever comes raises SIGIO in this process."""
+
+    def __init__(self, path: str, offer: Supervise) -> None:
+        self._wire = Wire.connect(path, monotonic() + CONNECT_S)
+        self._protocol = ClientConnection()
+        self._offer = offer
+        self._offered: int | None = None
+        #: Whether the daemon has refused what was offered, and did not merely go away.
+        self.declined = False
+        try:
+            fcntl.fcntl(self._wire.fileno(), fcntl.F_SETOWN, os.getpid())
+            flags = fcntl.fcntl(self._wire.fileno(), fcntl.F_GETFL)
+            fcntl.fcntl(self._wire.fileno(), fcntl.F_SETFL, flags | fcntl.FASYNC)
+            self.ask(Hello(versions=SUPPORTED_VERSIONS, name="hegmctl-run", program_version=__version__))
+        except BaseException:
+            self._wire.close()
+            raise
+
+    def ask(self, request: Request) -> int:
+        """Send it; its number."""
+        number, frame = self._protocol.request(request)
+        self._wire.send(frame, (), monotonic() + CONNECT_S)
+        return number
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def read(self, hear: Callable[[SupervisorOrder, Descriptors], object]) -> None:
+        """Take all that has come, without waiting for more. Raises OSError and HegmError at its end."""
+        while True:
+            try:
+                data = self._wire.receive(monotonic())
+            except TimeoutError:
+                return
+            if not data:
+                raise ConnectionResetError("hegmd closed the connection")
+            self._protocol.feed(data)
+            while (said := self._protocol.next_event()) is not None:
+                self._take(said, hear)
+
+    def _take(self, said: Answer | Failure | Progress, hear: Callable[[SupervisorOrder, Descriptors], object]) -> None:
+        if self._offered is None and self._protocol.welcome is not None:
+            self._offered = self.ask(self._offer)
+        if isinstance(said, Failure):
+            self.declined = said.id is not None and said.id == self._offered
+            if self.declined or said.id is None or self._protocol.welcome is None:
+                raise said.error
+            return
+        with self._wire.take(said.fds) or Descriptors() as fds:
+            if isinstance(said, Progress) and isinstance(said.event, SupervisorOrder):
+                hear(said.event, fds)
+            elif said.id == self._offered:
+                raise ConnectionResetError("hegmd has no more orders")

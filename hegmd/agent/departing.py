@@ -1,0 +1,63 @@
+"""What this process does for a restart: it says what its state comes to, writes it, and leaves. In the agent's thread.
+
+Owns the way from the daemon's orders to the package `restart`, which knows what the state of a training is and is
+loaded only here, once it is asked for: a job that is never restarted pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from .notes import note
+from .refusals import refusal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+# The operation from whose state this process is to go on, as its supervisor says.
+OPERATION = "HEGM_RESTART"
+# Set by a supervisor: without one nobody would start the process again.
+ALLOWED = "HEGM_ALLOW_RESTART"
+
+
+class Weight:
+    """What a restart would carry, and what stands against one."""
+
+    __slots__ = ("refusals", "size_bytes")
+
+    def __init__(self, size_bytes: int, refusals: tuple[str, ...]) -> None:
+        self.size_bytes = size_bytes
+        self.refusals = refusals
+
+
+def weigh() -> Weight:
+    """What the state comes to now, at a boundary. Raises HegmError where this process cannot be restarted at all."""
+    capture, plain = _part("capture"), _part("plain")
+    state, refusals = capture.capture()
+    size_bytes = 0 if refusals else int(plain.size_bytes(state))
+    return Weight(size_bytes, tuple([str(refused) for refused in refusals]))
+
+
+def save(fd: int) -> int:
+    """Write the state of the parked training into the descriptor; how many bytes. Raises HegmError."""
+    return int(_part("leaving").save(fd))
+
+
+def leave() -> NoReturn:
+    """End the process, its output flushed, with the exit code that tells its supervisor of a restart."""
+    note("leaving for a restart")
+    _part("leaving").leave()
+    raise refusal("it did not end", "see its log")
+
+
+def _part(name: str) -> Any:
+    """A module of the package. Raises HegmError without a supervisor, or in a release that has none."""
+    if os.environ.get(ALLOWED, "") in ("", "0"):
+        raise refusal("this process has no supervisor that would start it again", "hegmctl run --allow-restart")
+    try:
+        return getattr(__import__(f"{__package__}.restart", fromlist=[name]), name)
+    except (ImportError, AttributeError) as error:
+        raise refusal(
+            f"its agent cannot restart it: {error}", "bring hegmd to one release, and start it anew"
+        ) from error

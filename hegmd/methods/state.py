@@ -1,0 +1,60 @@
+"""The carrier of a restart: the agent writes the state of its training into memory of the pool; the next one reads it.
+
+The job keeps all that it has meanwhile. Nothing is put back from here: the process that goes on has a descriptor of the
+memory from its supervisor, and puts the state back at its first boundary.
+"""
+
+from __future__ import annotations
+
+from hegmd.errors import Refused
+from hegmd.methods.base import Making, Progress, Subject
+from hegmd.methods.worker import key_of, source_of
+from hegmd.pool import Pool
+from hegmd.supervisors import Supervisors
+
+NAME = "state"
+
+
+class StateCarrier:
+    """Memory of the pool, and orders to the agent and to who started it."""
+
+    name = NAME
+
+    def __init__(self, pool: Pool, supervisors: Supervisors) -> None:
+        self._pool = pool
+        self._supervisors = supervisors
+
+    async def hold(self, subject: Subject, size_bytes: int) -> None:
+        await self._pool.take(key_of(subject), size_bytes, source_of(subject))
+
+    async def give(self, subject: Subject) -> None:
+        await self._pool.give(key_of(subject))
+
+    def held_bytes(self, subject: Subject) -> int:
+        return self._pool.held_for(key_of(subject))
+
+    async def fetch(self, subject: Subject, on_progress: Progress) -> None:
+        await self._pool.fetch(key_of(subject), on_progress)
+
+    async def arm(self, subject: Subject) -> None:
+        """Nothing has to be ready."""
+
+    async def disarm(self, subject: Subject) -> None:
+        """Nothing is."""
+
+    async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+        """Have the state written. Raises OrderFailed, AgentAway, SupervisorAway.
+
+        Its supervisor is told first: from here on the command may end, and is then waited for.
+        """
+        supervisor = self._supervisors.find(subject.uid, subject.run)
+        if supervisor is None:
+            raise Refused(f"the `hegmctl run` that started process {subject.pid} is gone", "the job goes on as it is")
+        await supervisor.order("expect", subject.operation)
+        memory = await self._pool.to_fill(key_of(subject))
+        report = await subject.worker.order("save", fds=[memory.fd], on_progress=on_progress)
+        return report.size_bytes or 0
+
+    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
+        """The process that goes on has done so by itself."""
+        return 0

@@ -1,0 +1,162 @@
+"""What daemon and agent say to one another: the agent's offer of its process, the daemon's orders, and their reports.
+
+Everybody else reads these from `messages`, which gathers every message there is.
+"""
+
+from __future__ import annotations
+
+from .operations import PeriodicImages
+from .record import Record, field
+from .requests import Request
+
+
+class Order(Record):
+    """What the daemon wants of an agent. `do` says what; what is done is told by `agent.report`."""
+
+    order: int = field("number of the order, counted by the daemon on this connection")
+    do: str = field(
+        "survey, park, withdraw, evacuate, refill, export, free, make, filled, part, rest, entrust, aside, release, "
+        "weigh, save, leave or dismiss"
+    )
+    at: int | None = field("park: at this boundary by count, or the next one after it; nil for the next", default=None)
+    limit_s: float | None = field(
+        "park and release: how long it may take, nil for as long as it takes; aside: when to come back by itself",
+        default=None,
+    )
+    exact: bool = field(
+        "park: only at the boundary with that count; fails at once, stopping nobody, if it was passed", default=False
+    )
+    size_bytes: int | None = field(
+        "make: at most so many bytes of storages this time, but one at least; nil for all that are out", default=None
+    )
+    first: int | None = field("filled: the first storage that has its bytes again, counted from 0", default=None)
+    count: int | None = field("filled: how many have, from that one on", default=None)
+    path: str | None = field("aside: the meeting place, a file", default=None)
+    restored: bool = field(
+        "release: the driver has brought its storages back, which cannot be shown to others from then on", default=False
+    )
+
+
+class AgentDismissed(Record):
+    """The daemon has no more orders on this connection."""
+
+
+class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order):
+    """An agent offers its process: the daemon's orders come as events until one side ends it.
+
+    The process is the peer of the connection, by the kernel's word; what is said here only describes it. Orders that
+    move bytes (`evacuate`, `refill`) come with one descriptor, the memory to copy to or from. One that is told to
+    `rest` stays parked however long no daemon is there; one that is told to `entrust` closes its own descriptor of
+    its bytes as well, and gets another one with `refill`.
+
+    One that is told to step `aside`, for an image of its process, does both, ends this connection, and looks at the
+    meeting place instead: while that file is empty it stays away, then it comes to the socket that stands there, or to
+    the usual one once the file is gone. It believes only a file of root's or of its own user's.
+
+    Where the daemon copies by itself: `export` shows the storages, `free` frees exactly these, and from then on they
+    are out; `make` makes those again that are out and not made yet, and shows them; `filled` says that some have their
+    bytes. With the last of them filled, nothing is out any more. Each may come a second time and changes nothing then.
+    One on several GPUs has to `part` them before it is taken off: none reaches into another's memory until it goes on.
+
+    For a restart it is told to `weigh` what its state comes to; parked, to `save` that into the descriptor that comes
+    with the order, and to `leave`, which ends its process and is not reported. The process that is started from there
+    puts the state back at its first boundary, attends anew, and says which operation it was `restarted` from.
+    """
+
+    token: str = field("names this agent across connections; made by the agent, 32 hexadecimal digits")
+    framework: str | None = field("what trains, such as torch; nil if none is there yet", default=None)
+    framework_version: str | None = field("its version", default=None)
+    python_version: str = field("version of the interpreter")
+    job: str | None = field("what the `hegmctl run` it belongs to was named; nil if it was not", default=None)
+    run: str | None = field("which `hegmctl run` it belongs to: one id for each, in all its processes", default=None)
+    rank: int | None = field("its rank, in a distributed job", default=None)
+    world_size: int | None = field("how many ranks the job has", default=None)
+    gpu: str | None = field("the GPU it was started for, or is on by its own word; nil to be given one", default=None)
+    size_bytes: int = field("bytes of its storages that it vouches for, as far as it knows now", default=0)
+    boundary: int = field("batch boundaries that it has passed")
+    parked: bool = field("whether the training thread is parked now, as after a restart of the daemon", default=False)
+    held_bytes: int = field("bytes of its storages that are out of the process now", default=0)
+    images: PeriodicImages | None = field("images that are to be taken of its job every so often", default=None)
+    revived: bool = field("whether its process was restored from an image since it last stepped aside", default=False)
+    entrusted: bool = field("whether the daemon alone has those bytes, so that it has to send them back", default=False)
+    restarted: str | None = field(
+        "the operation whose state it was started from and has put back; nil for any other process", default=None
+    )
+    mark: str | None = field(
+        "what it drew for the memory that it copied those bytes to, in hexadecimal: it stands there from the ninth "
+        "byte on; empty where the daemon copied them, or none are out; nil from an agent that does not say",
+        default=None,
+    )
+
+
+class CudaFacts(Record):
+    """What an agent knows of its process's use of CUDA, and of what stands against taking it off its GPU."""
+
+    gpus: tuple[str, ...] = field("UUIDs of the GPUs that its storages are on, as `nvidia-smi -L` shows them")
+    allocator: str = field("native or cudaMallocAsync")
+    expandable: bool = field(
+        "whether CUDA IPC cannot show its memory: it is in expandable segments, or the driver has brought it back"
+    )
+    reserved_bytes: int = field("what the allocator has of the driver, cached memory included", default=0)
+    largest_bytes: int = field("bytes of the largest storage that it vouches for", default=0)
+    stacks_bytes: int = field(
+        "what its contexts keep for the stacks of their threads, and are without while storages are out", default=0
+    )
+    padding_bytes: int = field("what its allocator takes more than its storages have", default=0)
+    hazards: tuple[str, ...] = field(
+        "graphs: CUDA graphs were captured, so addresses must stay; nccl-p2p: live communicators that may use "
+        "peer-to-peer; ipc-shared: shared with another process; peer-mapped: mapped for other GPUs; managed memory",
+        default=(),
+    )
+
+
+class Place(Record):
+    """Where a storage lies, for another process that opens the handle."""
+
+    handle: int = field("which of the handles, counted from 0")
+    offset: int = field("where it begins behind that handle's address")
+    size_bytes: int = field("how long it is")
+
+
+class LeftAlone(Record):
+    """Storages that the agent does not vouch for, and why."""
+
+    why: str = field("one sentence")
+    storages: int = field("how many")
+    size_bytes: int = field("their bytes")
+
+
+class Noted(Record):
+    """The report was taken."""
+
+
+class AgentReport(Request, op="agent.report", reply=Noted):
+    """What became of an order."""
+
+    order: int = field("number of the order")
+    result: str = field("done, failed, or progress while it is under way")
+    message: str = field("failed: what and why", default="")
+    hint: str = field("failed: the next step", default="")
+    boundary: int | None = field("batch boundaries that it has passed", default=None)
+    parked: bool | None = field("survey: whether the training thread is parked now", default=None)
+    held_bytes: int | None = field("survey: bytes of its storages that are out of the process now", default=None)
+    storages: int | None = field("survey, evacuate, refill: how many storages", default=None)
+    size_bytes: int | None = field("survey, evacuate, refill: how many bytes; in progress, so far", default=None)
+    left_alone: tuple[LeftAlone, ...] = field("survey: what it leaves to other carriers", default=())
+    state_bytes: int | None = field("weigh: bytes of the state that a restart would carry", default=None)
+    refusals: tuple[str, ...] = field("weigh: what stands against a restart, or is not kept by one", default=())
+    cuda: CudaFacts | None = field("survey: its use of CUDA; nil if it uses none", default=None)
+    handles: tuple[bytes, ...] = field("export, make: handles of CUDA IPC, 64 bytes each", default=())
+    places: tuple[Place, ...] = field(
+        "export, make: where the storages lie, in the order that stays as long as they are out", default=()
+    )
+    first: int | None = field("export, make: which storage the first place is, counted from 0", default=None)
+    at_bytes: int | None = field(
+        "export, make: where that storage lies in the one space in which all of them lie one after the other, each "
+        "beginning at a multiple of 512 bytes",
+        default=None,
+    )
+    left: int | None = field("make: how many storages have still to be made after these", default=None)
+    lacks_bytes: int | None = field(
+        "failed make, refill: for how many bytes its GPU has no room; nil if it failed for another reason", default=None
+    )

@@ -1,0 +1,72 @@
+"""What the daemon and the supervisor of a job say to one another.
+
+A supervisor is the `hegmctl run --allow-restart` that stays as the parent of its command. The daemon tells it when that
+command is about to leave its GPU for a restart, and later to start it again with other surroundings; the state of the
+training goes along by descriptor. Everybody else reads these from `messages`, which gathers every message there is.
+"""
+
+from __future__ import annotations
+
+from .agents import Noted
+from .record import Record, field
+from .requests import Request
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class SupervisorOrder(Record):
+    """What the daemon wants of a supervisor. What has become of it is told by `supervise.report`."""
+
+    order: int = field("number of the order, counted by the daemon on this connection")
+    do: str = field(
+        "expect: its command may end with the exit code of a restart, and is then to be waited for; start: start it "
+        "again, from the state in the descriptor that comes along; forget: the operation is over, nothing is expected "
+        "any more; give-up: it cannot be started again, and its state stays where the operation has it"
+    )
+    operation: str = field("the operation that it is about")
+    set: Mapping[str, str] = field("start: variables of its environment to set, beside those it had", default={})
+    unset: tuple[str, ...] = field("start: variables to leave out", default=())
+    python: str | None = field("start: the interpreter to take in the place of its own", default=None)
+    message: str = field("give-up: why", default="")
+    hint: str = field("give-up: the next step", default="")
+
+
+class SupervisionEnded(Record):
+    """The daemon has no more orders on this connection."""
+
+
+class Supervise(Request, op="supervise", reply=SupervisionEnded, event=SupervisorOrder):
+    """A supervisor offers the command that it is the parent of: the daemon's orders come as events until it leaves.
+
+    `start` comes with one descriptor: the memory with the state, which the new process inherits. It is locked
+    (`flock`, exclusively), and the lock is the right to go on from it: it lasts as long as the new process, so that
+    nobody starts from the same state a second time.
+    """
+
+    run: str = field("which `hegmctl run` it is, as its agents say it too")
+    name: str | None = field("what that was named; nil if it was not", default=None)
+    pid: int | None = field("the process that it is the parent of; nil while none runs", default=None)
+    python: bool = field("whether its command begins with a Python, so that another one can take its place")
+    started: bool = field("whether that one was started from the state of the operation", default=False)
+    left: bool = field("whether its command has left for a restart, and it waits for what to do", default=False)
+    operation: str | None = field(
+        "the operation that it expects a restart from, or whose state it started", default=None
+    )
+    resumes: str | None = field("an operation at rest that it wants to go on with its command", default=None)
+    gpu: str | None = field("with that, the GPU to go on at; nil for where it was", default=None)
+
+
+class SuperviseReport(Request, op="supervise.report", reply=Noted):
+    """What became of an order, or of the command."""
+
+    order: int | None = field("number of the order; nil for what happened by itself", default=None)
+    result: str = field(
+        "done; failed: it cannot be done; or, without an order, ended: the command has, for a restart or of itself"
+    )
+    pid: int | None = field("start: the new process", default=None)
+    status: int | None = field("ended: its exit status, or minus the signal that ended it", default=None)
+    starts: int = field("failed, ended: how often it was started from that state by now", default=0)
+    message: str = field("failed: what and why", default="")
+    hint: str = field("failed: the next step", default="")

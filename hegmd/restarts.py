@@ -1,0 +1,146 @@
+"""Supervisors and the operations that they serve: who attends, who goes on with a held state, and what each is told.
+
+An operation that restarts a job tells its supervisor itself what to expect and when to start; here is what comes after.
+Once it is over the supervisor is told to forget it, and where the job could not be started again, to give it up with
+the state held. A supervisor that missed that, because the connection or the daemon was away, is told when it is back.
+
+A state that is held can be gone on with by a new supervisor of the same user (`hegmctl run --resume`). That is an
+ordinary resume of the operation, which has one supervisor at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import anyio
+import anyio.abc
+
+from hegmd.errors import DENIED, HegmError, Refused
+from hegmd.migration.course import SUSPENDED, TERMINAL
+from hegmd.migration.operation import Operation
+from hegmd.migration.runner import Runner
+from hegmd.operations import Asked, Operations
+from hegmd.protocol.messages import Supervise, SuperviseReport
+from hegmd.protocol.operations import OperationProgress
+from hegmd.supervisors import Send, Supervisor, SupervisorAway, Supervisors
+
+logger = logging.getLogger(__name__)
+
+
+class Restarts:
+    """The desk of supervisors. `run` has to be running for as long as they attend."""
+
+    def __init__(self, supervisors: Supervisors, runner: Runner, operations: Operations) -> None:
+        self._supervisors = supervisors
+        self._runner = runner
+        self._operations = operations
+        self._watched: set[str] = set()
+        self._tasks: anyio.abc.TaskGroup | None = None
+        supervisors.listen(self._look)
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Tell supervisors what becomes of their operations, until cancelled."""
+        async with anyio.create_task_group() as self._tasks:
+            task_status.started()
+            await anyio.sleep_forever()
+
+    async def attend(self, key: object, pid: int, uid: int, offer: Supervise, send: Send) -> None:
+        """Let a supervisor attend until it leaves. Raises HegmError when it cannot have what it wants."""
+        if offer.resumes is not None:
+            self._require_held(offer.resumes, uid)
+        await self._supervisors.attend(key, pid, uid, offer, send)
+
+    def report(self, key: object, report: SuperviseReport) -> None:
+        """Take what a supervisor reports."""
+        self._supervisors.report(key, report)
+
+    def _require_held(self, op_id: str, uid: int) -> Operation:
+        """The operation with a state that somebody of that user may go on from. Raises HegmError."""
+        op = self._runner.history(op_id).operation
+        if op.owner_uid != uid:
+            hint = "a state is its owner's alone: run it as that user"
+            raise HegmError(DENIED, f"the job of operation {op_id} belongs to uid {op.owner_uid}", hint)
+        if op.phase != SUSPENDED or not any(member.is_absent for member in op.workers):
+            hint = "hegmctl ops lists operations; one that holds a state is suspended, its process gone"
+            raise Refused(f"operation {op_id} is {op.phase}, and holds no state to go on from", hint)
+        serving = self._supervisors.of_operation(uid, op_id)
+        if serving is not None and serving.connected:
+            message = f"process {serving.pid} waits for operation {op_id} already"
+            raise Refused(message, f"hegmctl resume {next(op.live).pid} has it go on there")
+        return op
+
+    # -- what is told --------------------------------------------------------------------------------------------------
+
+    def _look(self, supervisor: Supervisor) -> None:
+        """A supervisor came: what it waits for is watched from now on. Told from the event loop, must not wait."""
+        op_id = supervisor.offer.operation
+        if self._tasks is None or op_id is None:
+            return
+        if supervisor.offer.resumes is not None and supervisor.connected and not supervisor.has_asked:
+            supervisor.has_asked = True
+            self._tasks.start_soon(self._resume, supervisor, supervisor.offer.resumes)
+        elif op_id not in self._watched:
+            self._watched.add(op_id)
+            self._tasks.start_soon(self._watch, op_id)
+        elif supervisor.connected:
+            self._tasks.start_soon(self._tell_of, op_id)
+
+    async def _watch(self, op_id: str) -> None:
+        """Follow an operation, and tell of its end and of its rests."""
+        try:
+            while not await self._tell_of(op_id):
+                await self._runner.changed(op_id)
+                async for _ in self._runner.follow(op_id):
+                    pass
+        except HegmError as error:  # there is no such operation any more
+            logger.debug("operation %s is not followed: %s", op_id, error.message)
+            await self._tell(op_id, "forget")
+        finally:
+            self._watched.discard(op_id)
+
+    async def _tell_of(self, op_id: str) -> bool:
+        """Tell whoever serves it how it stands, where that is news; whether it is over."""
+        op = self._runner.history(op_id).operation
+        if op.phase in TERMINAL:
+            await self._tell(op_id, "forget")
+        elif op.phase == SUSPENDED and op.failure is not None and any(member.is_absent for member in op.workers):
+            await self._tell(op_id, "give-up", op)
+        return op.phase in TERMINAL
+
+    async def _tell(self, op_id: str, do: str, op: Operation | None = None) -> None:
+        for supervisor in self._supervisors:
+            if not supervisor.connected or not supervisor.serves(op_id):
+                continue
+            try:
+                if op is None:
+                    await supervisor.tell(do, op_id)
+                else:
+                    why = "" if op.failure is None else f": {op.failure.message}"
+                    hint = f"go on with: hegmctl run --allow-restart --resume {op_id} -- COMMAND"
+                    await supervisor.tell(do, op_id, message=f"its state is held by operation {op_id}{why}", hint=hint)
+            except SupervisorAway as error:
+                logger.debug("%s", error.message)
+
+    async def _resume(self, supervisor: Supervisor, op_id: str) -> None:
+        """Have the operation go on with that supervisor; it is told if that cannot be."""
+        try:
+            op = self._require_mine(supervisor, op_id)
+            asked = Asked(by=f"its supervisor (pid {supervisor.pid})", may=lambda _: True, emit=_ignored, wait=False)
+            await self._operations.resume(next(op.live).pid, supervisor.offer.gpu, asked)
+        except HegmError as error:
+            try:
+                await supervisor.tell("give-up", op_id, message=error.message, hint=error.hint)
+            except SupervisorAway as away:
+                logger.debug("%s", away.message)
+            return
+        self._look(supervisor)
+
+    def _require_mine(self, supervisor: Supervisor, op_id: str) -> Operation:
+        op = self._runner.history(op_id).operation
+        if self._supervisors.of_operation(supervisor.uid, op_id) is not supervisor:
+            raise Refused(f"another process waits for operation {op_id} already", "see: hegmctl ps")
+        return op
+
+
+async def _ignored(_progress: OperationProgress) -> None:
+    """Nobody watches."""

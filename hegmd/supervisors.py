@@ -1,0 +1,263 @@
+"""Supervisors: the `hegmctl run --allow-restart` of each job that has one, and what they are asked.
+
+A supervisor is known by its run and its user, over as many connections as that takes: one that comes back takes the
+place of its earlier connection, and says what it expects and whether its command runs. Another process that offers the
+same run of that user while the first one lives is refused, so that there is one parent to ask and never two.
+
+Owns the orders under way and what each supervisor said last. Decides nothing about operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import anyio
+
+from hegmd.errors import DISCONNECTED, REFUSED, HegmError, Refused
+from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
+
+DONE, FAILED, ENDED = "done", "failed", "ended"
+# Of so many that have ended it is known that they have.
+MOST_ENDED = 1000
+
+Send = Callable[[SupervisorOrder, Sequence[int]], Awaitable[None]]
+
+
+class SupervisorAway(HegmError):
+    """The supervisor's connection ended, or there is none."""
+
+    def __init__(self, run: str, what: str) -> None:
+        super().__init__(
+            DISCONNECTED,
+            f"the supervisor of the job (run {run}) is not connected: {what}",
+            "it connects again by itself; if its hegmctl run has ended, go on with: hegmctl run --resume ID -- COMMAND",
+            {"run": run},
+        )
+
+
+class OrderFailed(HegmError):
+    """The supervisor could not do what it was told, and says why."""
+
+    def __init__(self, pid: int, do: str, report: SuperviseReport) -> None:
+        why = report.message or "it gave no reason"
+        super().__init__(
+            REFUSED, f"the job was not restarted: {why}", report.hint or "see what it printed", {"pid": pid}
+        )
+        self.do = do
+
+
+class _Link:
+    """One connection: numbers its orders and knows those that are not answered."""
+
+    def __init__(self, send: Send) -> None:
+        self.send = send
+        self.replaced = anyio.Event()
+        self.given: dict[int, _Given] = {}
+        self.last = 0
+
+    def end(self) -> None:
+        for given in self.given.values():
+            given.over.set()
+        self.given.clear()
+
+
+class _Given:
+    def __init__(self, do: str, operation: str) -> None:
+        self.do = do
+        self.operation = operation
+        self.over = anyio.Event()
+        self.report: SuperviseReport | None = None
+
+
+class Supervisor:
+    """One `hegmctl run` and its command."""
+
+    def __init__(self, pid: int, start_ticks: int, uid: int, offer: Supervise) -> None:
+        self.pid = pid
+        self.start_ticks = start_ticks
+        self.uid = uid
+        self.offer = offer
+        #: Why its command did not come to go on, by its last word.
+        self.failure = ""
+        #: Whether what it wants to go on with was asked for.
+        self.has_asked = False
+        self._link: _Link | None = None
+
+    @property
+    def run(self) -> str:
+        return self.offer.run
+
+    @property
+    def connected(self) -> bool:
+        return self._link is not None
+
+    def serves(self, operation: str) -> bool:
+        """Whether it waits for that operation, or has started its command from there."""
+        return self.offer.operation == operation
+
+    async def order(self, do: str, operation: str, *, fds: Sequence[int] = (), **how: Any) -> SuperviseReport:
+        """Give an order and wait for what becomes of it. Raises OrderFailed, SupervisorAway."""
+        link, given = self._link, _Given(do, operation)
+        if link is None:
+            raise SupervisorAway(self.run, f"it cannot be told to {do}")
+        link.last += 1
+        number = link.last
+        link.given[number] = given
+        try:
+            await link.send(SupervisorOrder(order=number, do=do, operation=operation, **how), fds)
+            await given.over.wait()
+        except (OSError, anyio.ClosedResourceError) as error:
+            raise SupervisorAway(self.run, f"it cannot be told to {do}") from error
+        finally:
+            link.given.pop(number, None)
+        if given.report is None:
+            raise SupervisorAway(self.run, f"it left while it was told to {do}")
+        if given.report.result != DONE:
+            raise OrderFailed(self.pid, do, given.report)
+        return given.report
+
+    async def tell(self, do: str, operation: str, **how: Any) -> None:
+        """Say something that is not answered. Raises SupervisorAway."""
+        if do == "forget":
+            self.offer = self.offer.replace(operation=None, started=False)
+        if self._link is None:
+            raise SupervisorAway(self.run, f"it cannot be told to {do}")
+        self._link.last += 1
+        try:
+            await self._link.send(SupervisorOrder(order=self._link.last, do=do, operation=operation, **how), ())
+        except (OSError, anyio.ClosedResourceError, HegmError) as error:
+            raise SupervisorAway(self.run, f"it cannot be told to {do}") from error
+
+    # -- for Supervisors -----------------------------------------------------------------------------------------------
+
+    def connect(self, send: Send, offer: Supervise) -> _Link:
+        before = self._link
+        self.offer, self._link = offer, _Link(send)
+        if before is not None:
+            before.end()
+            before.replaced.set()
+        return self._link
+
+    def disconnect(self, link: _Link) -> None:
+        link.end()
+        if self._link is link:
+            self._link = None
+
+    def take(self, link: _Link, report: SuperviseReport) -> None:
+        """Take a report that came on that connection."""
+        if self._link is not link:
+            return
+        if report.result == ENDED:
+            self.offer = self.offer.replace(pid=None, started=False, left=self.offer.operation is not None)
+        given = None if report.order is None else link.given.get(report.order)
+        if report.result == FAILED:
+            self.failure = report.message
+            self.offer = self.offer.replace(pid=None, started=False, left=True)
+        elif report.result == DONE and given is not None:
+            started = {"started": True, "left": False} if given.do == "start" else {}
+            self.offer = self.offer.replace(pid=report.pid, operation=given.operation, **started)
+        if given is not None:
+            given.report = report
+            given.over.set()
+
+
+class Supervisors:
+    """Every supervisor of the node. `start_ticks` tells a process's start time, or None if there is none."""
+
+    def __init__(self, start_ticks: Callable[[int], int | None]) -> None:
+        self._start_ticks = start_ticks
+        self._known: dict[tuple[int, str], Supervisor] = {}
+        self._links: dict[object, tuple[Supervisor, _Link]] = {}
+        self._ended: dict[tuple[int, str], None] = {}
+        self._listeners: list[Callable[[Supervisor], object]] = []
+        self._news = anyio.Event()
+
+    def __iter__(self) -> Iterator[Supervisor]:
+        return iter(tuple(self._known.values()))
+
+    def find(self, uid: int | None, run: str | None) -> Supervisor | None:
+        """The supervisor of that run, if its process lives."""
+        known = None if uid is None or run is None else self._known.get((uid, run))
+        return known if known is not None and self.lives(known) else None
+
+    def has_ended(self, uid: int | None, run: str | None) -> bool:
+        """Whether the supervisor of that run was there and its process has ended."""
+        return (uid, run) in self._ended or any(
+            (one.uid, one.run) == (uid, run) and not self.lives(one) for one in self
+        )
+
+    def of_operation(self, uid: int | None, operation: str) -> Supervisor | None:
+        """The one that waits for that operation, or has gone on from it; one that is connected before others."""
+        serving = [one for one in self if one.uid == uid and one.serves(operation) and self.lives(one)]
+        return min(serving, key=lambda one: not one.connected, default=None)
+
+    def of_pid(self, pid: int) -> Supervisor | None:
+        """The supervisor that is this process."""
+        return next((known for known in self if known.pid == pid and self.lives(known)), None)
+
+    def lives(self, known: Supervisor) -> bool:
+        """Whether its process is there still."""
+        with contextlib.suppress(HegmError):
+            return known.connected or self._start_ticks(known.pid) == known.start_ticks
+        return True
+
+    @property
+    def changed(self) -> anyio.Event:
+        """Set when one of them next comes, goes, or says something."""
+        return self._news
+
+    async def attend(self, key: object, pid: int, uid: int, offer: Supervise, send: Send) -> None:
+        """Let a supervisor attend on the connection `key`, until a newer one takes its place or this is cancelled."""
+        supervisor = self._admit(pid, uid, offer)
+        link = supervisor.connect(send, offer)
+        self._links[key] = (supervisor, link)
+        self._tell(supervisor)
+        try:
+            await link.replaced.wait()
+        finally:
+            self._links.pop(key, None)
+            supervisor.disconnect(link)
+            if not self.lives(supervisor):
+                self._known.pop((supervisor.uid, supervisor.run), None)
+                self._ended[supervisor.uid, supervisor.run] = None
+                for oldest in tuple(self._ended)[:-MOST_ENDED]:
+                    del self._ended[oldest]
+            self._tell(supervisor)
+
+    def report(self, key: object, report: SuperviseReport) -> None:
+        """Take what a supervisor reports. Raises Refused when it does not attend on that connection."""
+        attending = self._links.get(key)
+        if attending is None:
+            raise Refused("this connection supervises nothing", "send supervise first, on the same connection")
+        supervisor, link = attending
+        supervisor.take(link, report)
+        self._tell(supervisor)
+
+    def _admit(self, pid: int, uid: int, offer: Supervise) -> Supervisor:
+        known = self.find(uid, offer.run)
+        ticks = self._start_ticks(pid)
+        if ticks is None:
+            raise Refused(f"process {pid} cannot be seen from here", "run hegmd where it sees the node's processes")
+        if known is not None and (known.pid, known.start_ticks) == (pid, ticks):
+            return known
+        if known is not None:
+            raise Refused(
+                f"process {known.pid} supervises run {offer.run[:40]} already", "see: hegmctl ps; every run has one"
+            )
+        if not offer.run:
+            raise Refused("a supervisor has to name its run", "HEGM_RUN is what its command has it from")
+        self._ended.pop((uid, offer.run), None)
+        made = self._known[uid, offer.run] = Supervisor(pid, ticks, uid, offer)
+        return made
+
+    def listen(self, listener: Callable[[Supervisor], object]) -> None:
+        """Have it told when one comes, goes or says something. Told from the event loop, must not wait."""
+        self._listeners.append(listener)
+
+    def _tell(self, supervisor: Supervisor) -> None:
+        self._news.set()
+        self._news = anyio.Event()
+        for listener in self._listeners:
+            listener(supervisor)
