@@ -94,6 +94,11 @@ class Gate:
         return self._home in self._doors
 
     @property
+    def home(self) -> int:
+        """The training thread; 0 while there is none."""
+        return self._home
+
+    @property
     def parked_threads(self) -> frozenset[int]:
         """Every thread that waits in here."""
         return frozenset(self._doors)

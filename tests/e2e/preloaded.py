@@ -106,21 +106,17 @@ def leave(into: str) -> None:
     from _thread import get_ident
 
     from _hegm.agent.restart import leaving
+    from _hegm.errors import HegmError
 
     fd = os.open(into, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        _size, refusals = leaving.save(fd, get_ident(), frame=sys._getframe(1))
-    except leaving.NotNow as error:
-        for found in error.refusals:
-            print(f"refused: {found.what}", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(REFUSED_STATUS)
+        leaving.save(fd, get_ident(), frame=sys._getframe(1))
+    except HegmError as error:
+        print(f"refused: {error.message}", file=sys.stderr)
+        end(REFUSED_STATUS)
     except BaseException:
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    for found in refusals:
-        print(f"not kept: {found.what}", file=sys.stderr)
+        end(1)
     leaving.leave()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 
 from ..notes import note
-from . import iterations
+from . import given, iterations
 from .leaving import end_unrestored
 from .places import path_of, script_frames
 from .shadows import Entering, Shadows
@@ -25,15 +25,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 ALLOWED = "HEGM_ALLOW_RESTART"
-STATE_FD = "HEGM_STATE_FD"
-STATE = "HEGM_STATE"
 _due: Due | None = None
 _passes = 0
 
 
 def is_wanted() -> bool:
     """Whether this process may be restarted, or was."""
-    return os.environ.get(ALLOWED, "") not in ("", "0") or _has_state()
+    return os.environ.get(ALLOWED, "") not in ("", "0") or given.is_there()
 
 
 def is_due() -> bool:
@@ -50,7 +48,7 @@ def meet_loader(module: Any) -> None:
 
 def meet_optimizer(module: Any) -> None:
     """`module` is torch.optim.optimizer: no step before the state is back."""
-    if not _has_state() and _due is None:
+    if not given.is_there() and _due is None:
         return
     expect(None)
     if _due is not None:
@@ -60,8 +58,12 @@ def meet_optimizer(module: Any) -> None:
 def expect(loaders: Any) -> None:
     """Take the state that the environment names, if there is one, and be ready for its place."""
     global _due  # noqa: PLW0603 - one state a process
-    if _due is None and _has_state():
-        _due = Due(_opened())
+    if _due is None and given.is_there():
+        try:
+            given.claim()
+        except OSError as error:
+            end_unrestored([f"the state cannot be had: {error}"])
+        _due = Due()
         os.register_at_fork(after_in_child=_forget_in_child)
         import atexit
 
@@ -73,8 +75,7 @@ def expect(loaders: Any) -> None:
 class Due:
     """A state on its way back into this process."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self) -> None:
         self._state: dict[str, Any] | None = None
         self._entering: Entering | None = None
         self._passes: list[Any] = []
@@ -140,6 +141,7 @@ class Due:
             put_back(state, frame)
         except DoesNotFit as error:
             end_unrestored(error.reasons)
+        given.forget()
         self._state = {"place": {"driver": None}}
         self._awaited = None
         self._passes = [taken for taken in self._passes if taken["rests"]]
@@ -156,14 +158,10 @@ class Due:
         """The state. Not read before it is needed: while PyTorch is being imported it could make no tensors."""
         state = self._state
         if state is None:
-            from . import plain
-
             try:
-                state = plain.read(self._fd)
+                state = given.state()
             except (OSError, ValueError) as error:
                 end_unrestored([f"the state cannot be read: {error}"])
-            finally:
-                os.close(self._fd)
             self._passes = list(state["passes"])
             self._entering = Entering(state["place"], self.arrive)
             self._state = state
@@ -210,23 +208,6 @@ def _begin(loader: Any, frame: FrameType, make: Callable[[Any], Any]) -> Any:
         if iterator is not None:
             return iterator
     return iterations.Iteration(_passes, path, loader).begin(loader, make)
-
-
-def _has_state() -> bool:
-    return bool(os.environ.get(STATE_FD) or os.environ.get(STATE))
-
-
-def _opened() -> int:
-    """The state's descriptor, which children do not get, and neither do they get the word of it."""
-    inherited, path = os.environ.pop(STATE_FD, ""), os.environ.pop(STATE, "")
-    try:
-        if not inherited:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        fd = int(inherited)
-        os.set_inheritable(fd, False)
-    except (OSError, ValueError) as error:
-        end_unrestored([f"the state cannot be opened: {error}"])
-    return fd
 
 
 def _forget_in_child() -> None:

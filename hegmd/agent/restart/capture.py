@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import sys
 
-from . import contents, generators, iterations, kept
+from .. import life
+from . import contents, generators, iterations
 from .holdings import (
     GENERATOR,
     MODULE,
@@ -22,6 +23,8 @@ from .holdings import (
     Holding,
     Holdings,
 )
+from .interface import KEY
+from .interface import said as said_by_script
 from .kinds import is_a
 from .places import Place, Unreadable, look_into, said
 from .unfit import DoesNotFit, Refusal
@@ -36,9 +39,14 @@ FORM = 1
 _BY_HAND = "keep what it goes by with hegm.keep(name, get, set), or write it as a for loop over range() or a loader"
 
 
-def capture(ident: int, frame: FrameType | None = None) -> tuple[dict[str, Any], list[Refusal]]:
-    """The state of the training whose thread is `ident`, which stands, and what a restart would not have of it."""
-    taking = _Taking(ident, frame or sys._current_frames().get(ident))  # pyright: ignore[reportPrivateUsage] - documented all the same
+def capture(ident: int | None = None, frame: FrameType | None = None) -> tuple[dict[str, Any], list[Refusal]]:
+    """The state of the training, whose thread stands, and what stands against a restart from it.
+
+    `ident` is that thread where it is not the gate's own, `frame` its frame where it is that which asks.
+    """
+    thread = life.gate().home if ident is None else ident
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented all the same
+    taking = _Taking(thread, frame or frames.get(thread))
     return taking.state, taking.refusals
 
 
@@ -57,8 +65,7 @@ class _Taking:
             return
         self.state["place"] = self._placed(place, frame)
         self.state["passes"] = list(self._passes())
-        self.state["kept"] = self._kept()
-        self.state["holdings"] = list(self._held(place))
+        self._hold(place)
         self.state["shared"] = generators.read_shared()
 
     def _refuse(self, what: str, hint: str, *, stops: bool = True) -> None:
@@ -77,7 +84,7 @@ class _Taking:
             self._note_loaders(look)
             needs = list(self._needs(look, place.path[loop.depth], loop.line))
             loops.append({"depth": loop.depth, "line": loop.line, "needs": needs})
-        if not kept.is_in_use():
+        if not said_by_script.keeps:
             for step in place.whiles():
                 self._refuse(f"the while loop at {said(step)} goes by variables of the script's own", _BY_HAND)
         if not place.frames:
@@ -134,19 +141,18 @@ class _Taking:
 
     # ---- what has a state -------------------------------------------------------------------------------------------
 
-    def _kept(self) -> dict[str, Any]:
-        values, refusals = kept.take()
-        self.refusals += refusals
-        return values
-
-    def _held(self, place: Place) -> Iterator[dict[str, Any]]:
+    def _hold(self, place: Place) -> None:
         holdings = Holdings(place.frames)
         if not holdings.is_whole:
             self._refuse("the script holds more objects than are looked through", "hold less in lists and dictionaries")
         carried = [found for found in holdings.list if found.kind != TENSOR]
         references = _references(dict(enumerate(carried)))
-        for found in carried:
-            yield {"kind": found.kind, "names": found.names, "content": _taken(found, references)}
+        self.state["holdings"] = [
+            {"kind": found.kind, "names": found.names, "content": _taken(found, references)} for found in carried
+        ]
+        values, against = said_by_script.capture([found.thing for found in carried if found.kind == OPTIMIZER])
+        self.state[KEY] = values
+        self.refusals += [Refusal(what, hint) for what, hint in against]
 
 
 def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
@@ -159,14 +165,15 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     references = _references({index: found for index, (_saved, found) in pairs.items()})
     for saved, found in pairs.values():
         reasons += [f"{saved['names'][0]}: {why}" for why in _unfit(found, saved["content"], references)]
-    reasons += kept.unfit(state["kept"])
+    optimizers = [found.thing for saved, found in pairs.values() if found.kind == OPTIMIZER]
+    reasons += said_by_script.misfits(state[KEY], optimizers)
     if reasons:
         raise DoesNotFit(reasons)
     for kind in (MODULE, OPTIMIZER, SCHEDULER, SCALER, STATEFUL, TENSOR, GENERATOR):
         for saved, found in pairs.values():
             if found.kind == kind:
                 _put(found, saved["content"])
-    kept.put(state["kept"])
+    said_by_script.put_back(state[KEY], optimizers)
     generators.set_shared(state["shared"])
 
 

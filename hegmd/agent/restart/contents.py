@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _NUMBERS = (int, float, bool)
 _COUNTER = "__counter__"
+_CALLED = "_opt_called"  # schedules look at it before they warn of steps in the wrong order
 
 
 # ---- modules --------------------------------------------------------------------------------------------------------
@@ -116,7 +117,8 @@ def take_optimizer(optimizer: Any, references: dict[int, Any]) -> dict[str, Any]
             states.append(loose(dict(optimizer.state[parameter])) if parameter in optimizer.state else None)
         options = {name: loose(value) for name, value in group.items() if name not in ("params", "param_names")}
         groups.append({"params": named, "options": options})
-    return {"class": _class_of(optimizer), "groups": groups, "states": states, "own": own}
+    called = bool(getattr(optimizer, _CALLED, False))
+    return {"class": _class_of(optimizer), "groups": groups, "states": states, "own": own, "called": called}
 
 
 def unfit_optimizer(optimizer: Any, taken: Any, references: dict[int, Any]) -> list[str]:
@@ -146,6 +148,8 @@ def unfit_optimizer(optimizer: Any, taken: Any, references: dict[int, Any]) -> l
 def put_optimizer(optimizer: Any, taken: Any) -> None:
     """Set groups and state; parameters that no module has are copied too."""
     torch: Any = sys.modules["torch"]
+    if taken["called"]:
+        setattr(optimizer, _CALLED, True)
     states = iter(taken["states"])
     for group, before in zip(optimizer.param_groups, taken["groups"]):
         for name, value in before["options"].items():

@@ -15,11 +15,22 @@ DESCRIPTOR, PATH = "HEGM_STATE_FD", "HEGM_STATE"
 
 _NOT_READ = object()
 _state: Any = _NOT_READ
+_claimed: tuple[str | None, str] | None = None
 
 
 def is_there() -> bool:
     """Whether this process goes on from another one's state, and has not put it back yet."""
-    return _state is not None and (DESCRIPTOR in os.environ or PATH in os.environ)
+    return _state is not None and (_claimed is not None or DESCRIPTOR in os.environ or PATH in os.environ)
+
+
+def claim() -> None:
+    """Make it this process's own: its children get neither the descriptor nor the word of it. Raises OSError."""
+    global _claimed  # noqa: PLW0603 - one a process
+    if _claimed is None and is_there():
+        number, path = os.environ.pop(DESCRIPTOR, None), os.environ.pop(PATH, "")
+        if number is not None and number.isdigit():
+            os.set_inheritable(int(number), False)
+        _claimed = (number, path)
 
 
 def state() -> Any:
@@ -39,7 +50,7 @@ def forget() -> None:
 
 
 def _read() -> Any:
-    number = os.environ.get(DESCRIPTOR)
+    number, path = _claimed or (os.environ.get(DESCRIPTOR), os.environ.get(PATH, ""))
     if number is not None:
         try:
             return plain.read(int(number))
@@ -47,7 +58,7 @@ def _read() -> Any:
             if isinstance(error, plain.Damaged):
                 raise
             raise plain.Damaged(f"{DESCRIPTOR} is {number!r}, which is no descriptor") from error
-    fd = os.open(os.environ[PATH], os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         return plain.read(fd)
     finally:

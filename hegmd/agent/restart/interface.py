@@ -153,6 +153,11 @@ class Said:
         first = next((index for index, found in enumerate(optimizers) if found is self._first_optimizer), None)
         return {"kept": kept, "steps": steps, "first": first, "epoch": self._epoch_now()}, against
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the script keeps something of its own over a restart."""
+        return bool(self._kept)
+
     def _epoch_now(self) -> int:
         if self._steps_per_epoch is None:
             return self._epoch

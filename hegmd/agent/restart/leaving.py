@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 
+from ..refusals import refusal
 from .unfit import Refusal
 
 TYPE_CHECKING = False
@@ -23,39 +24,36 @@ LEFT_STATUS = 99
 UNRESTORED_STATUS = 98
 
 
-class NotNow(Exception):
-    """There is to be no restart as things are; `refusals` says why. Nothing has happened."""
+def weigh() -> tuple[int, list[Refusal]]:
+    """How many bytes the state comes to, and what stands against a restart. The training thread is at a boundary."""
+    from . import plain
+    from .capture import capture
 
-    def __init__(self, refusals: list[Refusal]) -> None:
-        super().__init__("; ".join(found.what for found in refusals))
-        self.refusals = refusals
+    state, refusals = capture()
+    try:
+        return plain.size_bytes(state), refusals
+    except plain.NotPlain as error:
+        return 0, [*refusals, _not_plain(state, error)]
 
 
-def take(ident: int, frame: FrameType | None = None) -> tuple[Any, list[Refusal]]:
-    """The state, ready to be written (`size_bytes`, `write`), of the training whose thread stands; what is not kept.
-
-    Raises NotNow.
-    """
+def save(
+    fd: int, ident: int | None = None, progress: Callable[[int], None] | None = None, frame: FrameType | None = None
+) -> int:
+    """Write the state of the training, which stands, into the descriptor; how many bytes. Raises HegmError, OSError."""
     from . import plain
     from .capture import capture
 
     state, refusals = capture(ident, frame)
-    stops = [found for found in refusals if found.stops]
-    if stops:
-        raise NotNow(stops)
-    try:
-        return plain.State(state), refusals
-    except plain.NotPlain as error:
-        where = _named(state, error.path)
-        raise NotNow([Refusal(f"{where} {error.why}, which no state file holds", "keep it out of the state")]) from None
+    if not refusals:
+        try:
+            return plain.write(fd, state, progress)
+        except plain.NotPlain as error:
+            refusals = [_not_plain(state, error)]
+    raise refusal("; ".join([found.what for found in refusals]), refusals[0].hint)
 
 
-def save(
-    fd: int, ident: int, progress: Callable[[int], None] | None = None, frame: FrameType | None = None
-) -> tuple[int, list[Refusal]]:
-    """Write the state into the descriptor; its size in bytes, and what is not kept. Raises NotNow, OSError."""
-    state, refusals = take(ident, frame)
-    return int(state.write(fd, progress)), refusals
+def _not_plain(state: dict[str, Any], error: Any) -> Refusal:
+    return Refusal(f"{_named(state, error.path)} {error.why}, which no state file holds", "leave it out of its state")
 
 
 def leave() -> NoReturn:

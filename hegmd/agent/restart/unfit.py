@@ -17,6 +17,9 @@ class Refusal:
         self.hint = hint
         self.stops = stops
 
+    def __str__(self) -> str:
+        return f"{self.what}; {self.hint}"
+
     def __repr__(self) -> str:
         return f"Refusal({self.what!r}, {self.hint!r}, stops={self.stops})"
 
