@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import anyio
 
 from hegmd.agent_orders import AgentAway
+from hegmd.concert import Progress, in_concert, parts_of
 from hegmd.criu import runs
 from hegmd.criu.dumped import dumped_processes
+from hegmd.criu.guise import closed_to, rights_missing, to_dump
 from hegmd.criu.needs import Needs, needs_of
 from hegmd.criu.node import describe
 from hegmd.criu.population import Population, end_all, let_go, population_of
@@ -27,7 +30,7 @@ from hegmd.criu.program import Criu
 from hegmd.criu.tree import Member as Process
 from hegmd.criu.tree import Tree, pids_below, read_tree
 from hegmd.detached import run_detached
-from hegmd.errors import DENIED, NOT_FOUND, TIMEOUT, Bug, HegmError, Refused
+from hegmd.errors import DENIED, NOT_FOUND, REFUSED, TIMEOUT, Bug, HegmError, Refused
 from hegmd.external import Rights
 from hegmd.image.images import Images, Lent
 from hegmd.inventory import NodeSnapshot
@@ -43,8 +46,6 @@ from hegmd.protocol.operations import Reason
 from hegmd.workers import Worker, Workers
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int], object]
 
 # An agent hangs up as soon as it has said that it will, and looks about thirty times a second whether to come back.
 HANGS_UP_WITHIN_S = 10.0
@@ -103,13 +104,19 @@ class Handoff:
             reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
         root, tree = await run_detached(lambda _: _tree_of(pids), name="hegmd-tree")
         needs = needs_of(tree, gpu_pids=pids, agent_sockets=self._agent_sockets)
-        reasons += [*needs.reasons, *_not_theirs(tree, rights)]
+        reasons += [*needs.reasons, *_not_theirs(tree, needs, rights), *self._lacking(tree, rights)]
         try:
             criu_bytes = await run_detached(lambda _: sum(map(_anonymous_bytes, tree.pids)), name="hegmd-memory")
             await self._images().require_room(path, rights, criu_bytes=criu_bytes, bytes_of_gpus=size_bytes)
         except HegmError as error:
             reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
         return root, tree.member(root).start_ticks, tuple(reasons)
+
+    def _lacking(self, tree: Tree, rights: Rights) -> Iterator[Reason]:
+        uids = frozenset(member.uid for member in tree.members)
+        missing = rights_missing(uids, as_user=rights.uid != 0, in_unit=self._in_unit)
+        if missing is not None:
+            yield missing
 
     @property
     def _agent_sockets(self) -> tuple[str, ...]:
@@ -140,15 +147,13 @@ class Handoff:
         if tree.member(wish.root_pid).start_ticks != wish.root_ticks:
             raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "see the log of the job")
         needs = needs_of(tree, gpu_pids=[member.pid for member in op.live])
-        against = [*needs.reasons, *_not_theirs(tree, _rights(wish))]
+        against = [*needs.reasons, *_not_theirs(tree, needs, _rights(wish))]
         if against:
             raise Refused("\n".join(reason.message for reason in against), against[0].hint)
         attending = {member.pid: self._told(member) for member in op.live}
         node = await self._write_side_by_side(op, wish, lent, criu, (tree, needs), on_progress)
-        if wish.uid != 0:
-            _require_no_more(
-                await run_detached(lambda _: dumped_processes(lent.criu_dir_fd), name="hegmd-dumped"), tree
-            )
+        dumped = await run_detached(lambda _: dumped_processes(lent.criu_dir_fd), name="hegmd-dumped")
+        _require_no_more(dumped, tree, _rights(wish))
         manifest = composed(
             op,
             (await self._look()).gpus,
@@ -167,37 +172,28 @@ class Handoff:
         """CRIU's files and the bytes; meanwhile what a node has to have in common with this one is looked at."""
         tree, needs = taken
         node: dict[str, object] = {}
-        written: dict[str, int] = {}
-        failures: list[HegmError] = []
-
-        async def guarded(work: Awaitable[object]) -> None:
-            """The first failure ends the others, and is told as it is, without a group around it."""
-            try:
-                await work
-            except HegmError as error:
-                failures.append(error)
-                tasks.cancel_scope.cancel()
+        progress_of = parts_of(on_progress)
 
         async def look() -> None:
             node.update(await run_detached(lambda _: describe(tree), name="hegmd-node"))
 
-        def progress_of(name: str) -> Progress:
-            def tell(so_far_bytes: int) -> None:
-                written[name] = so_far_bytes
-                on_progress(sum(written.values()))
+        async def take() -> None:
+            await runs.dump(
+                criu,
+                wish.root_pid,
+                lent.criu_dir_fd,
+                needs,
+                leave_stopped=not wish.leave_running,
+                in_unit=self._in_unit,
+                guise=None
+                if wish.uid == 0
+                else await run_detached(lambda _: to_dump(tree, wish.groups), name="hegmd-guise"),
+            )
 
-            return tell
-
-        async with anyio.create_task_group() as tasks:
-            for member in op.live:
-                if member.out:
-                    tasks.start_soon(guarded, self._write_bytes(op, member, lent, progress_of(member.name)))
-            stopped = not wish.leave_running
-            dump = runs.dump(criu, wish.root_pid, lent.criu_dir_fd, needs, leave_stopped=stopped, in_unit=self._in_unit)
-            tasks.start_soon(guarded, dump)
-            tasks.start_soon(guarded, look())
-        if failures:
-            raise failures[0]
+        out = [
+            partial(self._write_bytes, op, member, lent, progress_of(member.name)) for member in op.live if member.out
+        ]
+        await in_concert(*out, take, look)
         return node
 
     async def _write_bytes(self, op: Operation, member: Member, lent: Lent, on_progress: Progress) -> None:
@@ -369,12 +365,20 @@ def _anonymous_bytes(pid: int) -> int:
     return 0
 
 
-def _not_theirs(tree: Tree, rights: Rights) -> list[Reason]:
-    """Against an image whose reader would get what is not theirs."""
+def _not_theirs(tree: Tree, needs: Needs, rights: Rights) -> list[Reason]:
+    """Against an image whose reader would get what is not theirs, or that CRIU cannot make with a user's rights."""
     if rights.uid == 0:
         return []
+    gid, gids = tree.member(tree.root).gid, {rights.gid, *rights.groups}
+    strange = [
+        member
+        for member in tree.members
+        if member.uid != rights.uid or member.is_guarded or member.gid != gid or gid not in gids
+    ]
     return [
-        _not_theirs_reason(member, rights) for member in tree.members if member.uid != rights.uid or member.is_guarded
+        *(_not_theirs_reason(member, rights) for member in strange),
+        *needs.only_by_root,
+        *closed_to(tree, rights.uid, frozenset(gids)),
     ]
 
 
@@ -382,19 +386,25 @@ def _not_theirs_reason(member: Process, rights: Rights) -> Reason:
     hint = "an image holds all of a process's memory: have its owner make it, or root"
     message = f"process {member.pid} runs as uid {member.uid}, and its image would be yours, of uid {rights.uid}"
     if member.uid == rights.uid:
-        message = f"process {member.pid} has other rights than uid {rights.uid}, or hides its memory from its own user"
+        message = (
+            f"process {member.pid} has other rights or another group (gid {member.gid}) than uid {rights.uid} here, or "
+            "hides its memory from its own user"
+        )
         hint = "end it first (as sudo, su, passwd or ssh-agent), or have root make the image"
     return Reason(code=DENIED.name, message=message, hint=hint, pid=member.pid)
 
 
-def _require_no_more(dumped: Mapping[int, bool], tree: Tree) -> None:
-    """Raise HegmError if there is more in the image than was looked at: somebody who came, or has got other rights."""
-    strange = sorted(pid for pid, is_open in dumped.items() if pid not in tree.pids or not is_open)
+def _require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> None:
+    """Raise HegmError if there is more in the image than was looked at: somebody who came, or has got other rights.
+
+    Root may have anybody's memory; but a process that the manifest does not name would be nobody's after a restore.
+    """
+    strange = sorted(pid for pid, is_open in dumped.items() if pid not in tree.pids or not (is_open or rights.uid == 0))
     if strange:
         raise HegmError(
-            DENIED,
+            DENIED if rights.uid != 0 else REFUSED,
             f"process {strange[0]} has come to the job while its image was made, or has got other rights",
-            "ask again when the job starts no programs, or have root make the image",
+            "ask again when the job starts no programs; the job goes on as before",
             {"pids": strange},
         )
 

@@ -16,12 +16,15 @@ import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
 
+from hegmd.concert import Progress, in_concert, parts_of
 from hegmd.criu import runs
 from hegmd.criu.credentials import beyond, credentials_in
+from hegmd.criu.guise import Guise, rights_missing, to_restore
 from hegmd.criu.needs import Needs
 from hegmd.criu.node import Differences, differences
 from hegmd.criu.orders import unit_name_for
@@ -45,8 +48,6 @@ from hegmd.protocol.operations import Reason
 from hegmd.workers import Worker, Workers
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int], object]
 
 ATTENDS_WITHIN_S = 60.0
 
@@ -166,9 +167,12 @@ class Reviving:
         if rights.uid != 0 and not self._by_owner:
             yield Reason(
                 code=DENIED.name,
-                message="CRIU would open the files of the image as root, by paths that their owner can lead elsewhere",
-                hint="have root restore it; or an administrator sets images.restored_by where users are trusted",
+                message="this node has its images restored by root alone (images.restored_by)",
+                hint="have root restore it",
             )
+        missing = rights_missing(frozenset({rights.uid}), as_user=rights.uid != 0, in_unit=self._in_unit)
+        if missing is not None:
+            yield missing
         for process in manifest.processes if rights.uid != 0 else ():
             if process.uid != rights.uid:
                 yield Reason(
@@ -247,36 +251,19 @@ class Reviving:
 
     async def _read_and_restore(self, image: Image, op_id: str, rights: Rights, on_progress: Progress) -> Revived:
         """Bytes and processes at once. The first failure ends the others, and what came back is ended."""
-        failures: list[HegmError] = []
         came: list[Revived] = []
-        read: dict[str, int] = {}
-
-        async def guarded(work: Awaitable[object]) -> None:
-            try:
-                await work
-            except HegmError as error:
-                failures.append(error)
-                tasks.cancel_scope.cancel()
+        progress_of = parts_of(on_progress)
 
         async def restore() -> None:
             came.append(await self._restore(image, rights))
 
-        def progress_of(name: str) -> Progress:
-            def tell(so_far_bytes: int) -> None:
-                read[name] = so_far_bytes
-                on_progress(sum(read.values()))
-
-            return tell
-
+        parts = [
+            partial(self._read, image, name, Key(op_id, str(worker.pid)), worker.size_bytes, progress_of(name))
+            for worker in image.manifest.workers
+            for name in worker.bytes
+        ]
         try:
-            async with anyio.create_task_group() as tasks:
-                for worker in image.manifest.workers:
-                    for name in worker.bytes:
-                        key = Key(op_id, str(worker.pid))
-                        tasks.start_soon(guarded, self._read(image, name, key, worker.size_bytes, progress_of(name)))
-                tasks.start_soon(guarded, restore())
-            if failures:
-                raise failures[0]
+            await in_concert(*parts, restore)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 for one in came:
@@ -292,8 +279,9 @@ class Reviving:
         criu = await self._criu()
         manifest = image.manifest
         dir_fd = await image.private_criu_dir()
+        guise: Guise | None = None
         if rights.uid != 0:
-            await run_detached(lambda _: _require_no_more(dir_fd, rights), name="hegmd-credentials")
+            guise = await run_detached(lambda _: _guise_for(dir_fd, rights), name="hegmd-credentials")
         with _log_folder() as log_dir_fd:
             return await runs.restore(
                 criu,
@@ -302,6 +290,7 @@ class Reviving:
                 log_dir_fd=log_dir_fd,
                 unit_name=self._unit_of(manifest),
                 description=f"restored from {image.path}",
+                guise=guise,
             )
 
     def _unit_of(self, manifest: Manifest) -> str | None:
@@ -345,7 +334,9 @@ def _log_folder() -> Generator[int]:
     """Where CRIU writes its log: a folder that is gone afterwards, what matters of it being in the error."""
     import tempfile
 
-    with tempfile.TemporaryDirectory(prefix="hegmd-restore-") as folder:
+    with tempfile.TemporaryDirectory(prefix="hegmd-restore-") as outer:  # nobody else gets into it
+        folder = os.path.join(outer, "logs")
+        os.mkdir(folder, 0o700)
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             yield fd
@@ -356,11 +347,13 @@ def _log_folder() -> Generator[int]:
 # ---- looked at on the node; these block ------------------------------------------------------------------------------
 
 
-def _require_no_more(dir_fd: int, rights: Rights) -> None:
-    """Raise HegmError unless every thread comes back with rights that the caller has."""
-    reasons = list(beyond(credentials_in(dir_fd), rights.uid, frozenset({rights.gid, *rights.groups})))
+def _guise_for(dir_fd: int, rights: Rights) -> Guise:
+    """Whose rights CRIU has. Raises HegmError unless every thread comes back with rights that the caller has."""
+    found = credentials_in(dir_fd)
+    reasons = list(beyond(found, rights.uid, frozenset({rights.gid, *rights.groups})))
     if reasons:
         raise HegmError(DENIED, "\n".join(reason.message for reason in reasons), reasons[0].hint)
+    return to_restore(found, rights.uid)
 
 
 def _taken(needs: Needs) -> Iterator[Reason]:

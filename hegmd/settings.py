@@ -426,8 +426,8 @@ class ImagesSettings:
     )
     restored_by: str = setting(
         OneOf(("root", "owner")),
-        "root",
-        "Who may restore an image, whose files CRIU opens as root: root alone, or its owner too, where trusted.",
+        "owner",
+        "Who may restore an image: its owner, with no rights but their own, or root alone.",
         reloads=False,
     )
     lock_dir: Path | None = setting(

@@ -6,6 +6,7 @@ and it is the one to end, to reap and to show what runs there.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,12 +28,16 @@ class UnitTaken(Refused):
 
 
 async def systemd_run(argv: Sequence[str], *, deadline_s: float, path: str = SYSTEM_PATH) -> Completed:
-    """Run a program to its end as a transient unit and pass on its output and status. Raises ExternalError."""
+    """Run a program to its end as a transient unit and pass on its output and status. Raises ExternalError.
+
+    A deadline of `math.inf` is for a program that must not be cut off.
+    """
     program = await _program(argv[0], path)
     if program is None:
         raise missing(argv, path)
     fixed = ["--quiet", "--wait", "--pipe", "--collect", "--service-type=exec"]
-    properties = [f"--property=RuntimeMaxSec={deadline_s:g}", "--property=TimeoutStopSec=2"]
+    longest = "infinity" if deadline_s == math.inf else f"{deadline_s:g}"
+    properties = [f"--property=RuntimeMaxSec={longest}", "--property=TimeoutStopSec=2"]
     whole = ["systemd-run", *fixed, *properties, *_environment(path), "--", program, *argv[1:]]
     return await run(whole, deadline_s=deadline_s, path=path)
 

@@ -1,22 +1,34 @@
 """What stands before and behind CRIU: a small program of its own, by path, with the standard library alone.
 
-attendant.py spare -- PROGRAM ARGUMENTS...
-    Becomes the program, as one that the kernel does not choose when memory is short, and that gets its turn before
-    others: CRIU in the middle of a dump works inside the job's processes, and its end there can be theirs.
+attendant.py start [WISHES] -- PROGRAM ARGUMENTS...
+    Sees to the wishes and becomes the program.
 
-attendant.py start [--open FD:MODE:PATH]... -- PROGRAM ARGUMENTS...
-    Opens those files under those numbers and becomes the program. A unit of the service manager gets no descriptors
-    from the daemon; it opens them by the daemon's /proc entries, which lead to the very same files. Instead of a
-    file, mode `t` gives one side of a new terminal, and a process that copies what is said there into the file: a
-    job that had a terminal would not be restored without one, and asks it for its size and modes.
+attendant.py unit PID_FILE PID [WISHES] -- PROGRAM ARGUMENTS...
+    The same, and when the program has succeeded, tells the service manager who the main process of the unit is that
+    the program leaves behind: CRIU itself, with a user's rights, could not write there.
 
-attendant.py tend FD PID [--open FD:MODE:PATH]... -- PROGRAM ARGUMENTS...
+attendant.py tend FD PID [WISHES] -- PROGRAM ARGUMENTS...
     The same, and stays as the parent of what the program leaves behind: without a service manager somebody has to
     wait for a restored job, whether or not a daemon lives. Says on FD that the program has succeeded, reaps whoever
     ends, until nobody is left, and ends as PID did, the job's root. If the program fails, everybody who came of it
     is ended: being their nearest reaper, it knows who they are, where a number alone could by then be a stranger's.
     On SIGTERM before that, the program has some time to come to its end, since CRIU leaves files behind when it is
     cut off, and then the same is done.
+
+The wishes, each seen to before the program is there:
+
+--spare
+    It is not chosen by the kernel when memory is short, and gets its turn before others: CRIU in the middle of a dump
+    works inside the job's processes, and its end there can be theirs.
+--open FD:MODE:PATH
+    It has that file open under that number. A unit of the service manager gets no descriptors from the daemon; they
+    are opened by the daemon's /proc entries, which lead to the very same files. Instead of a file, mode `t` gives one
+    side of a new terminal, and a process that copies what is said there into the file: a job that had a terminal
+    would not be restored without one, and asks it for its size and modes. Mode `d` is a directory of the daemon's,
+    which belongs to the program's user from then on, with the files in it.
+--as UID:GID:GROUPS:CAPABILITIES
+    It has this user, group, further groups and capabilities, by number, and nothing else; its limits may be raised
+    again as far as they go, since a restored job has those that it had.
 """
 
 from __future__ import annotations
@@ -32,30 +44,49 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 MODES = {"r": os.O_RDONLY, "a": os.O_WRONLY | os.O_APPEND, "u": os.O_RDWR}
+PR_SET_KEEPCAPS = 8
 PR_SET_CHILD_SUBREAPER = 36
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 47, 2
+CAPABILITY_VERSION = 0x20080522  # the third, with two words a set
+LIMITS = 16  # that Linux has
 ASKED_GRACE_S = 20
 
 
-def spare(words: list[str]) -> NoReturn:
-    """Become the program, spared as far as the rights go: without them it is as any other."""
-    for path, value in (("/proc/self/oom_score_adj", "-1000"), ("/proc/self/autogroup", "-10")):
-        with suppress(OSError), open(path, "w") as file:
-            file.write(value)
-    with suppress(OSError):
-        os.nice(-10)
-    os.execv(words[1], words[1:])
-
-
 def start(words: list[str]) -> NoReturn:
-    """Open what is asked for and become the program that follows."""
+    """See to the wishes and become the program that follows."""
     at = words.index("--")
-    wanted = [word.split(":", 2) for word in words[:at] if word != "--open"]
+    wanted: list[list[str]] = []
+    user: str | None = None
+    wishes = iter(words[:at])
+    for wish in wishes:
+        if wish == "--spare":
+            _spare()
+        elif wish == "--as":
+            user = next(wishes)
+        else:
+            wanted.append(next(wishes).split(":", 2))
+    uid = None if user is None else int(user.split(":")[0])
     # Opened far above first: none of the numbers may be taken by another of these files.
-    opened = [(int(number), _far(_opened(mode, path))) for number, mode, path in wanted]
+    opened = [(int(number), _far(_opened(mode, path, uid))) for number, mode, path in wanted]
     for number, descriptor in opened:
         os.dup2(descriptor, number, inheritable=True)
         os.close(descriptor)
+    if user is not None:
+        _become(user)
     os.execv(words[at + 1], words[at + 1 :])
+
+
+def see_through(pid_file: str, root: int, words: list[str]) -> int:
+    """See the program to its end, and name the process that is to be looked after; the program's status."""
+    program = os.fork()
+    if program == 0:
+        start(words)
+    status = _status(os.waitpid(program, 0)[1])
+    if status == 0:
+        fd = os.open(pid_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        os.write(fd, b"%d\n" % root)
+        os.close(fd)
+    return status
 
 
 def tend(told: int, root: int, words: list[str]) -> int:
@@ -131,7 +162,9 @@ def _descendants() -> set[int]:
 # ---- what is opened -------------------------------------------------------------------------------------------------
 
 
-def _opened(mode: str, path: str) -> int:
+def _opened(mode: str, path: str, uid: int | None) -> int:
+    if mode == "d":
+        return _handed_over(os.open(path, os.O_RDONLY | os.O_DIRECTORY), uid)
     if mode != "t":
         return os.open(path, MODES[mode])
     ours, theirs = os.openpty()
@@ -143,7 +176,18 @@ def _opened(mode: str, path: str) -> int:
         os._exit(0)
     os.close(ours)
     os.close(said)
+    if uid is not None:
+        os.fchown(theirs, uid, -1)  # CRIU opens it once more
     return theirs
+
+
+def _handed_over(folder: int, uid: int | None) -> int:
+    """That directory, which is the user's from now on. Nobody else gets there: it lies in one of the daemon's own."""
+    if uid is not None:
+        os.fchown(folder, uid, -1)
+        for name in os.listdir(folder):
+            os.chown(name, uid, -1, dir_fd=folder, follow_symlinks=False)
+    return folder
 
 
 def _copy(ours: int, said: int) -> None:
@@ -170,9 +214,57 @@ def _far(descriptor: int) -> int:
     return far
 
 
+# ---- with which rights -----------------------------------------------------------------------------------------------
+
+
+def _spare() -> None:
+    """As far as the rights go: without them it is as any other."""
+    for path, value in (("/proc/self/oom_score_adj", "-1000"), ("/proc/self/autogroup", "-10")):
+        with suppress(OSError), open(path, "w") as file:
+            file.write(value)
+    with suppress(OSError):
+        os.nice(-10)
+
+
+def _become(told: str) -> None:
+    """Have that user's rights and those capabilities, and keep the latter through exec. Raises OSError."""
+    import ctypes
+    import struct
+
+    uid, gid, groups, capabilities = told.split(":")
+    wanted = [int(each) for each in capabilities.split(",")]
+    _raise_limits()
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def ask(done: int) -> None:
+        if done != 0:
+            raise OSError(ctypes.get_errno(), f"cannot become {told}")
+
+    ask(libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0))
+    os.setgroups([int(each) for each in groups.split(",") if each])
+    os.setresgid(int(gid), int(gid), int(gid))
+    os.setresuid(int(uid), int(uid), int(uid))
+    low, high = (sum(1 << (each % 32) for each in wanted if each // 32 == word) for word in (0, 1))
+    ask(libc.capset(struct.pack("=Ii", CAPABILITY_VERSION, 0), struct.pack("=6I", low, low, low, high, high, high)))
+    for each in wanted:
+        ask(libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, each, 0, 0))
+    ask(libc.prctl(PR_SET_KEEPCAPS, 0, 0, 0, 0))
+
+
+def _raise_limits() -> None:
+    import resource
+
+    most = {resource.RLIMIT_NOFILE: 1 << 20}  # fs.nr_open, as it is unless somebody has set it
+    with suppress(OSError, ValueError), open("/proc/sys/fs/nr_open") as file:
+        most[resource.RLIMIT_NOFILE] = int(file.read())
+    for which in range(LIMITS):
+        with suppress(OSError, ValueError):
+            resource.setrlimit(which, (resource.getrlimit(which)[0], most.get(which, resource.RLIM_INFINITY)))
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "spare":
-        spare(sys.argv[2:])
     if sys.argv[1] == "tend":
         sys.exit(tend(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
+    if sys.argv[1] == "unit":
+        sys.exit(see_through(sys.argv[2], int(sys.argv[3]), sys.argv[4:]))
     start(sys.argv[2:])

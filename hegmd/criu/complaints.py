@@ -46,6 +46,16 @@ _TABLE: tuple[_Row, ...] = (
         "put that file where it was when the image was made",
     ),
     _Row(
+        r"Can't open file (?P<path>\S+)(?: on restore)?: Permission denied",
+        "the job's user may not open {path}",
+        "see who owns it, and the folders and links on the way to it; the job had it open when the image was made",
+    ),
+    _Row(
+        r"Can't create ghost regfile: (?:Permission denied|Operation not permitted)",
+        "the job's user may not make files in a folder where the job had one whose name is gone",
+        "see who owns the folders where it had such files, such as temporary ones",
+    ),
+    _Row(
         r"Connected TCP socket",
         "the job has a TCP connection to outside of itself",
         f"ask for connections to be closed, or {_DUMP_AGAIN}",

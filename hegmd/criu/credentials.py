@@ -50,7 +50,8 @@ class Credentials:
 
     name: str  # of the file
     uids: frozenset[int]
-    gids: frozenset[int]
+    gids: frozenset[int]  # real, effective, saved and of its files
+    groups: tuple[int, ...]  # further ones, in the kernel's order
     capabilities: Mapping[str, int]
 
 
@@ -76,7 +77,7 @@ def beyond(found: Sequence[Credentials], uid: int, gids: frozenset[int]) -> Iter
     """Against each thread that has what a user of that number, in those groups, has not."""
     for each in found:
         what = [f"uid {other}" for other in sorted(each.uids - {uid})]
-        what += [f"group {other}" for other in sorted(each.gids - gids)]
+        what += [f"group {other}" for other in sorted(each.gids.union(each.groups) - gids)]
         for name, mask in each.capabilities.items():
             if mask & ~BY_LOGIN:
                 what.append(f"{name} capabilities {mask & ~BY_LOGIN:#x}")
@@ -116,11 +117,11 @@ def _read(name: str, data: bytes) -> Credentials | None:
     if len(held) != 1:
         raise ValueError("it does not say whose it is")
     said = _fields(_part(held[0]))
-    gids = {_whole(said, number) for number in _GROUPS_OF_ITS_OWN}
     return Credentials(
         name,
         frozenset(_whole(said, number) for number in _USERS),
-        frozenset(gids.union(_wholes(said.get(_FURTHER_GROUPS, [])))),
+        frozenset(_whole(said, number) for number in _GROUPS_OF_ITS_OWN),
+        tuple(_wholes(said.get(_FURTHER_GROUPS, []))),
         {name: _mask(_wholes(said.get(number, []))) for number, name in _SETS.items()},
     )
 

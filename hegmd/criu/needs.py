@@ -63,6 +63,8 @@ class Needs:
     outlets: tuple[Outlet, ...] = ()
     files: tuple[OpenFile, ...] = ()
     reasons: tuple[Reason, ...] = ()
+    # What CRIU can neither take nor bring back with a user's rights instead of root's.
+    only_by_root: tuple[Reason, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         """Its plain form, for a manifest; the reasons are left out, since nothing was dumped against one."""
@@ -132,6 +134,7 @@ def needs_of(
         *_reasons_of_mappings(tree, gpu_pids),
         *reasons_of_unix(tree, agent_sockets, {outlet.key for outlet in outlets}),
     ]
+    only_by_root = [*_reasons_of_confined(tree)]
     common: list[str] = []
     if _is_shell_job(tree):
         common.append("--shell-job")
@@ -143,6 +146,7 @@ def needs_of(
     elif beyond:
         common.append("--tcp-close")
     elif within:
+        only_by_root.append(_of_root(within[0].pid, "a TCP connection to another process of the job"))
         common += ["--tcp-established", "--network-lock", "nftables"]
     if any(is_named_elsewhere(tree, each) for each in unix_datagrams(tree)):
         common.append("--ext-unix-sk")
@@ -152,7 +156,7 @@ def needs_of(
             dump += ["--external", outlet.key.replace("socket:[", "unix[")]
     restore = [*common, *(["--link-remap"] if "--link-remap" in dump else [])]
     pids = tuple(member.pid for member in tree.members)
-    return Needs(pids, tuple(dump), tuple(restore), outlets, tuple(_files(tree)), tuple(reasons))
+    return Needs(pids, tuple(dump), tuple(restore), outlets, tuple(_files(tree)), tuple(reasons), tuple(only_by_root))
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
@@ -182,7 +186,14 @@ def _reasons_of_members(tree: Tree) -> Iterator[Reason]:
     if root.state in {"Z", "X"}:
         yield refusal(f"process {root.pid} has ended", "see `hegmctl ps` for the job's processes", root.pid)
     for member in tree.members:
-        if member.session not in tree.pids and member.session not in {root.session, 0}:
+        if member.session == 0:
+            yield refusal(
+                f"process {member.pid} is in a session whose leader is outside of this pid namespace",
+                "it was started from outside of the container (kubectl exec, docker exec, nsenter): start such jobs in "
+                "a session of their own, with setsid",
+                member.pid,
+            )
+        elif member.session not in tree.pids and member.session != root.session:
             yield refusal(
                 f"process {member.pid} is in session {member.session}, whose leader is neither in the job nor its own",
                 "checkpoint the process that started it, so that the whole of the job is taken",
@@ -196,6 +207,20 @@ def _reasons_of_members(tree: Tree) -> Iterator[Reason]:
             )
 
 
+def _reasons_of_confined(tree: Tree) -> Iterator[Reason]:
+    for member in tree.members:
+        if member.is_confined:
+            yield _of_root(member.pid, "a filter of system calls (seccomp)")
+
+
+def _of_root(pid: int, what: str) -> Reason:
+    return refusal(
+        f"process {pid} has {what}, which CRIU cannot take with a user's rights",
+        "have root make the image, and restore it",
+        pid,
+    )
+
+
 def _is_shell_job(tree: Tree) -> bool:
     """Whether its session's or its group's leader is outside, as with everything that a shell starts."""
     root = tree.member(tree.root)
@@ -207,7 +232,14 @@ def _is_shell_job(tree: Tree) -> bool:
 
 def _reasons_of_descriptors(tree: Tree, gpu_pids: Collection[int]) -> Iterator[Reason]:
     for each in tree.descriptors:
-        if each.target.startswith("anon_inode:") and each.target.removeprefix("anon_inode:") not in _KEPT:
+        if each.trouble is not None:
+            yield refusal(
+                f"process {each.pid} has {each.target} open (descriptor {each.fd}), which cannot be looked at: "
+                f"{each.trouble}",
+                "see what serves that file (mount, ps): a network disk or a FUSE program may be gone",
+                each.pid,
+            )
+        elif each.target.startswith("anon_inode:") and each.target.removeprefix("anon_inode:") not in _KEPT:
             what = each.target.removeprefix("anon_inode:").strip("[]")
             yield refusal(
                 f"process {each.pid} has {what} open (descriptor {each.fd}), which CRIU cannot dump",

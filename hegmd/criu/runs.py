@@ -4,15 +4,19 @@ Under a service manager CRIU is a transient unit, and a restored job is a unit o
 it has the full rights of the node, which the sandbox does not. Without one, CRIU has a session of its own, and a
 restored job a parent of ours (attendant.py) that stays with it and reaps it.
 
-A dump is never cut off: it is waited for, also when nobody wants it any more, because CRIU works inside the job's
-processes and its end by force could come at an instruction at which they cannot do without it. After a failed dump the
-processes are looked at, and whoever was left stopped goes on. A restore that nobody wants any more is waited for too,
-because CRIU that is cut off leaves files behind; then what it made is ended.
+A dump is never cut off: it is waited for, however long it takes and also when nobody wants it any more, because CRIU
+works inside the job's processes and its end by force could come at an instruction at which they cannot do without it.
+One that takes long is told of in the log, again and again. After a failed dump the processes are looked at, and whoever
+was left stopped goes on. A restore that nobody wants any more is waited for too, because CRIU that is cut off leaves
+files behind; then what it made is ended.
+
+With a guise (`guise`) CRIU has a user's rights instead of root's. The directories are that user's from then on.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import time
@@ -24,9 +28,21 @@ import anyio
 import anyio.lowlevel
 
 from hegmd.apart import start_apart
+from hegmd.concert import accompanied
 from hegmd.criu.complaints import failure
+from hegmd.criu.guise import Guise
 from hegmd.criu.needs import Needs
-from hegmd.criu.orders import DUMP_LOG, RESTORE_LOG, dump_order, opened, place_of, restore_order
+from hegmd.criu.orders import (
+    DUMP_LOG,
+    IMAGES_FD,
+    LOGS_FD,
+    RESTORE_LOG,
+    dump_order,
+    folder,
+    opened,
+    place_of,
+    restore_order,
+)
 from hegmd.criu.population import Population, end_all, let_go, population_of, wait_until_free
 from hegmd.criu.program import Criu
 from hegmd.detached import run_detached
@@ -34,12 +50,13 @@ from hegmd.errors import HegmError, Refused
 from hegmd.external import run
 from hegmd.units import UnitTaken, start_unit, stop_unit, systemd_run
 
-__all__ = ["DUMP_DEADLINE_S", "RESTORE_DEADLINE_S", "Dumped", "Revived", "dump", "restore"]
+__all__ = ["DUMP_IS_LONG_S", "RESTORE_DEADLINE_S", "Dumped", "Revived", "dump", "restore"]
 
 logger = logging.getLogger(__name__)
 
-# Far more than CRIU needs for what stays in a process once its GPU's bytes are out; a disk can be slow.
-DUMP_DEADLINE_S = 900.0
+# More than CRIU needs for what stays in a process once its GPU's bytes are out; a disk can be slow. A dump that takes
+# longer is told of, and goes on.
+DUMP_IS_LONG_S = 300.0
 RESTORE_DEADLINE_S = 900.0
 
 _LOG_MAX_BYTES = 4 << 20
@@ -72,7 +89,8 @@ async def dump(
     *,
     leave_stopped: bool,
     in_unit: bool,
-    deadline_s: float = DUMP_DEADLINE_S,
+    guise: Guise | None = None,
+    is_long_s: float = DUMP_IS_LONG_S,
 ) -> Dumped:
     """Write the tree's images and CRIU's log into that directory, which is one opened outside of the daemon's sandbox:
     a descriptor leads to the mount that it was opened in, and those of the sandbox are read-only.
@@ -82,14 +100,15 @@ async def dump(
     """
     started = time.monotonic()
     before = await run_detached(lambda _: population_of(needs.pids), name="look at the job")
-    order = dump_order(criu.path, root_pid, place_of(images_dir_fd), needs, leave_stopped=leave_stopped)
-    order = [*_PYTHON, "spare", "--", *order, "--log-file", DUMP_LOG]
+    order = dump_order(criu.path, root_pid, needs, leave_stopped=leave_stopped, as_user=guise is not None)
+    wishes = ["--spare", *folder(IMAGES_FD, images_dir_fd), *_worn(guise)]
+    order = [*_PYTHON, "start", *wishes, "--", *order]
     with anyio.CancelScope(shield=True):
         try:
-            if in_unit:
-                done = await systemd_run(order, deadline_s=deadline_s)
-            else:
-                done = await run(order, deadline_s=deadline_s)
+            done = await accompanied(
+                lambda: (systemd_run if in_unit else run)(order, deadline_s=math.inf),
+                lambda: _tell_of_long(root_pid, is_long_s),
+            )
             if done.status != 0:
                 raise failure("dump", _log(images_dir_fd, DUMP_LOG), done.output_tail, done.status)
         except HegmError:
@@ -100,7 +119,7 @@ async def dump(
     return Dumped(took_s, criu.version)
 
 
-async def restore(
+async def restore(  # noqa: PLR0913 - what it takes, each by its name
     criu: Criu,
     images_dir_fd: int,
     needs: Needs,
@@ -109,6 +128,7 @@ async def restore(
     unit_name: str | None,
     description: str = "",
     outlets: Mapping[str, int] | None = None,
+    guise: Guise | None = None,
     deadline_s: float = RESTORE_DEADLINE_S,
 ) -> Revived:
     """Bring the tree back, running, in a unit of that name, or without a service manager where it is None.
@@ -118,14 +138,15 @@ async def restore(
     """
     started = time.monotonic()
     await _take_numbers(needs)
-    order = restore_order(criu.path, place_of(images_dir_fd), place_of(log_dir_fd), needs)
-    order += ["--log-file", RESTORE_LOG, "--restore-detached"]
-    files = opened(needs, {key: place_of(fd) for key, fd in (outlets or {}).items()})
+    root = str(needs.pids[0])
+    words = [*folder(IMAGES_FD, images_dir_fd), *folder(LOGS_FD, log_dir_fd), *_worn(guise)]
+    words += opened(needs, {key: place_of(fd) for key, fd in (outlets or {}).items()})
+    words += ["--", *restore_order(criu.path, needs, as_user=guise is not None)]
     if unit_name is not None:
-        await _restore_in_unit(order, files, unit_name, description, log_dir_fd, deadline_s)
+        await _restore_in_unit([root, *words], unit_name, description, log_dir_fd, deadline_s)
     else:
         begun = await start_apart(
-            lambda told: [*_PYTHON, "tend", str(told), str(needs.pids[0]), *files, "--", *order],
+            lambda told: [*_PYTHON, "tend", str(told), root, *words],
             deadline_s=deadline_s,
             end=lambda: end_all(population_of(needs.pids)),
         )
@@ -142,12 +163,29 @@ async def restore(
     return Revived(needs.pids[0], came.start_ticks, unit_name, took_s)
 
 
+def _worn(guise: Guise | None) -> list[str]:
+    return [] if guise is None else ["--as", guise.word]
+
+
+async def _tell_of_long(root_pid: int, is_long_s: float) -> None:
+    """Tell whoever reads the log how long a dump takes, for as long as it does."""
+    began = anyio.current_time()
+    while True:
+        await anyio.sleep(is_long_s)
+        logger.warning(
+            "CRIU has been dumping process %d for %d s: it is not cut off, because that could end the job; "
+            "look at the disk that the image is on, and whether somebody has stopped CRIU: ps -C criu",
+            root_pid,
+            anyio.current_time() - began,
+        )
+
+
 async def _restore_in_unit(
-    order: Sequence[str], files: Sequence[str], name: str, description: str, log_dir_fd: int, deadline_s: float
+    words: Sequence[str], name: str, description: str, log_dir_fd: int, deadline_s: float
 ) -> None:
     """The same in a unit of that name, which is ended again with all that is in it if that fails."""
     pid_file = f"/run/{name}.pid"
-    argv = [*_PYTHON, "start", *files, "--", *order, "--pidfile", pid_file]
+    argv = [*_PYTHON, "unit", pid_file, *words]
     try:
         with anyio.CancelScope(shield=True):
             done = await start_unit(argv, name, pid_file=pid_file, description=description, deadline_s=deadline_s)

@@ -37,6 +37,8 @@ class Member:
     tracer: int = 0
     threads: int = 1
     uid: int = 0
+    gid: int = 0
+    is_confined: bool = False  # by a filter of system calls
     is_guarded: bool = False  # the kernel keeps its memory from its own user
     namespaces: tuple[tuple[str, str], ...] = ()
     command: tuple[str, ...] = ()
@@ -56,7 +58,9 @@ class Descriptor:
     device: int = 0
     kind_device: int = 0  # which device it is, of a device
     links: int = 1
+    owner: tuple[int, int] = (0, 0)  # user and group
     is_locked: bool = False
+    trouble: str | None = None  # why no more is known of it
 
     @property
     def is_deleted(self) -> bool:
@@ -159,7 +163,7 @@ def _member(proc: Path, pid: int) -> Member | None:
         return None
     status = _status(process)
     command = _bytes(process / "cmdline").rstrip(b"\0").split(b"\0")
-    uids = [int(uid) for uid in status.get("Uid", "0").split()]
+    uids, gids = ([int(each) for each in status.get(kind, "0").split()] for kind in ("Uid", "Gid"))
     return Member(
         pid=pid,
         parent=int(fields[_PARENT]),
@@ -171,7 +175,9 @@ def _member(proc: Path, pid: int) -> Member | None:
         tracer=int(status.get("TracerPid", "0")),
         threads=int(status.get("Threads", "1")),
         uid=uids[0],
-        is_guarded=_is_guarded(process, uids),
+        gid=gids[0],
+        is_confined=status.get("Seccomp", "0") == "2",
+        is_guarded=_is_guarded(process, uids) or set(gids) != {gids[0]},
         namespaces=_namespaces(process),
         command=tuple(os.fsdecode(word) for word in command),
     )
@@ -219,11 +225,15 @@ def _descriptors(proc: Path, pid: int) -> Iterator[Descriptor]:
     except (FileNotFoundError, ProcessLookupError):
         return
     for name in sorted(names, key=int):
+        target = "?"
         try:
             target = os.readlink(process / "fd" / name)
             seen = os.stat(process / "fd" / name)
             told = (process / "fdinfo" / name).read_bytes()
         except (FileNotFoundError, ProcessLookupError):
+            continue
+        except OSError as error:  # of a file system whose server is gone, or a broken disk
+            yield Descriptor(pid=pid, fd=int(name), target=target, trouble=error.strerror or str(error))
             continue
         facts = dict(line.split(":", 1) for line in told.decode("utf-8", "replace").splitlines() if ":" in line)
         yield Descriptor(
@@ -237,6 +247,7 @@ def _descriptors(proc: Path, pid: int) -> Iterator[Descriptor]:
             device=seen.st_dev,
             kind_device=seen.st_rdev,
             links=seen.st_nlink,
+            owner=(seen.st_uid, seen.st_gid),
             is_locked="lock" in facts,
         )
 

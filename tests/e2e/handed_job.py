@@ -73,6 +73,8 @@ class HandedJob:
         if uid is not None:
             words = [*as_user(uid), *words]
         with (folder / "errors").open("a") as errors:
+            if uid is not None:
+                os.fchown(errors.fileno(), uid, uid)
             self.process = subprocess.Popen(
                 words, env=self.environ, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True
             )

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hegmd.criu.guise import rights_missing
 from hegmd.criu.population import population_of
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, as_user, daemon_with_criu
@@ -83,3 +84,25 @@ def test_nobody_but_root_takes_or_restores_what_is_not_theirs(daemon: RunningDae
         assert job.pid not in population_of([job.pid]).start_ticks
         job.operation("restore", str(image))
         assert job.losses
+
+
+def test_a_user_has_a_job_in_an_image_and_back_with_every_loss_the_same(daemon: RunningDaemon, folder: Path) -> None:
+    """Without root's help: CRIU has this user's rights on both ways."""
+    missing = rights_missing(frozenset({BOB}), as_user=True, in_unit=False)
+    if missing is not None:
+        pytest.skip(missing.message)
+    with HandedJob(folder / "alone", None) as alone:
+        expected = alone.output()
+    with HandedJob(folder / "job", daemon.socket_path, uid=BOB) as job:
+        job.await_steps(20)
+        images = folder / "images"
+        images.mkdir()
+        os.chown(images, BOB, BOB)
+        status, done = said(job, BOB, "checkpoint", str(job.pid), str(images / "one"))
+        assert status == 0, done
+        assert job.process.wait(ENDS_WITHIN_S) == -9
+        assert {os.stat(each).st_uid for each in (images / "one").rglob("*")} == {BOB}
+        status, done = said(job, BOB, "restore", str(images / "one"))
+        assert status == 0, done
+        assert job.output() == expected
+        assert not list((folder / "state" / "images").iterdir())

@@ -44,7 +44,8 @@ PIECES = (
 POOLED = ("hegmd.errors", *PIECES, "hegmd.store")
 # What jobs go into images by, and come out of them.
 IMAGED = (
-    *("hegmd.agent_orders", "hegmd.criu", "hegmd.detached", "hegmd.external", "hegmd.image", "hegmd.inventory"),
+    *("hegmd.agent_orders", "hegmd.concert", "hegmd.criu", "hegmd.detached", "hegmd.external", "hegmd.image"),
+    "hegmd.inventory",
     *("hegmd.manifests", "hegmd.meeting", "hegmd.migration"),
 )
 # What operations are carried out with.
@@ -94,8 +95,18 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.processes": (*GROUND, *SEEN, *NODE),
     "hegmd.inventory": (*GROUND, *SEEN, *NODE, "hegmd.processes"),
     # CRIU: what a job needs of it, and its runs; the attendant is a program of its own
+    "hegmd.concert": ("hegmd.errors",),
     "hegmd.criu": (
-        *(*GROUND, "hegmd.log", "hegmd.apart", "hegmd.detached", "hegmd.elf", "hegmd.external", "hegmd.units"),
+        *(
+            *GROUND,
+            "hegmd.log",
+            "hegmd.apart",
+            "hegmd.concert",
+            "hegmd.detached",
+            "hegmd.elf",
+            "hegmd.external",
+            "hegmd.units",
+        ),
         "hegmd.processes.procfs",
     ),
     "hegmd.criu.attendant": (),

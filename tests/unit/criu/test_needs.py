@@ -63,6 +63,31 @@ def test_a_child_in_a_strange_session_is_refused() -> None:
     assert messages(found) == ["process 101 is in session 77, whose leader is neither in the job nor its own"]
 
 
+def test_a_job_that_was_started_from_outside_of_its_container_was_stopped_before_criu_refused_it() -> None:
+    """CRIU said «A session leader of 100 is outside of its pid namespace»: so it is with kubectl exec."""
+    found = needs_of(tree(members=(replace(ROOT, session=0), replace(CHILD, session=0))))
+    assert [message.partition(" whose")[0] for message in messages(found)] == [
+        "process 100 is in a session",
+        "process 101 is in a session",
+    ]
+
+
+def test_a_file_on_a_dead_disk_was_an_internal_error_and_is_named() -> None:
+    found = needs_of(tree(Descriptor(100, 3, "/mnt/gone/x", trouble="Stale file handle")))
+    assert messages(found) == [
+        "process 100 has /mnt/gone/x open (descriptor 3), which cannot be looked at: Stale file handle"
+    ]
+
+
+def test_what_takes_roots_rights_is_said_apart() -> None:
+    assert needs_of(tree()).only_by_root == ()
+    found = needs_of(tree(members=(ROOT, replace(CHILD, is_confined=True))))
+    assert found.reasons == ()
+    assert [reason.message for reason in found.only_by_root] == [
+        "process 101 has a filter of system calls (seccomp), which CRIU cannot take with a user's rights"
+    ]
+
+
 def test_locks_and_deleted_files_are_options_only_where_they_are_seen() -> None:
     locked = Descriptor(100, 3, "/out", is_locked=True)
     gone = Descriptor(100, 4, "/tmp/x (deleted)", links=0)

@@ -14,20 +14,21 @@ NEEDS = Needs((4,), dump_options=("--file-locks",), restore_options=("--tcp-clos
 
 
 def test_control_groups_and_the_nodes_own_configuration_are_left_out_of_it() -> None:
-    for order in (dump_order("criu", 4, "/i", NEEDS, leave_stopped=True), restore_order("criu", "/i", "/l", NEEDS)):
+    for order in (dump_order("criu", 4, NEEDS, leave_stopped=True), restore_order("criu", NEEDS)):
+        assert "--unprivileged" not in order
         assert {"--manage-cgroups=ignore", "--no-default-config"} <= set(order)
 
 
 def test_a_dump_never_ends_the_job() -> None:
-    assert "--leave-stopped" in dump_order("criu", 4, "/i", NEEDS, leave_stopped=True)
-    assert "--leave-running" in dump_order("criu", 4, "/i", NEEDS, leave_stopped=False)
+    assert "--leave-stopped" in dump_order("criu", 4, NEEDS, leave_stopped=True)
+    assert "--leave-running" in dump_order("criu", 4, NEEDS, leave_stopped=False)
 
 
 def test_each_has_the_options_that_are_its_own() -> None:
-    assert "--file-locks" in dump_order("criu", 4, "/i", NEEDS, leave_stopped=True)
-    order = restore_order("criu", "/i", "/l", NEEDS)
+    assert "--file-locks" in dump_order("criu", 4, NEEDS, leave_stopped=True)
+    order = restore_order("criu", NEEDS)
     assert "--file-locks" not in order
-    assert order[order.index("--tcp-close") + 1 :] == [
+    assert order[order.index("--tcp-close") + 1 : order.index("--log-file")] == [
         *("--inherit-fd", "fd[10]:pipe:[9]"),
         *("--inherit-fd", "fd[11]:pipe:[7]"),
         *("--inherit-fd", "fd[12]:tty[8803:18]"),
@@ -40,6 +41,14 @@ def test_outlets_are_opened_for_what_they_are_under_the_numbers_that_the_order_n
         *("--open", "11:r:/dev/null"),
         *("--open", "12:t:/dev/null"),
     ]
+
+
+def test_with_a_users_rights_criu_accepts_what_it_cannot_do() -> None:
+    orders = (
+        dump_order("criu", 4, NEEDS, leave_stopped=True, as_user=True),
+        restore_order("criu", NEEDS, as_user=True),
+    )
+    assert all("--unprivileged" in order for order in orders)
 
 
 def test_a_directory_is_named_by_the_descriptor_that_was_checked() -> None:
