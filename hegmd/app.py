@@ -197,6 +197,7 @@ class App:
                         await background.start(ScrapePort(scrape_sockets, self._metrics).run)
                     background.start_soon(self._leave_when_done)
                     await self._serve(listeners, signals)
+                    self._moving.stop()
                     background.cancel_scope.cancel()
         logger.info("stopped")
 

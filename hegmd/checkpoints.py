@@ -37,7 +37,9 @@ class Checkpoints:
         self._lookout = lookout
         self._handoff = handoff
         self._reviving = reviving
-        self._restoring = anyio.Lock()
+        # Two of one user's images may want one pool and one number. Others do not wait for them: a user can stop what
+        # works with that user's rights, CRIU too; then it is the pool, and CRIU, that refuse the later one.
+        self._restoring: dict[int, anyio.Lock] = {}
 
     async def checkpoint(
         self, pid: int, path: str, rights: Rights, asked: Asked, *, leave_running: bool = False
@@ -98,10 +100,11 @@ class Checkpoints:
         """
         _require_absolute(path)
         async with self._reviving.opened(path, rights) as image:
-            plan = await self._plan(image.manifest, to, rights, as_then=as_then)
             if asked.dry_run:
-                return Answer(None, told_plan(plan))
-            op = await self._bring_back(image, rights, asked)
+                return Answer(None, told_plan(await self._plan(image.manifest, to, rights, as_then=as_then)))
+            async with self._restoring.setdefault(rights.uid, anyio.Lock()):
+                plan = await self._plan(image.manifest, to, rights, as_then=as_then)
+                op = await self._bring_back(image, rights)
             await self._handoff.forget(image.manifest)
         return await self._operations.go_on_with(op, plan, replace(asked, dry_run=False))
 
@@ -118,21 +121,20 @@ class Checkpoints:
             raise HegmError(refused.code, refused.message, refused.hint, {**refused.facts, "grown": grown})
         return found.replace(hazards=(*found.hazards, *objections.notes))
 
-    async def _bring_back(self, image: Image, rights: Rights, asked: Asked) -> Operation:
+    async def _bring_back(self, image: Image, rights: Rights) -> Operation:
         """The job as an operation that has begun, at rest. Raises HegmError; nothing of it is there then."""
         runner = self._operations.runner
         manifest = image.manifest
-        async with self._restoring:  # two images may want one pool, and one pid
-            op_id = runner.reserve_id()
-            op = await self._reviving.bring_back(image, op_id, rights, lambda _: None)
-            try:
-                await runner.begin(op)
-            except BaseException:
-                with anyio.CancelScope(shield=True):
-                    await self._reviving.undo(manifest, op)
-                raise
-            self._reviving.settled(manifest, op_id)
-            return op
+        op_id = runner.reserve_id()
+        op = await self._reviving.bring_back(image, op_id, rights, lambda _: None)
+        try:
+            await runner.begin(op)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._reviving.undo(manifest, op_id)
+            raise
+        await self._reviving.settled(manifest, op_id)
+        return op
 
 
 def to_cut_back(reasons: Sequence[Reason], grown: Sequence[Grown]) -> Sequence[Grown]:

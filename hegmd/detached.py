@@ -19,9 +19,10 @@ from typing import Generic, TypeVar
 
 import anyio
 
-from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.errors import TIMEOUT, UNAVAILABLE, HegmError
 
 T = TypeVar("T")
+_SERVED = "see what serves it (findmnt -T FILE, ps): the server of a network disk or a FUSE program may be gone"
 
 
 class _Outcome(Generic[T]):
@@ -73,6 +74,49 @@ async def run_detached(work: Callable[[socket.socket], T], *, name: str, linger_
                 await anyio.wait_readable(ours)
             raise
     return outcome.unwrap()
+
+
+class Looks:
+    """Looks at what others name, such as the files of a job: each takes so long at most, and so many may hang.
+
+    What hangs has a thread of its own for as long, and nobody who asks again and again is to have one for each time.
+    """
+
+    def __init__(self, limit_s: float = 20.0, most: int = 8) -> None:
+        self._limit_s = limit_s
+        self._most = most
+        self._under_way: dict[int, str] = {}  # what each is looking at just now
+        self._last = 0
+
+    async def at(self, work: Callable[[Callable[[str], object]], T], *, name: str) -> T:
+        """The result of `work`, which is given what it tells each thing to, before it looks. Raises HegmError."""
+        if len(self._under_way) >= self._most:
+            raise HegmError(
+                UNAVAILABLE,
+                f"{len(self._under_way)} looks at files have not come to their end, at {self._now()}",
+                _SERVED,
+            )
+        self._last += 1
+        number = self._last
+        self._under_way[number] = "what was asked for"
+
+        def whole(_: socket.socket) -> T:
+            try:
+                return work(lambda what: self._under_way.__setitem__(number, what))
+            finally:
+                self._under_way.pop(number, None)
+
+        with anyio.move_on_after(self._limit_s):
+            try:
+                return await run_detached(whole, name=name)
+            except HegmError:  # also when there was no thread to be had for it
+                self._under_way.pop(number, None)
+                raise
+        what = self._under_way.get(number, "what was asked for")
+        raise HegmError(TIMEOUT, f"{what} does not answer within {self._limit_s:g} s", _SERVED)
+
+    def _now(self) -> str:
+        return ", ".join(sorted(set(dict(self._under_way).values()))[:3])
 
 
 def _no_room(error: Exception) -> HegmError:

@@ -1,9 +1,11 @@
 """Restores that a daemon was killed in: a note of each is on disk from before CRIU until an operation has its job.
 
 Owns these notes, and what a start does with one that it finds: no operation tells of that job, so whatever came back of
-it is ended, the bytes that were read for it are given back, and the image is as it was. A process is known by its
-number, by having been made after the note, and by the `hegmctl run` in its environment, which came with its memory: a
-number alone may be somebody else's by then.
+it is ended, the bytes that were read for it are given back, and the image is as it was. The unit that it was to be in,
+or the attendant that is its parent, has all of it. A process alone is known by its number, by having been made after
+the note, and by its command line or the `hegmctl run` in its environment, which came with its memory: a number alone
+may be somebody else's by then. A note that could not be taken away tells of a job that has long had an operation of its
+own: what any operation has, or had, is let be.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from hegmd.criu.population import Population, end_all, population_of
+from hegmd.criu.population import Population, ask, end_all, population_of
 from hegmd.detached import run_detached
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.pool import Pool
@@ -43,6 +46,7 @@ class HalfRevived:
             "boot": _BOOT_ID.read_text().strip(),
             "since_ticks": int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")),
             "pids": [process.pid for process in manifest.processes],
+            "commands": [process.command or "" for process in manifest.processes],
             "runs": sorted(runs),
             "unit": unit,
         }
@@ -58,23 +62,41 @@ class HalfRevived:
             raise HegmError(UNAVAILABLE, message, f"look at the disk of {self._folder}") from error
 
     def forget(self, op_id: str) -> None:
-        """An operation has the job, or nobody any more. Raises nothing."""
-        with suppress(OSError):
+        """An operation has the job, or nobody any more. Raises nothing: what stays is known for what it is."""
+        try:
             os.unlink(self._folder / op_id)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            logger.warning(
+                "the note of a restore cannot be taken away: %s; look at the disk of %s", error, self._folder
+            )
 
-    async def clear(self, begun: Sequence[str], pool: Pool) -> None:
-        """At the start of a daemon: undo every restore whose operation is not among those that have begun."""
+    async def clear(self, begun: Collection[str], taken: Collection[tuple[int, int]], pool: Pool) -> None:
+        """At the start of a daemon: undo every restore whose operation is not among those that have begun.
+
+        `taken` are the processes that any operation has or had, by number and start time.
+        """
         for op_id, note in self._found():
             if op_id not in begun:
-                logger.warning("hegmd was stopped while it restored a job as operation %s: what came of it ends", op_id)
-                if isinstance(note.get("unit"), str):
-                    await stop_unit(str(note["unit"]))
-                await _end(note)
+                await self._undo(op_id, note, taken)
                 for name, piece in pool.unclaimed().items():
                     if piece.name.key.operation == op_id and piece.name.source is None:
                         with suppress(HegmError):
                             await pool.drop_unclaimed(name)
             self.forget(op_id)
+
+    async def _undo(self, op_id: str, note: Mapping[str, object], taken: Collection[tuple[int, int]]) -> None:
+        came = await run_detached(lambda _: _of(note), name="hegmd-note")
+        if came is None:
+            return
+        if not came.keys().isdisjoint({pid for pid, ticks in taken if came.get(pid) == ticks}):
+            logger.warning("the note of operation %s is an old one: its job came back as another operation", op_id)
+            return
+        logger.warning("hegmd was stopped while it restored a job as operation %s: what came of it ends", op_id)
+        if isinstance(note.get("unit"), str):
+            await stop_unit(str(note["unit"]))
+        await run_detached(lambda _: _end(came), name="hegmd-end")
 
     def _found(self) -> Iterator[tuple[str, Mapping[str, object]]]:
         with suppress(FileNotFoundError):
@@ -85,22 +107,46 @@ class HalfRevived:
                 yield name, note or {}
 
 
-async def _end(note: Mapping[str, object]) -> None:
-    await run_detached(lambda _: end_all(_of(note)), name="hegmd-end")
+def _end(came: Mapping[int, int]) -> None:
+    """End them, and whoever they have made, where their parent is one that knows."""
+    for pid in came:
+        with suppress(OSError):
+            parent = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+            if (_command(parent) or "").partition("attendant.py tend ")[2].split(" ")[1:2] == [str(pid)]:
+                for attendant, ticks in population_of([parent]).start_ticks.items():
+                    ask(attendant, ticks, signal.SIGUSR1)
+    end_all(Population(came))
 
 
-def _of(note: Mapping[str, object]) -> Population:
-    """What lives of the processes of that note. Blocks."""
-    pids, runs, since = as_list(note.get("pids")) or (), as_list(note.get("runs")) or (), note.get("since_ticks")
-    if not isinstance(since, int) or note.get("boot") != _BOOT_ID.read_text().strip():
-        return Population({})
+def _of(note: Mapping[str, object]) -> Mapping[int, int] | None:
+    """What lives of the processes of that note, with their start times; None of another boot's. Blocks."""
+    if note.get("boot") != _BOOT_ID.read_text().strip():
+        return None  # whatever came back has gone with the kernel
+    pids, commands, runs = (as_list(note.get(name)) or () for name in ("pids", "commands", "runs"))
+    since = note.get("since_ticks")
+    if not isinstance(since, int):
+        return {}
+    command_of = dict(zip(map(int, pids), commands, strict=False))
     wanted = {f"HEGM_RUN={run}".encode() for run in runs}
-    found = population_of([int(pid) for pid in pids]).start_ticks
-    return Population({pid: ticks for pid, ticks in found.items() if ticks >= since and wanted & _environ(pid)})
+    found = population_of(command_of or map(int, pids)).start_ticks
+    return {
+        pid: ticks
+        for pid, ticks in found.items()
+        if ticks >= since and (wanted & _words(pid, "environ") or _command(pid) == (command_of.get(pid) or None))
+    }
 
 
-def _environ(pid: int) -> frozenset[bytes]:
+def _words(pid: int, name: str) -> frozenset[bytes]:
     try:
-        return frozenset(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        return frozenset(Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0"))
     except OSError:
         return frozenset()
+
+
+def _command(pid: int) -> str | None:
+    """As manifests have it; None for who has none, or is gone."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return None
+    return " ".join(map(os.fsdecode, words)) or None

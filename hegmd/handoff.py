@@ -28,8 +28,8 @@ from hegmd.criu.node import describe
 from hegmd.criu.population import Population, end_all, let_go, population_of
 from hegmd.criu.program import Criu
 from hegmd.criu.tree import Member as Process
-from hegmd.criu.tree import Tree, pids_below, read_tree
-from hegmd.detached import run_detached
+from hegmd.criu.tree import Tell, Tree, pids_below, read_tree
+from hegmd.detached import Looks, run_detached
 from hegmd.errors import DENIED, NOT_FOUND, REFUSED, TIMEOUT, Bug, HegmError, Refused
 from hegmd.external import Rights
 from hegmd.image.images import Images, Lent
@@ -81,7 +81,13 @@ class Handoff:
         self._look = look
         self._in_unit = in_unit
         self._news = anyio.Event()
+        self._is_stopping = False
+        self._looks = Looks()
         workers.listen(self._hear)
+
+    def stop(self) -> None:
+        """The daemon ends: what is cancelled from now on is not unwanted, and the next one finds it."""
+        self._is_stopping = True
 
     def _hear(self, _news: str, _worker: Worker) -> None:
         self._news.set()
@@ -102,9 +108,10 @@ class Handoff:
             await self._criu()
         except HegmError as error:
             reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
-        root, tree = await run_detached(lambda _: _tree_of(pids), name="hegmd-tree")
+        root, tree = await self._looks.at(lambda tell: _tree_of(pids, tell), name="hegmd-tree")
         needs = needs_of(tree, gpu_pids=pids, agent_sockets=self._agent_sockets)
-        reasons += [*needs.reasons, *_not_theirs(tree, needs, rights), *self._lacking(tree, rights)]
+        reasons += [*needs.reasons, *self._lacking(tree, rights)]
+        reasons += await self._looks.at(lambda _: _not_theirs(tree, needs, rights), name="hegmd-theirs")
         try:
             criu_bytes = await run_detached(lambda _: sum(map(_anonymous_bytes, tree.pids)), name="hegmd-memory")
             await self._images().require_room(path, rights, criu_bytes=criu_bytes, bytes_of_gpus=size_bytes)
@@ -143,11 +150,12 @@ class Handoff:
             await self._go_on(op, wish)
 
     async def _write(self, op: Operation, wish: Wish, lent: Lent, criu: Criu, on_progress: Progress) -> None:
-        tree = await run_detached(lambda _: read_tree(wish.root_pid), name="hegmd-tree")
+        tree = await self._looks.at(lambda tell: read_tree(wish.root_pid, tell=tell), name="hegmd-tree")
         if tree.member(wish.root_pid).start_ticks != wish.root_ticks:
             raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "see the log of the job")
         needs = needs_of(tree, gpu_pids=[member.pid for member in op.live])
-        against = [*needs.reasons, *_not_theirs(tree, needs, _rights(wish))]
+        theirs = self._looks.at(lambda _: _not_theirs(tree, needs, _rights(wish)), name="hegmd-theirs")
+        against = [*needs.reasons, *await theirs]
         if against:
             raise Refused("\n".join(reason.message for reason in against), against[0].hint)
         attending = {member.pid: self._told(member) for member in op.live}
@@ -175,7 +183,7 @@ class Handoff:
         progress_of = parts_of(on_progress)
 
         async def look() -> None:
-            node.update(await run_detached(lambda _: describe(tree), name="hegmd-node"))
+            node.update(await self._looks.at(lambda tell: describe(tree, tell=tell), name="hegmd-node"))
 
         async def take() -> None:
             await runs.dump(
@@ -271,7 +279,11 @@ class Handoff:
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
     async def find(self, op: Operation) -> None:
-        """After a restart: whether the image is whole. If it is not, what there is of it goes, and the job goes on."""
+        """After a restart: whether the image is whole. If it is not, what there is of it goes, and the job goes on.
+
+        Cancelled because the daemon ends, it leaves all as it is: the image may be whole, and then the job is to end
+        without having run on, with what it would write, beyond what is in the image.
+        """
         wish = _wish_of(op)
         try:
             image = await self._images().open(wish.path, _rights(wish))
@@ -281,6 +293,8 @@ class Handoff:
             finally:
                 await image.end()
         except BaseException as error:
+            if self._is_stopping and not isinstance(error, HegmError):
+                raise
             with anyio.CancelScope(shield=True):
                 await self._go_on(op, wish)
                 with contextlib.suppress(HegmError):
@@ -331,7 +345,7 @@ def _rights(wish: Wish) -> Rights:
 # ---- processes; all of these block -----------------------------------------------------------------------------------
 
 
-def _tree_of(pids: Sequence[int]) -> tuple[int, Tree]:
+def _tree_of(pids: Sequence[int], tell: Tell) -> tuple[int, Tree]:
     """The root of the smallest tree that has all of these, and the tree. Raises HegmError."""
     try:
         lines = [_ancestors(pid) for pid in pids]
@@ -342,7 +356,7 @@ def _tree_of(pids: Sequence[int]) -> tuple[int, Tree]:
                 f"processes {', '.join(map(str, pids))} have no common parent that could be taken with them",
                 "start the ranks of a job by one launcher, as torchrun is",
             )
-        return root, read_tree(root)
+        return root, read_tree(root, tell=tell)
     except (ProcessLookupError, FileNotFoundError) as error:
         raise HegmError(NOT_FOUND, f"a process of the job has ended: {error}", "see the log of the job") from error
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from contextlib import suppress
+import stat
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
@@ -21,11 +23,16 @@ from hegmd.errors import UNAVAILABLE, HegmError, Refused
 FOLDER_NAME = "aside"
 # Whoever knows a token may read its file; nobody may list them.
 _FOLDER_MODE = 0o711
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _TOKEN = re.compile(r"[0-9a-f]{32}")
 
 
 class MeetingPlaces:
-    """The places of one daemon. Each call is a few calls of the kernel, on a file system in memory."""
+    """The places of one daemon. Each call is a few calls of the kernel, on a file system in memory.
+
+    Where a folder is given it may be on any, and hang with it: not to be called by the event loop.
+    """
 
     def __init__(self, socket_path: Path) -> None:
         self.socket_path = socket_path
@@ -48,35 +55,79 @@ class MeetingPlaces:
 
     def leave(self, token: str, folder: Path | None = None) -> None:
         """Have it come to its usual socket, if it waits at all. Raises nothing."""
-        with suppress(OSError):
-            os.unlink(self._place(token, folder))
+        with suppress(OSError, Refused):
+            place = self._place(token, folder)
+            with self._opened(place.parent, make=False) as opened:
+                os.unlink(place.name, dir_fd=opened)
 
     def _place(self, token: str, folder: Path | None) -> Path:
         if not _TOKEN.fullmatch(token):
             raise Refused(f"an agent calls itself {token[:40]!r}, which is no token", "see the log of its job")
         return (folder or self.folder) / token
 
-    @staticmethod
-    def _write(place: Path, content: bytes) -> str:
+    def _write(self, place: Path, content: bytes) -> str:
         """Put a file there at once: whoever looks sees the old one or the new one."""
-        new = place.with_name(f".{secrets.token_hex(8)}")
+        new = f".{secrets.token_hex(8)}"
         try:
-            place.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            with suppress(PermissionError):
-                os.chmod(place.parent, _FOLDER_MODE)
-            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            try:
-                os.write(fd, content)
-                os.fchmod(fd, 0o644)
-            finally:
-                os.close(fd)
-            os.replace(new, place)
+            with self._opened(place.parent, make=True) as folder:
+                fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder)
+                try:
+                    os.write(fd, content)
+                    os.fchmod(fd, 0o644)
+                    os.replace(new, place.name, src_dir_fd=folder, dst_dir_fd=folder)
+                except BaseException:
+                    with suppress(OSError):
+                        os.unlink(new, dir_fd=folder)
+                    raise
+                finally:
+                    os.close(fd)
         except OSError as error:
-            with suppress(OSError):
-                os.unlink(new)
             raise HegmError(
                 UNAVAILABLE,
                 f"the meeting place {place} cannot be made: {error.strerror}",
                 f"see whether {place.parent} can be written by hegmd",
             ) from error
         return str(place)
+
+    @contextmanager
+    def _opened(self, folder: Path, *, make: bool) -> Generator[int]:
+        """The folder, with what is missing of the way to it. Raises OSError, and Refused for one that is not to be had.
+
+        The own one is where the administrator has put it. The way to any other is out of an image: there is no link on
+        it, and all of it is root's or this daemon's, so that it leads where it says.
+        """
+        if folder == self.folder:
+            way, rest = os.open(folder.parent, _DIRECTORY & ~os.O_NOFOLLOW), [folder.name]
+        else:
+            way, rest = os.open("/", _DIRECTORY), [part for part in folder.parts if part != "/"]
+        try:
+            for at, name in enumerate(rest, 1):
+                if make:
+                    with suppress(FileExistsError):
+                        _make(name, way, _FOLDER_MODE if at == len(rest) else 0o755)
+                below = os.open(name, _DIRECTORY, dir_fd=way)
+                os.close(way)
+                way = below
+                _require_trusted(folder, os.fstat(way), is_last=at == len(rest))
+            yield way
+        finally:
+            os.close(way)
+
+
+def _make(name: str, dir_fd: int, mode: int) -> None:
+    """A directory with that mode, whatever this process takes off the modes of what it makes."""
+    os.mkdir(name, 0o700, dir_fd=dir_fd)
+    made = os.open(name, _DIRECTORY, dir_fd=dir_fd)
+    try:
+        os.fchmod(made, mode)
+    finally:
+        os.close(made)
+
+
+def _require_trusted(folder: Path, status: os.stat_result, *, is_last: bool) -> None:
+    is_others = bool(status.st_mode & _OTHERS_MAY_WRITE) and (is_last or not status.st_mode & stat.S_ISVTX)
+    if status.st_uid not in {0, os.geteuid()} or is_others:
+        raise Refused(
+            f"the agents of the image look for whom to come to in {folder}, where others than root may put things",
+            "restore it under a daemon with the same socket as then, in a folder of root's",
+        )

@@ -225,8 +225,8 @@ class Moving:
         self.places = MeetingPlaces(self._images_by.socket_path)
         parts = (self._opened_images, self.places, self._workers, self.pool)
         by: dict[str, Any] = {"criu": self._criu, "look": self._look, "in_unit": self._images_by.in_unit}
-        handoff = Handoff(*parts, **by, locks=LockFiles(self._images_by.lock_dir))
-        return handoff, Reviving(
+        self._handoff = Handoff(*parts, **by, locks=LockFiles(self._images_by.lock_dir))
+        return self._handoff, Reviving(
             *parts, **by, simulated=simulated, notes=self._half_revived, by_owner=self._images_by.by_owner
         )
 
@@ -280,7 +280,9 @@ class Moving:
         self.places.open()
         findings = await find_pieces(self.pool.keep, self.memory.adopt)
         self.pool.enter(findings.pieces, self._owned)
-        await self._half_revived.clear([op.id for op in self.runner.operations()], self.pool)
+        begun = self.runner.operations()
+        taken = {(member.pid, member.start_ticks) for op in begun for member in op.workers}
+        await self._half_revived.clear({op.id for op in begun}, taken, self.pool)
         self._distrusted.found = findings.distrusted
         self.strays.tell()
         for member, gpu, size_bytes in rooms_to_restore(self.runner.operations()):
@@ -335,6 +337,10 @@ class Moving:
                 task_status.started()
                 await over.wait()
                 tasks.cancel_scope.cancel()
+
+    def stop(self) -> None:
+        """Said before `run` is cancelled: what is under way is left to the next daemon where it can be."""
+        self._handoff.stop()
 
     def close(self) -> None:
         """Let go of all that is held here; what has a name or a store stays."""

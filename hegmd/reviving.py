@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from errno import ELOOP
 from functools import partial
 from pathlib import Path
 
@@ -28,10 +29,11 @@ from hegmd.criu.guise import Guise, rights_missing, to_restore
 from hegmd.criu.needs import Needs
 from hegmd.criu.node import Differences, differences
 from hegmd.criu.orders import unit_name_for
-from hegmd.criu.population import Population, end_all, holders_of
+from hegmd.criu.population import holders_of
 from hegmd.criu.program import Criu
 from hegmd.criu.runs import Revived
-from hegmd.detached import run_detached
+from hegmd.criu.tree import Tell
+from hegmd.detached import Looks, run_detached
 from hegmd.errors import BUSY, DENIED, REFUSED, TIMEOUT, UNAVAILABLE, HegmError
 from hegmd.external import Rights
 from hegmd.half_revived import HalfRevived
@@ -102,7 +104,9 @@ class Reviving:
         # The sandbox of a service has no /home, and a /tmp of its own; the job will have the node's.
         self._root = Path("/proc/1/root") if in_unit else Path("/")
         self._simulated = simulated
+        self._looks = Looks()
         self._coming: set[int] = set()
+        self._back: dict[str, Revived] = {}
         self._news = anyio.Event()
         workers.listen(self._hear)
 
@@ -151,16 +155,15 @@ class Reviving:
             found.append(Reason(code=BUSY.name, message=message, hint="resume what is suspended, or raise its budget"))
         grown: list[Grown] = []
         notes: list[str] = []
-        for reason, longer, minds in await run_detached(
-            lambda _: list(_changed_files(needs, self._root)), name="hegmd-files"
-        ):
+        changed = await self._looks.at(lambda tell: list(_changed_files(needs, self._root, tell)), name="hegmd-files")
+        for reason, longer, minds in changed:
             if longer is not None:
                 grown.append(longer)
             if minds or as_then:
                 found.append(reason)
             else:
                 notes.append(f"{reason.message}: what it has written since stays in it")
-        differing = await run_detached(lambda _: _differing(manifest, self._root), name="hegmd-node")
+        differing = await self._looks.at(lambda tell: _differing(manifest, self._root, tell), name="hegmd-node")
         return Objections((*found, *differing.refusals), tuple(grown), (*notes, *differing.notes))
 
     def _against_owner(self, manifest: Manifest, rights: Rights) -> Iterator[Reason]:
@@ -209,45 +212,51 @@ class Reviving:
         it begins, or calls `undo`.
         """
         manifest = image.manifest
-        back: Revived | None = None
         self._coming.update(worker.pid for worker in manifest.workers)
         try:
-            self._notes.note(op_id, manifest, self._unit_of(manifest))
-            self._hold_places(manifest)
-            back = await self._read_and_restore(image, op_id, rights, on_progress)
+            unit = self._unit_of(manifest)
+            await run_detached(lambda _: self._notes.note(op_id, manifest, unit), name="hegmd-note")
+            await run_detached(lambda _: self._hold_places(manifest), name="hegmd-places")
+            back = self._back[op_id] = await self._read_and_restore(image, op_id, rights, on_progress)
             await self._attend(manifest, back)
             gpus = (await self._look()).gpus
             return revived(manifest, op_id, back.start_ticks, gpus, time.time())
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await self._undo(manifest, op_id, {} if back is None else back.start_ticks)
+                await self.undo(manifest, op_id)
             raise
 
-    def settled(self, manifest: Manifest, op_id: str) -> None:
-        """An operation has them now, or nobody any more."""
-        self._notes.forget(op_id)
-        folder = Path(meeting_in(manifest))
-        for worker in manifest.workers:
-            self._coming.discard(worker.pid)
-            self._places.leave(worker.token or "", folder)
+    async def settled(self, manifest: Manifest, op_id: str) -> None:
+        """An operation has them now, or nobody any more. Raises nothing."""
+        self._back.pop(op_id, None)
+        self._coming.difference_update(worker.pid for worker in manifest.workers)
+        with anyio.CancelScope(shield=True):
+            await run_detached(lambda _: self._notes.forget(op_id), name="hegmd-note")
+            await run_detached(lambda _: self._leave_places(manifest), name="hegmd-places")
 
-    async def undo(self, manifest: Manifest, op: Operation) -> None:
+    async def undo(self, manifest: Manifest, op_id: str) -> None:
         """End what came back for an operation that did not begin, and give its bytes back. Raises nothing."""
-        ticks = {member.pid: member.start_ticks for member in op.workers}
-        await self._undo(manifest, op.id, ticks)
-
-    async def _undo(self, manifest: Manifest, op_id: str, start_ticks: Mapping[int, int]) -> None:
-        await _end(start_ticks)
+        if (back := self._back.pop(op_id, None)) is not None:
+            await runs.end(back)
         for worker in manifest.workers:
             try:
                 await self._pool.give(Key(op_id, str(worker.pid)))
             except HegmError as error:
                 logger.warning("%s; %s", error.message, error.hint)
-        self.settled(manifest, op_id)
+        await self.settled(manifest, op_id)
+
+    def _leave_places(self, manifest: Manifest) -> None:
+        folder = Path(meeting_in(manifest))
+        for worker in manifest.workers:
+            self._places.leave(worker.token or "", folder)
 
     def _hold_places(self, manifest: Manifest) -> None:
         for worker in manifest.workers:
             self._places.hold(worker.token or "", Path(meeting_in(manifest)))
+
+    def _call_to_places(self, manifest: Manifest) -> None:
+        for worker in manifest.workers:
+            self._places.call(worker.token or "", Path(meeting_in(manifest)))
 
     async def _read_and_restore(self, image: Image, op_id: str, rights: Rights, on_progress: Progress) -> Revived:
         """Bytes and processes at once. The first failure ends the others, and what came back is ended."""
@@ -265,9 +274,8 @@ class Reviving:
         try:
             await in_concert(*parts, restore)
         except BaseException:
-            with anyio.CancelScope(shield=True):
-                for one in came:
-                    await _end(one.start_ticks)
+            for one in came:
+                await runs.end(one)
             raise
         return came[0]
 
@@ -303,9 +311,7 @@ class Reviving:
 
     async def _attend(self, manifest: Manifest, back: Revived) -> None:
         """Call the agents, and wait until all attend, parked. Raises HegmError."""
-        folder = Path(meeting_in(manifest))
-        for worker in manifest.workers:
-            self._places.call(worker.token or "", folder)
+        await run_detached(lambda _: self._call_to_places(manifest), name="hegmd-places")
         with anyio.move_on_after(ATTENDS_WITHIN_S):
             while not all(self._is_there(worker.pid, worker.token, back.start_ticks) for worker in manifest.workers):
                 await self._news.wait()
@@ -323,10 +329,6 @@ class Reviving:
         if worker is None or not worker.connected or worker.token != token:
             return False
         return worker.identity.start_ticks == ticks.get(pid) and worker.parked
-
-
-async def _end(start_ticks: Mapping[int, int]) -> None:
-    await run_detached(lambda _: end_all(Population(start_ticks)), name="hegmd-end")
 
 
 @contextlib.contextmanager
@@ -367,21 +369,22 @@ def _taken(needs: Needs) -> Iterator[Reason]:
             )
 
 
-def _differing(manifest: Manifest, root: Path) -> Differences:
+def _differing(manifest: Manifest, root: Path, tell: Tell) -> Differences:
     """Between this node and the one that it was made on. Raises HegmError."""
     try:
-        return differences(manifest.node or {}, root=root)
+        return differences(manifest.node or {}, root=root, tell=tell)
     except (KeyError, TypeError) as error:
         message = f"the image does not say what its node was like: {type(error).__name__} {error}"
         hint = "it was written by another version of hegmd; restore it with that one"
         raise HegmError(UNAVAILABLE, message, hint) from error
 
 
-def _changed_files(needs: Needs, root: Path) -> Iterator[tuple[Reason, Grown | None, bool]]:
+def _changed_files(needs: Needs, root: Path, tell: Tell) -> Iterator[tuple[Reason, Grown | None, bool]]:
     """Files that are not as they were: what there is to say, which of them have only grown, and whether CRIU minds."""
     for file in needs.files:
+        tell(file.path)
         try:
-            size_bytes = os.stat(root / file.path.lstrip("/")).st_size
+            size_bytes = _size_bytes(root, file.path)
         except OSError as error:
             message = f"{file.path}, which the job has open, is not there: {error.strerror}"
             hint = "put it where it was when the image was made"
@@ -397,3 +400,17 @@ def _changed_files(needs: Needs, root: Path) -> Iterator[tuple[Reason, Grown | N
         )
         minds = not (file.is_appended and has_grown)
         yield reason, Grown(file.path, file.size_bytes, reason) if has_grown else None, minds
+
+
+def _size_bytes(root: Path, path: str) -> int:
+    """Of the very file of that name, which had no link on its way when the image was made. Raises OSError.
+
+    Whose file a link leads to now, and how large that is, is not the job's owner's to know.
+    """
+    fd = os.open(root / path.lstrip("/"), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.readlink(f"/proc/self/fd/{fd}").removeprefix(str(root).rstrip("/")) != path:
+            raise OSError(ELOOP, "a link leads elsewhere now")
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)

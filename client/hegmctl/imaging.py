@@ -8,17 +8,16 @@ them when it refuses, and is asked again.
 from __future__ import annotations
 
 import os
-from errno import ELOOP
 
 from hegmctl.operating import run_one
-from hegmd.errors import REFUSED, HegmError
+from hegmctl.outputs import cut_back
+from hegmd.errors import DISCONNECTED, NO_DAEMON, REFUSED, TIMEOUT, HegmError
 from hegmd.protocol.messages import Checkpoint, Handoff, Restore
 from hegmd.protocol.record import as_list
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from hegmctl.outputs import Cut
     from hegmctl.session import Session
 
 
@@ -67,44 +66,24 @@ def restore(session: Session) -> int:
         grown = as_list(refused.facts.get("grown"))
         if not cuts or request.dry_run or refused.code is not REFUSED or not grown:
             raise
-        for path, size_bytes in cut_back(grown):
-            session.sink.note(f"{path} was cut back to {size_bytes} bytes")
-    return run_one(session, request)
+        cuts_done = cut_back(grown)
+        for cut in cuts_done:
+            session.sink.note(f"{cut.path} was cut back to {cut.size_bytes} bytes")
+        return _restore_once_more(session, request, cuts_done)
 
 
-def cut_back(grown: Iterable[object]) -> list[tuple[str, int]]:
-    """Cut those files to those sizes; which were. Raises HegmError, and then some may have been."""
-    done: list[tuple[str, int]] = []
-    for each in grown:
-        named = as_list(each)
-        if named is None or len(named) != 2 or not isinstance(named[1], int):
-            continue
-        path, size_bytes = str(named[0]), named[1]
-        try:
-            if _cut(path, size_bytes):
-                done.append((path, size_bytes))
-        except OSError as error:
-            raise HegmError(
-                REFUSED,
-                f"{path} cannot be cut back to {size_bytes} bytes: {error.strerror}",
-                "have its owner do it, then restore again",
-            ) from error
-    return done
-
-
-def _cut(path: str, size_bytes: int) -> bool:
-    """Whether it was longer. Raises OSError.
-
-    The path is the file's own, without a link on the way: what a link leads to now was never the job's, and whoever
-    restores another's image could write there where that one cannot.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+def _restore_once_more(session: Session, request: Restore, cuts: list[Cut]) -> int:
+    """With the files as they were then. They are put back where it is known that nothing came of it all the same."""
     try:
-        if os.readlink(f"/proc/self/fd/{fd}") != path:
-            raise OSError(ELOOP, "a link leads to another file")
-        is_longer = os.fstat(fd).st_size > size_bytes
-        if is_longer:
-            os.ftruncate(fd, size_bytes)
-        return is_longer
-    finally:
-        os.close(fd)
+        status = run_one(session, request)
+    except BaseException as error:
+        is_known = isinstance(error, HegmError) and error.code not in (DISCONNECTED, NO_DAEMON, TIMEOUT)
+        for cut in cuts:
+            if is_known and cut.put_back():
+                session.sink.note(f"{cut.path} is as it was")
+            else:
+                session.sink.note(f"what was cut off of {cut.path} is in {cut.kept}")
+        raise
+    for cut in cuts:
+        cut.drop()
+    return status

@@ -13,7 +13,7 @@ attendant.py tend FD PID [WISHES] -- PROGRAM ARGUMENTS...
     ends, until nobody is left, and ends as PID did, the job's root. If the program fails, everybody who came of it
     is ended: being their nearest reaper, it knows who they are, where a number alone could by then be a stranger's.
     On SIGTERM before that, the program has some time to come to its end, since CRIU leaves files behind when it is
-    cut off, and then the same is done.
+    cut off, and then the same is done. So it is afterwards on SIGUSR1, and when nobody is at FD to hear of success.
 
 The wishes, each seen to before the program is there:
 
@@ -109,8 +109,12 @@ def tend(told: int, root: int, words: list[str]) -> int:
         _reap(root)
         return status or 128 + signal.SIGTERM
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: _end_descendants())
     os.chdir("/")
-    os.write(told, b"restored")
+    try:
+        os.write(told, b"restored")
+    except BrokenPipeError:  # the daemon has ended meanwhile, and nobody knows of this job
+        _end_descendants()
     os.closerange(3, 1 << 16)
     return _reap(root)
 

@@ -9,12 +9,13 @@ that hang.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hegmd.criu.tree import Tree
+from hegmd.criu.tree import Tell, Tree, silent
 from hegmd.elf import NotElf, build_id
 from hegmd.errors import REFUSED
 from hegmd.protocol.operations import Reason
@@ -50,11 +51,15 @@ class Differences:
     notes: tuple[str, ...]
 
 
-def describe(tree: Tree) -> dict[str, Any]:
-    """The node as the tree sees it, in plain values for a manifest. Files are looked at from where the tree is."""
+def describe(tree: Tree, *, tell: Tell = silent) -> dict[str, Any]:
+    """The node as the tree sees it, in plain values for a manifest. Files are looked at from where the tree is.
+
+    `tell` is told of each before it is looked at.
+    """
     files: dict[str, Any] = {}
     for each in tree.mappings:
         if each.path.startswith("/") and not each.is_deleted and each.path not in files and _is_kept(each.path):
+            tell(each.path)
             seen = _look(Path(f"/proc/{each.pid}/root"), each.path)
             if seen is not None:
                 files[each.path] = seen
@@ -62,7 +67,7 @@ def describe(tree: Tree) -> dict[str, Any]:
     return {"kernel": known.release, "machine": known.machine, "processor": sorted(_flags()), "files": files}
 
 
-def differences(then: Mapping[str, Any], *, root: Path = Path("/")) -> Differences:
+def differences(then: Mapping[str, Any], *, root: Path = Path("/"), tell: Tell = silent) -> Differences:
     """What is not here as it was there. `root` is where the job will find its files: a sandbox may show others.
 
     Raises KeyError and TypeError when `then` is no description.
@@ -72,7 +77,7 @@ def differences(then: Mapping[str, Any], *, root: Path = Path("/")) -> Differenc
         message = f"the job is of a node with {then['machine']} processors, and this one has {known.machine}"
         return Differences((_refusal(message, "restore it on a node of the same kind"),), ())
     missing = sorted(frozenset(then["processor"]) - _flags())
-    refusals = list(_changed(then["files"], root))
+    refusals = list(_changed(then["files"], root, tell))
     if missing:
         message = f"this node's processor has not {_listed(missing)}, which the job may have chosen its code by"
         refusals.append(_refusal(message, "restore it on a node with the same processor, or a newer one"))
@@ -82,9 +87,10 @@ def differences(then: Mapping[str, Any], *, root: Path = Path("/")) -> Differenc
     return Differences(tuple(refusals), tuple(notes))
 
 
-def _changed(files: Mapping[str, Mapping[str, Any]], root: Path) -> Iterator[Reason]:
+def _changed(files: Mapping[str, Mapping[str, Any]], root: Path, tell: Tell) -> Iterator[Reason]:
     same = "restore it where the same packages are installed, such as in the same container image"
     for path, before in files.items():
+        tell(path)
         now = _look(root, path)
         if now is None:
             yield _refusal(f"{path} is not there, and the job has it mapped", same)
@@ -99,18 +105,23 @@ def _changed(files: Mapping[str, Mapping[str, Any]], root: Path) -> Iterator[Rea
 
 
 def _look(root: Path, path: str) -> dict[str, Any] | None:
-    """Size and build id of a regular file; None where there is none."""
-    place = root / path.lstrip("/")
+    """Size and build id of a regular file; None where there is none. What was found to be one is what is read."""
     try:
-        if not place.is_file():
-            return None
-        size_bytes = place.stat().st_size
-        try:
-            return {"size_bytes": size_bytes, "build_id": build_id(place)}
-        except NotElf:
-            return {"size_bytes": size_bytes, "build_id": None}
+        fd = os.open(root / path.lstrip("/"), os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        try:
+            return {"size_bytes": status.st_size, "build_id": build_id(Path(f"/proc/self/fd/{fd}"))}
+        except NotElf:
+            return {"size_bytes": status.st_size, "build_id": None}
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
 
 
 def _is_kept(path: str) -> bool:

@@ -6,6 +6,8 @@ go through a pidfd that was opened before the start time was compared.
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import select
 import signal
@@ -15,9 +17,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hegmd.processes.procfs import Unreadable, Vanished, read_start
+from hegmd.processes.procfs import Scarce, Unreadable, Vanished, read_start
 
-__all__ = ["Holder", "Population", "end_all", "holders_of", "let_go", "population_of", "wait_until_free"]
+__all__ = ["Holder", "Population", "ask", "end_all", "holders_of", "let_go", "population_of", "wait_until_free"]
+
+_log = logging.getLogger(__name__)
 
 _DUMPER_GRACE_S = 900.0
 _END_GRACE_S = 30.0
@@ -27,26 +31,22 @@ _LOOK_AGAIN_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Population:
-    """Processes by number with their start times; who stood still by a signal, or was traced, when looked at."""
+    """Processes by number with their start times; who stood still by a signal when looked at."""
 
     start_ticks: Mapping[int, int]
     stopped: frozenset[int] = frozenset()
-    traced: frozenset[int] = frozenset()
 
 
 def population_of(pids: Iterable[int]) -> Population:
     """Those of them that live. Blocks no longer than reading /proc does."""
     ticks: dict[int, int] = {}
     stopped: set[int] = set()
-    traced: set[int] = set()
     for pid in pids:
         with suppress(Vanished, Unreadable):
             ticks[pid] = read_start("/proc", pid)[0]
             if _state(pid) == "T":
                 stopped.add(pid)
-            if _tracer(pid):
-                traced.add(pid)
-    return Population(ticks, frozenset(stopped), frozenset(traced))
+    return Population(ticks, frozenset(stopped))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,38 +91,62 @@ def wait_until_free(numbers: Collection[int], limit_s: float = _REAPED_WITHIN_S)
 
 
 def let_go(people: Population) -> None:
-    """Have everybody go on who did not stand still by a signal when they were looked at. Blocks.
+    """Have everybody go on who did not stand still by a signal when they were looked at. Blocks; raises nothing.
 
     A CRIU that is still at work on them is waited for, since it would stop them again: a daemon that was killed in the
-    middle of a dump has left one behind. The signal is sent to all of them, because one that CRIU has just let go of
-    may not have come to its stop yet.
+    middle of a dump has left one behind. Nobody else is, whoever may trace them. The signal is sent to all of them,
+    because one that CRIU has just let go of may not have come to its stop yet.
     """
-    for dumper in dumpers_of(people.start_ticks):
-        _await_end(dumper)
+    try:
+        for dumper in dumpers_of(people.start_ticks):
+            _await_end(dumper)
+    except OSError as error:
+        _log.warning("it cannot be seen whether CRIU is still at work on process %s: %s", [*people.start_ticks], error)
     for pid, ticks in people.start_ticks.items():
-        with _held(pid, ticks) as pidfd:
-            if pidfd is not None and pid not in people.stopped:
-                if pid not in people.traced:
-                    _await_tracer(pid)
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+        if pid not in people.stopped:
+            _let_one_go(pid, ticks)
+
+
+def _let_one_go(pid: int, start_ticks: int) -> None:
+    try:
+        with _held(pid, start_ticks) as pidfd:
+            if pidfd is not None:
+                signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+    except ProcessLookupError:
+        pass
+    except OSError:  # no descriptor to be had, not even to look at who it is: this signal does strangers no harm
+        with suppress(OSError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def ask(pid: int, start_ticks: int, number: signal.Signals) -> None:
+    """Send that very process a signal, and wait until it has ended, for some time. Blocks."""
+    with _held(pid, start_ticks) as pidfd:
+        if pidfd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, number)
+            _ended(pidfd, _END_GRACE_S)
 
 
 def dumpers_of(pids: Iterable[int], proc_root: str = "/proc", *, uid: int | None = None) -> tuple[int, ...]:
     """The processes that dump a tree with one of these for its root, or are about to: by their command lines.
 
-    Only those of the daemon's own user, or of that one: anybody can call a program so, and would be waited for. Not
-    those that stand still: CRIU makes some for a moment, to try what the kernel can, and when it is killed just then
-    they stand there for good.
+    Only those of the daemon's own user and of the processes' own, or of that one: CRIU has the rights of who asks, and
+    anybody else can call a program so, and would be waited for. Not those that stand still: CRIU makes some for a
+    moment, to try what the kernel can, and when it is killed just then they stand there for good.
     """
-    wanted_uid = os.geteuid() if uid is None else uid
-    wanted = [b"\0dump\0--tree\0%d\0" % pid for pid in pids]
+    wanted: dict[bytes, set[int]] = {}
+    for pid in pids:
+        owners = wanted[b"\0dump\0--tree\0%d\0" % pid] = {os.geteuid() if uid is None else uid}
+        with suppress(OSError):
+            owners.update([os.stat(f"{proc_root}/{pid}").st_uid] if uid is None else [])
     found: list[int] = []
     for name in os.listdir(proc_root):
         if name.isdigit():
             with suppress(FileNotFoundError, ProcessLookupError):
                 command = Path(proc_root, name, "cmdline").read_bytes()
-                is_one = any(words in command for words in wanted) and Path(proc_root, name).stat().st_uid == wanted_uid
+                owner = Path(proc_root, name).stat().st_uid
+                is_one = any(words in command and owner in owners for words, owners in wanted.items())
                 if is_one and _state(int(name)) not in {"T", "t"}:
                     found.append(int(name))
     return tuple(found)
@@ -156,16 +180,13 @@ def _held(pid: int, start_ticks: int) -> Generator[int | None, None, None]:
     try:
         try:
             is_same = read_start("/proc", pid)[0] == start_ticks
+        except Scarce as error:
+            raise OSError(errno.EMFILE, str(error)) from error
         except (Vanished, Unreadable):
             is_same = False
         yield pidfd if is_same else None
     finally:
         os.close(pidfd)
-
-
-def _await_tracer(pid: int) -> None:
-    if tracer := _tracer(pid):
-        _await_end(tracer)
 
 
 def _await_end(pid: int) -> None:
@@ -181,10 +202,6 @@ def _await_end(pid: int) -> None:
 
 def _ended(pidfd: int, limit_s: float) -> None:
     select.select([pidfd], [], [], limit_s)
-
-
-def _tracer(pid: int) -> int:
-    return int(_status_field(pid, "TracerPid") or "0")
 
 
 def _state(pid: int) -> str:

@@ -18,10 +18,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -43,14 +45,14 @@ from hegmd.criu.orders import (
     place_of,
     restore_order,
 )
-from hegmd.criu.population import Population, end_all, let_go, population_of, wait_until_free
+from hegmd.criu.population import Population, ask, end_all, let_go, population_of, wait_until_free
 from hegmd.criu.program import Criu
 from hegmd.detached import run_detached
 from hegmd.errors import HegmError, Refused
 from hegmd.external import run
 from hegmd.units import UnitTaken, start_unit, stop_unit, systemd_run
 
-__all__ = ["DUMP_IS_LONG_S", "RESTORE_DEADLINE_S", "Dumped", "Revived", "dump", "restore"]
+__all__ = ["DUMP_IS_LONG_S", "RESTORE_DEADLINE_S", "Dumped", "Revived", "dump", "end", "restore"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +75,16 @@ class Dumped:
 
 @dataclass(frozen=True, slots=True)
 class Revived:
-    """A restored tree: its processes with their new start times, and the unit that it is in, if it is in one."""
+    """A restored tree: its processes with their new start times, and what has all of it, whoever it makes besides.
+
+    That is a unit of the service manager, or the attendant, by number and start time.
+    """
 
     pid: int
     start_ticks: Mapping[int, int]
     unit: str | None
     duration_s: float
+    attendant: Population = field(default_factory=lambda: Population({}))
 
 
 async def dump(
@@ -142,6 +148,7 @@ async def restore(  # noqa: PLR0913 - what it takes, each by its name
     words = [*folder(IMAGES_FD, images_dir_fd), *folder(LOGS_FD, log_dir_fd), *_worn(guise)]
     words += opened(needs, {key: place_of(fd) for key, fd in (outlets or {}).items()})
     words += ["--", *restore_order(criu.path, needs, as_user=guise is not None)]
+    attendant = Population({})
     if unit_name is not None:
         await _restore_in_unit([root, *words], unit_name, description, log_dir_fd, deadline_s)
     else:
@@ -152,6 +159,7 @@ async def restore(  # noqa: PLR0913 - what it takes, each by its name
         )
         if not begun.word:
             raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", begun.status)
+        attendant = population_of([begun.pid])
     came = Population({})
     with anyio.CancelScope(shield=True):  # they are there: until it is known who they are, nobody else can end them
         came = await run_detached(lambda _: population_of(needs.pids), name="look at the job")
@@ -160,7 +168,21 @@ async def restore(  # noqa: PLR0913 - what it takes, each by its name
             raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", 0)
     took_s = time.monotonic() - started
     logger.debug("CRIU restored process %d in %.1f ms", needs.pids[0], took_s * 1e3)
-    return Revived(needs.pids[0], came.start_ticks, unit_name, took_s)
+    return Revived(needs.pids[0], came.start_ticks, unit_name, took_s, attendant)
+
+
+async def end(back: Revived) -> None:
+    """End all that came back, and whoever they have made since. Raises nothing; not to be cancelled."""
+    with anyio.CancelScope(shield=True):
+        if back.unit is not None:
+            await stop_unit(back.unit)
+        for pid, ticks in back.attendant.start_ticks.items():
+            await run_detached(partial(_ask_to_end, pid, ticks), name="end the job")
+        await run_detached(lambda _: end_all(Population(back.start_ticks)), name="end the job")
+
+
+def _ask_to_end(pid: int, start_ticks: int, _: object) -> None:
+    ask(pid, start_ticks, signal.SIGUSR1)
 
 
 def _worn(guise: Guise | None) -> list[str]:

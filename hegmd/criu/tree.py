@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hegmd.criu.sockets import TcpEnd, UnixEnd, tcp_ends, unix_ends
 
 __all__ = ["Descriptor", "Mapping", "Member", "Tree", "pids_below", "read_tree"]
+
+Tell = Callable[[str], object]
 
 NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
 _DELETED = " (deleted)"
@@ -111,8 +113,12 @@ class Tree:
         return next(member for member in self.members if member.pid == pid)
 
 
-def read_tree(root: int, *, proc_root: str = "/proc") -> Tree:
-    """The tree as it is now.
+def silent(_what: str) -> None:
+    """For those who do not want to know what is looked at."""
+
+
+def read_tree(root: int, *, proc_root: str = "/proc", tell: Tell = silent) -> Tree:
+    """The tree as it is now. `tell` is told of each file before it is looked at, which can take for ever.
 
     Raises ProcessLookupError when there is no such process, and PermissionError when it may not be looked at.
     """
@@ -121,7 +127,7 @@ def read_tree(root: int, *, proc_root: str = "/proc") -> Tree:
     members = tuple(member for pid in pids if (member := _member(proc, pid)) is not None)
     if not members or members[0].pid != root:
         raise ProcessLookupError(f"there is no process {root}")
-    descriptors = tuple(found for member in members for found in _descriptors(proc, member.pid))
+    descriptors = tuple(found for member in members for found in _descriptors(proc, member.pid, tell))
     mappings = tuple(found for member in members for found in _mappings(proc, member.pid))
     return Tree(
         root=root,
@@ -218,7 +224,7 @@ def _first_namespaces(proc: Path) -> tuple[tuple[str, str], ...]:
         return ()
 
 
-def _descriptors(proc: Path, pid: int) -> Iterator[Descriptor]:
+def _descriptors(proc: Path, pid: int, tell: Tell) -> Iterator[Descriptor]:
     process = proc / str(pid)
     try:
         names = os.listdir(process / "fd")
@@ -228,6 +234,7 @@ def _descriptors(proc: Path, pid: int) -> Iterator[Descriptor]:
         target = "?"
         try:
             target = os.readlink(process / "fd" / name)
+            tell(target)
             seen = os.stat(process / "fd" / name)
             told = (process / "fdinfo" / name).read_bytes()
         except (FileNotFoundError, ProcessLookupError):

@@ -169,6 +169,7 @@ class Work:
                 manifest_in(folder)
                 folder.lock()
                 folder.require_own()
+                manifest_in(folder)  # once more: until it was locked, somebody could take it away
                 data, seal = folder.read_small(MANIFEST), folder.read_small(SEAL)
         except BaseException:
             folder.close()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -27,8 +26,9 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hegmd.blocks import Progress, opened
-from hegmd.errors import BUSY, DENIED, NOT_FOUND, UNAVAILABLE, HegmError, Refused
+from hegmd.errors import DENIED, NOT_FOUND, UNAVAILABLE, HegmError, Refused
 from hegmd.image.byte_file import ByteFile
+from hegmd.image.lock import lock_alone
 from hegmd.image.plain_file import sum_of
 from hegmd.image.seal import MOST_BYTES
 from hegmd.protocol.images import ImageFile, Manifest
@@ -91,14 +91,7 @@ class Folder:
                 raise
             fd = os.dup(self.fd)  # nobody writes here; this keeps out others of this node
         self._fds.append(fd)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise HegmError(
-                BUSY,
-                f"{self.path} is in use: somebody writes, restores or removes it just now",
-                "wait for that to end; `hegmctl ops` shows what this node does",
-            ) from error
+        lock_alone(fd, self.path)
 
     def require_own(self) -> None:
         """Raise HegmError unless it is the caller's alone: what others could write is not brought to life."""

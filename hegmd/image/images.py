@@ -21,6 +21,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,10 @@ from hegmd.protocol.record import as_list
 
 logger = logging.getLogger(__name__)
 
-logger = logging.getLogger(__name__)
-
 Progress = Callable[[int], object]
 
 PRIVATE_NAME = "images"
+_EARLIER = "images-before-"
 # A disk that does not answer keeps nobody for good.
 DISCARD_WITHIN_S = 30.0
 _FILES_IN_A_MESSAGE = MOST_IN_A_MESSAGE - 13
@@ -54,17 +54,35 @@ def ignore(_done_bytes: int) -> None:
     """For those who do not want to know how far it is."""
 
 
-class Lent:
+class _InHand:
+    """An image's path, the hands that are at it, and CRIU's directory, if that is in the image itself."""
+
+    def __init__(self, path: str, hand: Hand, criu_dir_fd: int, own: Hand | None, private: Private | None) -> None:
+        self.path = path
+        self._hand, self._own, self._private = hand, own, private
+        self._criu_dir_fd = criu_dir_fd
+
+    async def end(self) -> None:
+        """Let go of it and of its lock. What was not made whole stays as a left-over.
+
+        Twice is fine; cannot be cancelled half-way.
+        """
+        with anyio.CancelScope(shield=True):
+            if self._criu_dir_fd >= 0:
+                os.close(self._criu_dir_fd)
+                self._criu_dir_fd = -1
+            await _let_go(self._hand, self._own, self._private)
+
+
+class Lent(_InHand):
     """An image that is being written, under a name that is not yet its own."""
 
     def __init__(
         self, path: str, rights: Rights, key: Key, hand: Hand, own: Hand | None, private: Private | None
     ) -> None:
-        self.path = path
+        super().__init__(path, hand, -1, own, private)
         self.id = secrets.token_hex(16)
         self._rights, self._key = rights, key
-        self._hand, self._own, self._private = hand, own, private
-        self._criu_dir_fd = -1
         self._byte_files: dict[str, ImageFile] = {}
 
     @property
@@ -132,14 +150,6 @@ class Lent:
                 await self._hand.call("discard")
             await self.end()
 
-    async def end(self) -> None:
-        """Let go of it: without `finish` it stays as a left-over. Twice is fine; cannot be cancelled half-way."""
-        with anyio.CancelScope(shield=True):
-            if self._criu_dir_fd >= 0:
-                os.close(self._criu_dir_fd)
-                self._criu_dir_fd = -1
-            await _let_go(self._hand, self._own, self._private)
-
     async def _criu_files(self) -> list[ImageFile]:
         if self._private is None or self._own is None:
             return _files(await self._hand.call("sum"))
@@ -152,16 +162,14 @@ class Lent:
         return files
 
 
-class Image:
+class Image(_InHand):
     """An image that was opened: locked, its manifest read and found right, every file there and of its size."""
 
     def __init__(
         self, path: str, manifest: Manifest, hand: Hand, criu_dir_fd: int, own: Hand | None, private: Private | None
     ) -> None:
-        self.path = path
+        super().__init__(path, hand, criu_dir_fd, own, private)
         self.manifest = manifest
-        self._hand, self._own, self._private = hand, own, private
-        self._criu_dir_fd = criu_dir_fd
         self._is_good = False
 
     async def verify(self, on_progress: Progress = ignore) -> None:
@@ -207,25 +215,18 @@ class Image:
             answer = await own.call("keep", args, fds=fds, on_progress=_so_far(on_progress))
         _require_same(some, answer.values["sums"], self.path)
 
-    async def end(self) -> None:
-        """Let go of it and of its lock. Twice is fine; cannot be cancelled half-way."""
-        with anyio.CancelScope(shield=True):
-            if self._criu_dir_fd >= 0:
-                os.close(self._criu_dir_fd)
-                self._criu_dir_fd = -1
-            await _let_go(self._hand, self._own, self._private)
-
 
 class Images:
-    """Where images are written and opened. What CRIU wrote for an earlier daemon is gone when this is made."""
+    """Where images are written and opened. What CRIU wrote for an earlier daemon goes while this runs."""
 
     def __init__(
         self, state_dir: Path, *, in_unit: bool, key_file: Path | None = None, hands: Hands | None = None
     ) -> None:
         """`in_unit`: callers' hands are units of systemd's. Raises HegmError for a key that cannot be used."""
         self._private = state_dir / PRIVATE_NAME
-        shutil.rmtree(self._private, ignore_errors=True)
         try:
+            if self._private.exists():  # it may hold many GB, and is taken away later
+                self._private.rename(state_dir / f"{_EARLIER}{secrets.token_hex(8)}")
             self._private.mkdir(mode=0o700)
         except OSError as error:
             raise HegmError(
@@ -236,7 +237,14 @@ class Images:
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Let images be worked on, until cancelled."""
-        await self._hands.run(task_status=task_status)
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(self._hands.run)
+            tasks.start_soon(self._take_away_earlier)
+            task_status.started()
+
+    async def _take_away_earlier(self) -> None:
+        for earlier in self._private.parent.glob(f"{_EARLIER}*"):
+            await run_detached(partial(_remove, earlier), name="private images")
 
     async def require_room(self, path: str, rights: Rights, *, criu_bytes: int, bytes_of_gpus: int) -> None:
         """Raise HegmError unless an image of about that size could be made there now: before anybody is stopped for it.
@@ -335,6 +343,10 @@ class Images:
     def _is_other(rights: Rights) -> bool:
         """Whether the caller is somebody else than the daemon."""
         return rights.uid != os.geteuid()
+
+
+def _remove(folder: Path, _: object) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _let_go(hand: Hand, own: Hand | None, private: Private | None) -> None:

@@ -28,6 +28,7 @@ from hegmd.image.folder import (
     told,
     unnamed_beside,
 )
+from hegmd.image.lock import lock_alone
 from hegmd.image.seal import read_manifest
 from hegmd.protocol.images import ImageSeen, ImageVerified, Manifest
 
@@ -219,14 +220,10 @@ def _locked(fd: int, path: str) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        lock_alone(lock_fd, path)
+    except HegmError:
         os.close(lock_fd)
-        raise HegmError(
-            BUSY,
-            f"{path} is in use: somebody writes, restores or removes it just now",
-            "wait for that to end; `hegmctl ops` shows what this node does",
-        ) from error
+        raise
     return lock_fd
 
 

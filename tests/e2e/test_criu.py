@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -207,3 +208,38 @@ async def test_an_attendant_ends_as_its_job_does_and_takes_half_made_ones_with_i
     os.close(told)
     os.close(tells)
     assert statuses == [0, 5, 137]
+
+
+# Makes another when it is told to, which nobody has seen when the job came back.
+FORKING = "(trap 'sleep 600 & echo $! > {made}; wait' USR1; echo $BASHPID > {child}; while :; do sleep 0.05; done) & "
+FORKING += "until [ -s {child} ]; do :; done; exit 0"
+
+
+@pytest.mark.parametrize("is_heard", [True, False], ids=["told to", "nobody hears of it"])
+async def test_a_process_that_a_job_had_made_since_it_came_back_stayed_when_it_was_undone(
+    is_heard: bool, tmp_path: Path
+) -> None:
+    """It was ended by the numbers of the image; and a daemon that was killed just then left all of it behind."""
+    told, tells = os.pipe()
+    child, made = tmp_path / "child", tmp_path / "made"
+    text = FORKING.format(child=child, made=made)
+    argv = [sys.executable, "-SE", str(ATTENDANT), "tend", str(tells), "0", "--", "/bin/bash", "-c", text]
+    if not is_heard:
+        os.close(told)
+    process = await anyio.open_process(argv, stdin=None, stdout=None, stderr=None, pass_fds=(tells,))
+    os.close(tells)
+    numbers = [child]
+    if is_heard:
+        assert os.read(told, 64) == b"restored"
+        os.close(told)
+        tell(int(child.read_text()))
+        while not _is_written(made):
+            await anyio.lowlevel.checkpoint()
+        numbers.append(made)
+        process.send_signal(signal.SIGUSR1)
+    await process.wait()
+    assert population_of(int(each.read_text()) for each in numbers).start_ticks == {}
+
+
+def _is_written(file: Path) -> bool:
+    return file.exists() and file.read_text().endswith("\n")

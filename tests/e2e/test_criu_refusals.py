@@ -20,6 +20,7 @@ from hegmd.criu.needs import Needs, needs_of
 from hegmd.criu.population import end_all, population_of
 from hegmd.criu.tree import read_tree
 from hegmd.errors import HegmError
+from tests.e2e.agented import environment
 from tests.e2e.real_criu import Job, criu_or_skip, directory, ended_after, job, python, tell
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
@@ -133,6 +134,41 @@ async def test_a_tracer_is_seen_before_and_the_job_goes_on(tmp_path: Path) -> No
             tracer.gone()
         tell(started.pid)
         assert started.line() == "goes on"
+
+
+# Two processes of a fresh pid namespace whose session is the one outside, as with `kubectl exec`.
+FROM_OUTSIDE = """
+import os, signal, sys
+from hegmd.criu.needs import needs_of
+from hegmd.criu.tree import read_tree
+job = os.fork()
+if job == 0:
+    signal.pause()
+try:
+    print(needs_of(read_tree(job)).reasons[0].message, flush=True)
+    images = sys.argv[2]
+    words = ["dump", "-t", str(job), "-D", images, "-o", "log", "-R", "--shell-job", "--manage-cgroups=ignore"]
+    assert os.spawnv(os.P_WAIT, sys.argv[1], [sys.argv[1], *words]) != 0
+finally:
+    os.kill(job, signal.SIGKILL)
+    os.waitpid(job, 0)
+"""
+
+
+def test_a_job_from_outside_of_its_pid_namespace_was_found_out_by_criu_alone(tmp_path: Path) -> None:
+    criu = criu_or_skip()
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *python(FROM_OUTSIDE), criu.path]
+    ran = subprocess.run(
+        [*inside, str(tmp_path)],
+        env=environment(None, PYTHONPATH=str(Path(__file__).parents[2])),
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "process 2 is in a session whose leader is outside of this pid namespace\n"
+    assert "is outside of its pid namespace" in (tmp_path / "log").read_text()
 
 
 # -- at the restore ----------------------------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import anyio
 import pytest
 
-from hegmd.detached import run_detached
+from hegmd.detached import Looks, run_detached
 from hegmd.errors import HegmError
 
 
@@ -101,3 +102,30 @@ print("left")
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=15, check=False)
     assert (ended.stdout, ended.stderr, ended.returncode) == ("left\n", "", 0)
+
+
+async def test_a_file_on_a_dead_disk_kept_whoever_asked_waiting_for_good() -> None:
+    """And each time that somebody asked again, one more thread was left behind."""
+    answers = threading.Event()
+
+    def look(tell: Callable[[str], object]) -> None:
+        tell("/mnt/dead/file")
+        answers.wait()
+
+    looks = Looks(limit_s=0.01, most=2)
+    try:
+        for _ in range(2):
+            with pytest.raises(HegmError, match="/mnt/dead/file does not answer within"):
+                await looks.at(look, name="look")
+        with pytest.raises(HegmError, match="2 looks at files have not come to their end, at /mnt/dead/file"):
+            await looks.at(look, name="look")
+    finally:
+        answers.set()
+
+
+async def test_a_look_that_comes_to_its_end_is_not_counted() -> None:
+    looks = Looks(most=1)
+    assert await looks.at(lambda _: 1, name="look") == 1
+    with pytest.raises(LookupError):
+        await looks.at(lambda _: dict[int, int]()[1], name="look")
+    assert await looks.at(lambda _: 2, name="look") == 2

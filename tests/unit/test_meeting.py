@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from hegmd.agent.aside import Aside
-from hegmd.errors import Refused
+from hegmd.errors import HegmError, Refused
 from hegmd.meeting import MeetingPlaces
 
 TOKEN, OTHER = "a" * 32, "b" * 32
@@ -40,6 +41,37 @@ def test_nobody_can_list_tokens_and_whoever_knows_one_can_read_its_place(tmp_pat
     place = Path(places.hold(TOKEN))
     assert place.parent.stat().st_mode & 0o777 == 0o711
     assert place.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_meeting_place_out_of_an_image_was_made_where_somebody_had_put_a_link(tmp_path: Path) -> None:
+    """Of an image that was made under a socket in /tmp: that folder is anybody's by now, and root wrote there."""
+    places = MeetingPlaces(tmp_path / "hegmd.sock")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(HegmError, match="cannot be made"):
+        places.hold(TOKEN, tmp_path / "link" / "aside")
+    assert list((tmp_path / "real").iterdir()) == []
+    (tmp_path / "real" / TOKEN).touch()
+    places.leave(TOKEN, tmp_path / "link")
+    assert (tmp_path / "real" / TOKEN).exists()
+
+
+def test_the_mode_of_a_folder_out_of_an_image_was_changed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    MeetingPlaces(tmp_path / "hegmd.sock").hold(TOKEN, tmp_path / "elsewhere")
+    assert (tmp_path / "elsewhere").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to have folders of others")
+@pytest.mark.parametrize(("owner", "mode"), [(65534, 0o755), (0, 0o777), (0, 0o1777)])
+def test_a_folder_where_others_may_write_is_no_meeting_place(owner: int, mode: int, tmp_path: Path) -> None:
+    folder = tmp_path / "others"
+    folder.mkdir()
+    folder.chmod(mode)
+    os.chown(folder, owner, owner)
+    with pytest.raises(Refused, match="others than root may put things"):
+        MeetingPlaces(tmp_path / "hegmd.sock").hold(TOKEN, folder)
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("token", ["", "../../etc/passwd", "a" * 31, "A" * 32, "a" * 32 + "/x"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -46,6 +47,32 @@ def test_whoever_was_stopped_in_between_goes_on_and_who_was_before_does_not() ->
         let_go(before)
         os.waitid(os.P_PID, one.pid, os.WCONTINUED)
         assert state(other) == "T"
+
+
+def test_one_that_no_descriptor_could_be_had_for_left_everybody_after_it_stopped() -> None:
+    with sleeper() as one, sleeper() as other:
+        before = population_of([one.pid, other.pid])
+        for process in (one, other):
+            stop(process)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+            let_go(before)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for process in (one, other):
+            os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+
+
+def test_a_strangers_tracer_was_waited_for_before_a_job_went_on() -> None:
+    """An strace of a job kept it, once CRIU was done with it, standing for 15 minutes."""
+    trace = "import ctypes, os, signal, sys, time\nlibc = ctypes.CDLL(None)\npid = int(sys.argv[1])\n"
+    trace += "assert libc.ptrace(0x4206, pid, None, None) == 0\nprint('ready', flush=True)\ntime.sleep(600)"
+    with sleeper() as one:
+        before = population_of([one.pid])
+        with sleeper(str(one.pid), text=trace):
+            let_go(before)
+            assert state(one) in "St"
 
 
 def test_a_number_that_is_somebody_elses_by_now_is_not_touched() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hegmctl.imaging import cut_back
-from hegmd.errors import REFUSED, HegmError
+from hegmctl.outputs import cut_back
+from hegmd.errors import EXTERNAL, REFUSED, HegmError
 from hegmd.protocol import messages as m
 from hegmd.protocol.record import Record
 from tests.unit.hegmctl import node
@@ -20,9 +20,31 @@ def test_what_has_grown_is_cut_and_nothing_else(tmp_path: Path) -> None:
     longer, shorter = tmp_path / "longer", tmp_path / "shorter"
     longer.write_text("0123456789")
     shorter.write_text("01")
-    assert cut_back([[str(longer), 4], [str(shorter), 4], "nonsense"]) == [(str(longer), 4)]
+    (cut,) = cut_back([[str(longer), 4], [str(shorter), 4], "nonsense"])
+    assert (cut.path, cut.size_bytes) == (str(longer), 4)
     assert longer.read_text() == "0123"
     assert shorter.read_text() == "01"
+    assert cut.put_back()
+    assert longer.read_text() == "0123456789"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["longer", "shorter"]
+
+
+def test_of_two_files_the_first_stayed_cut_when_the_second_could_not_be(tmp_path: Path) -> None:
+    longer = tmp_path / "longer"
+    longer.write_text("0123456789")
+    with pytest.raises(HegmError, match="No such file"):
+        cut_back([[str(longer), 4], [str(tmp_path / "gone"), 4]])
+    assert longer.read_text() == "0123456789"
+
+
+def test_what_a_job_has_written_since_is_not_written_over(tmp_path: Path) -> None:
+    longer = tmp_path / "longer"
+    longer.write_text("0123456789")
+    (cut,) = cut_back([[str(longer), 4]])
+    longer.write_text("0123new")
+    assert not cut.put_back()
+    assert longer.read_text() == "0123new"
+    assert Path(cut.kept).read_text() == "456789"
 
 
 def test_a_file_that_cannot_be_cut_is_told_with_the_reason(tmp_path: Path) -> None:
@@ -59,3 +81,21 @@ def test_a_restore_that_is_refused_for_what_has_grown_is_asked_for_again(tmp_pat
     assert ran.returncode == 0
     assert output.read_text() == "0123"
     assert "was cut back to 4 bytes" in ran.stderr
+    assert sorted(each.suffix for each in tmp_path.glob("output*")) == [""]
+
+
+def test_outputs_stayed_cut_when_the_restore_that_they_were_cut_for_failed(tmp_path: Path) -> None:
+    """CRIU failed after the daemon had found nothing against it: the log of weeks was gone, and the job not back."""
+    output = tmp_path / "output"
+    output.write_text("0123456789")
+    refused = HegmError(REFUSED, "it has grown", "cut it back", {"grown": [[str(output), 4]]})
+    failed = HegmError(EXTERNAL, "CRIU's restore failed with status 1", "see its log")
+
+    def as_it_is(caller: Caller, asked: Asked) -> Record | None:
+        return failing(failed if output.stat().st_size == 4 else refused)(caller, asked)
+
+    with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: as_it_is}) as daemon:
+        ran = hegmctl("restore", "/images/one", "--truncate-outputs", socket=daemon.path)
+    assert ran.returncode == EXTERNAL.exit_status
+    assert output.read_text() == "0123456789"
+    assert "output is as it was" in ran.stderr

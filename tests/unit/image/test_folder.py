@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
@@ -15,6 +16,7 @@ import pytest
 from hegmd.errors import BUSY, DENIED, INCOMPATIBLE, NOT_FOUND, REFUSED, UNAVAILABLE, Code, HegmError
 from hegmd.image import shelf
 from hegmd.image.folder import find, free_bytes_at, make
+from hegmd.image.lock import lock_alone
 from hegmd.image.seal import load_key
 from tests.unit.image.directory import BLOCK_BYTES, CHUNK_BYTES, SIZE_BYTES, built, flip, ignore, rewritten
 
@@ -241,6 +243,23 @@ def test_one_image_is_restored_by_one_at_a_time(tmp_path: Path) -> None:
     assert states(path) == [("whole", "python train.py")]
     with find(str(path)) as other:
         other.lock()
+
+
+def test_whoever_listed_images_turned_a_restore_away(tmp_path: Path) -> None:
+    """A listing takes a shared lock for a moment, to see whether there is another: just then nobody could restore."""
+    path = tmp_path / "lock"
+    path.touch()
+    lister, restorer = (os.open(path, os.O_RDWR | os.O_CLOEXEC) for _ in range(2))
+    try:
+        fcntl.flock(lister, fcntl.LOCK_SH)
+        with pytest.raises(HegmError, match="is in use"):
+            lock_alone(restorer, str(path), within_s=0)
+        lock_alone(restorer, str(path), within_s=60, pause=lambda: fcntl.flock(lister, fcntl.LOCK_UN))
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lister, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    finally:
+        os.close(lister)
+        os.close(restorer)
 
 
 def test_of_a_series_the_newest_whole_ones_stay_and_nothing_else_is_touched(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""Output files that are cut back to what they were when an image was made, and what was cut off of them.
+
+The daemon can say that a file is too long only before a restore, and a restore can fail after that, so what is cut off
+is kept in a file beside until it is known that the job is back: only then is it of no use to anybody. Done with the
+rights of whoever asks, and never through a link.
+"""
+
+from __future__ import annotations
+
+import os
+from errno import ELOOP
+
+from hegmd.errors import REFUSED, HegmError
+from hegmd.protocol.record import as_list
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_AT_ONCE_BYTES = 1 << 20
+
+
+class Cut:
+    """A file that was cut back to that size, and where the rest of it is."""
+
+    __slots__ = ("kept", "path", "size_bytes")
+
+    def __init__(self, path: str, size_bytes: int, kept: str) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self.kept = kept
+
+    def put_back(self) -> bool:
+        """Have the file as it was; false when it is not as it was left. Raises OSError."""
+        fd = _opened(self.path)
+        try:
+            if os.fstat(fd).st_size != self.size_bytes:
+                return False
+            with open(self.kept, "rb") as kept:
+                os.lseek(fd, self.size_bytes, os.SEEK_SET)
+                _copy(kept.fileno(), fd)
+        finally:
+            os.close(fd)
+        os.unlink(self.kept)
+        return True
+
+    def drop(self) -> None:
+        """The job is back, and writes it anew. Raises OSError."""
+        os.unlink(self.kept)
+
+
+def cut_back(grown: Iterable[object]) -> list[Cut]:
+    """Cut those files to those sizes; which were. Raises HegmError, and then they are as they were."""
+    done: list[Cut] = []
+    for each in grown:
+        named = as_list(each)
+        if named is None or len(named) != 2 or not isinstance(named[1], int):
+            continue
+        path, size_bytes = str(named[0]), named[1]
+        try:
+            if (cut := _cut(path, size_bytes)) is not None:
+                done.append(cut)
+        except OSError as error:
+            for earlier in done:
+                earlier.put_back()
+            raise HegmError(
+                REFUSED,
+                f"{path} cannot be cut back to {size_bytes} bytes: {error.strerror}",
+                "have its owner do it, where there is room for what is cut off, then restore again",
+            ) from error
+    return done
+
+
+def _cut(path: str, size_bytes: int) -> Cut | None:
+    """The file, cut; None when it was no longer than that. Raises OSError."""
+    fd = _opened(path)
+    try:
+        if os.fstat(fd).st_size <= size_bytes:
+            return None
+        kept = f"{path}.hegm-cut-{os.getpid()}"
+        kept_fd = os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.lseek(fd, size_bytes, os.SEEK_SET)
+            _copy(fd, kept_fd)
+            os.fsync(kept_fd)
+            os.ftruncate(fd, size_bytes)
+        except BaseException:
+            os.unlink(kept)
+            raise
+        finally:
+            os.close(kept_fd)
+        return Cut(path, size_bytes, kept)
+    finally:
+        os.close(fd)
+
+
+def _opened(path: str) -> int:
+    """The very file of that path. Raises OSError.
+
+    The path is the file's own, without a link on the way: what a link leads to now was never the job's, and whoever
+    restores another's image could write there where that one cannot.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if os.readlink(f"/proc/self/fd/{fd}") != path:
+        os.close(fd)
+        raise OSError(ELOOP, "a link leads to another file")
+    return fd
+
+
+def _copy(source: int, target: int) -> None:
+    while data := os.read(source, _AT_ONCE_BYTES):
+        while data:
+            data = data[os.write(target, data) :]

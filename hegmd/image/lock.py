@@ -1,0 +1,37 @@
+"""The lock on an image: whoever writes, restores or removes it is alone with it."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable
+
+from hegmd.errors import BUSY, HegmError
+
+LOCKS_WITHIN_S = 0.2
+_LOOK_AGAIN_S = 0.005
+
+
+def lock_alone(
+    fd: int,
+    path: str,
+    within_s: float = LOCKS_WITHIN_S,
+    pause: Callable[[], object] = lambda: time.sleep(_LOOK_AGAIN_S),
+) -> None:
+    """Have that lock and nobody else any. Raises HegmError BUSY.
+
+    Who lists images takes a lock for a moment to see whether there is one, and is not to turn anybody away by that.
+    """
+    end = time.monotonic() + within_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() >= end:
+                raise HegmError(
+                    BUSY,
+                    f"{path} is in use: somebody writes, restores or removes it just now",
+                    "wait for that to end; `hegmctl ops` shows what this node does",
+                ) from error
+        pause()
