@@ -165,7 +165,7 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     references = _references({index: found for index, (_saved, found) in pairs.items()})
     for saved, found in pairs.values():
         reasons += [f"{saved['names'][0]}: {why}" for why in _unfit(found, saved["content"], references)]
-    optimizers = [found.thing for saved, found in pairs.values() if found.kind == OPTIMIZER]
+    optimizers = [found.thing for _saved, found in pairs.values() if found.kind == OPTIMIZER]
     reasons += said_by_script.misfits(state[KEY], optimizers)
     if reasons:
         raise DoesNotFit(reasons)

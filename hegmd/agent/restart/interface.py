@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 
-from .. import mount
 from ..notes import note
 from . import given, plain
 
@@ -116,6 +115,8 @@ class Said:
         if module is not None:
             self.count_in(module)
         else:
+            # Not by an import statement: the agent's mount comes to this module by way of what it mounts.
+            mount = __import__(f"{__name__.rpartition('.restart.')[0]}.mount", fromlist=["FrameworkFinder"])
             sys.meta_path.insert(0, mount.FrameworkFinder({"torch.optim.optimizer": self.count_in}))
 
     def count_in(self, module: Any) -> Any:
