@@ -68,7 +68,7 @@ put() { # MODE FILE TARGET
 
 install -D -m 0644 "$source/contrib/hegmd.toml" "$made$place/share/hegmd.toml"
 install -D -m 0755 "$source/contrib/criu/install.sh" "$made$place/share/get-criu"
-for program in hegmd hegmctl hegm-ctrl; do
+for program in hegmd hegmctl hegm-launcher hegm-ctrl; do
     make_directory "$prefix/bin"
     ln -sfn "../lib/hegm/bin/$program" "$root$prefix/bin/$program"
     echo "$prefix/bin/$program" >>"$files"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import select
+import signal
 import socket
 import struct
 from time import monotonic
@@ -19,7 +20,8 @@ from ..errors import HegmError
 from ..protocol.connection import Answer, ClientConnection, Failure, Progress
 from ..protocol.messages import SUPPORTED_VERSIONS, AgentAttend, AgentReport, Hello, Order
 from ..protocol.operations import PeriodicImages
-from . import torch_state
+from . import launched, torch_state
+from .launcher_signal import LAUNCHER, REQUEST
 from .notes import note
 from .orders import Orders
 from .quiesce import Gate
@@ -71,8 +73,18 @@ class Channel:
         self._elsewhere: str | None = None
         self._is_revived = False
         self._restarted: str | None = None
+        self._departure = self._launched_departure()
         gate.on_change = self.wake
         gate.on_signal = self._pass_signal
+
+    def _launched_departure(self) -> launched.Departure | None:
+        """What a launcher may ask for by a signal, where there is one."""
+        if not os.environ.get(LAUNCHER):
+            return None
+        from . import departing
+
+        REQUEST.on_change = self.wake
+        return launched.Departure(REQUEST, self._gate, self._orders, departing.save, departing.leave, os.environ)
 
     def wake(self) -> None:
         """From any thread: have the gate looked at."""
@@ -118,7 +130,10 @@ class Channel:
             self._pause(pause_s)
 
     def _pass_signal(self, number: int) -> None:
-        self._orders.note_signal(number)
+        if number == signal.SIGUSR1 and self._departure is not None and REQUEST.is_taken():
+            REQUEST.make()  # whose handler waits for the parked thread; it is no reason to come back
+        else:
+            self._orders.note_signal(number)
         self.wake()
 
     def hang_up(self) -> None:
@@ -142,12 +157,12 @@ class Channel:
         until = monotonic() + pause_s
         while (left_s := until - monotonic()) > 0:
             self._wait(None, left_s)
-            self._orders.tick()
+            self._look_after()
 
     def _wait(self, connected: socket.socket | None, longest_s: float | None) -> bool:
         """Until something comes, the gate has news, or a deadline passes; whether the socket can be read."""
-        deadline = self._orders.next_deadline()
-        if deadline is not None:
+        deadlines = [self._orders.next_deadline(), self._departure.next_deadline() if self._departure else None]
+        for deadline in filter(None, deadlines):
             left_s = max(0.0, deadline - monotonic())
             longest_s = left_s if longest_s is None else min(left_s, longest_s)
         poll = select.poll()
@@ -200,8 +215,14 @@ class Channel:
     def next_turn(self, connected: socket.socket) -> bool:
         """Wait for something, and look after what is pending; whether the socket can be read."""
         is_readable = self._wait(connected, None)
-        self._orders.tick()
+        self._look_after()
         return is_readable
+
+    def _look_after(self) -> None:
+        """What is pending here, by whomever it was asked for."""
+        self._orders.tick()
+        if self._departure is not None:
+            self._departure.tick()
 
 
 class _Attendance:

@@ -65,6 +65,7 @@ class Orders:
         self._resting = False
         self._signal: int | None = None
         self._weighed: departing.Weight | HegmError | None = None
+        self._left_alone: str | None = None
         self.known_bytes = 0
         self.obeyed = 0
         self.changed_by_itself = False
@@ -136,6 +137,17 @@ class Orders:
         if number in _URGENT:
             self._signal = number
 
+    def leave_alone(self, why: str) -> bool:
+        """Have no order touch this process from now on; False while one has it in hand."""
+        if self._left_alone is None and (self._pending is not None or self._gate.parked or self._gate.asked):
+            return False
+        self._left_alone = why
+        return True
+
+    def take_up(self) -> None:
+        """Orders are obeyed again."""
+        self._left_alone = None
+
     # ---- orders -----------------------------------------------------------------------------------------------------
 
     def obey(self, order: Order, fd: int | None) -> None:
@@ -146,6 +158,8 @@ class Orders:
             action = self._do.get(order.do)
             if action is None:
                 raise refusal(f"there is no order {order.do!r}", "bring hegmd and the agent to the same release")
+            if self._left_alone is not None:
+                raise refusal(self._left_alone, "ask again once it has been started again")
             action(order, fd)
         except HegmError as error:
             self._failed(order.order, error)

@@ -165,7 +165,7 @@ def _site_packages(node: SystemdNode) -> Path:
 
 def test_manual_pages_and_completions_are_in_the_package(deb: Path) -> None:
     listed = subprocess.run(["dpkg-deb", "--contents", deb], check=True, capture_output=True, text=True).stdout.split()
-    for path in ("man8/hegmd.8.gz", "man1/hegmctl.1.gz", "man5/hegmd.toml.5.gz"):
+    for path in ("man8/hegmd.8.gz", "man1/hegmctl.1.gz", "man5/hegmd.toml.5.gz", "man1/hegm-launcher.1.gz"):
         assert f"./usr/share/man/{path}" in listed
     for path in ("bash-completion/completions/hegmctl", "zsh/vendor-completions/_hegmctl"):
         assert f"./usr/share/{path}" in listed

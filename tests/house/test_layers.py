@@ -197,7 +197,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # HeGM's outside, kept: programs of their own, which need no daemon
     "hegmcompat": ("hegmd.errors", "hegmctl.become", "hegmctl.endpoint", "hegmctl.running", "hegmctl.supervising"),
     # Manual pages and completions, written when a package is built: from the tables of both programs
-    "hegmctl.pages": (*GROUND, "hegmctl", "hegmd.arguments", "hegmd.settings"),
+    "hegmctl.pages": (*GROUND, "hegmctl", "hegmcompat", "hegmd.arguments", "hegmd.settings"),
 }
 
 # Packages from outside and modules of the standard library that only some rooms may touch: the hardware, other

@@ -39,6 +39,7 @@ EXCEPTIONS: dict[tuple[Rule, str], str] = {
     (rules.leaving, "hegmctl.pages.__main__"): "a program of the build, with an exit of its own",
     (rules.leaving, "hegmd.criu.attendant"): "a program of its own, whose status is the job's",
     (rules.leaving, "hegmcompat.ctrl_cli"): "the one exit of hegm-ctrl",
+    (rules.leaving, "hegmcompat.launcher_cli"): "the one exit of hegm-launcher",
     (rules.leaving, "hegmctl.cli"): "the client's one exit",
     (rules.leaving, "hegmctl.running"): "ends the child that stands between it and a daemon",
     (rules.leaving, "hegmctl.interruption"): "dies of the signal that asked it to",

@@ -1,9 +1,10 @@
-"""The manual pages hegmctl(1), hegmd(8) and hegmd.toml(5)."""
+"""The manual pages hegmctl(1), hegmd(8) and hegmd.toml(5), and the list of all."""
 
 from __future__ import annotations
 
 from hegmctl.grammar import DESCRIPTION, GLOBAL_OPTIONS, PROGRAM, SUMMARY, Option
 from hegmctl.help import SOCKET_ORDER, option_forms, sentence, shown_commands, usage
+from hegmctl.pages.hegm_manual import ctrl_page, launcher_page
 from hegmctl.pages.roff import Page
 from hegmd import __version__
 from hegmd import arguments as daemon_arguments
@@ -15,7 +16,13 @@ _SOURCE = f"hegm {__version__}"
 
 def manual_pages(day: str) -> dict[str, str]:
     """Every page under its file name. `day` is the date that they bear."""
-    return {"hegmctl.1": client_page(day), "hegmd.8": daemon_page(day), "hegmd.toml.5": configuration_page(day)}
+    return {
+        "hegmctl.1": client_page(day),
+        "hegmd.8": daemon_page(day),
+        "hegmd.toml.5": configuration_page(day),
+        "hegm-launcher.1": launcher_page(day),
+        "hegm-ctrl.1": ctrl_page(day),
+    }
 
 
 def client_page(day: str) -> str:

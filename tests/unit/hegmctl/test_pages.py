@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hegmcompat import control, ctrl_cli
+from hegmcompat.surroundings import LOCK, REFUSED, VARIABLES
 from hegmctl.grammar import GLOBAL_OPTIONS, VERBS
 from hegmctl.help import shown_commands
 from hegmctl.pages.json_reference import BEGIN, PRINTED, _reachable, reference, refreshed
@@ -77,11 +79,23 @@ def _run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_pages_of_hegms_programs_have_all_that_they_take_read_and_answer() -> None:
+    launcher, ctrl = PAGES["hegm-launcher.1"], PAGES["hegm-ctrl.1"]
+    assert all(literal(name) in launcher + ctrl for name in VARIABLES)
+    for command in ctrl_cli.COMMANDS:
+        assert f".SS {literal(f'hegm-ctrl {command.name}')}" in ctrl
+        assert all(literal(flag) in ctrl for option in command.options for flag in option.flags)
+    words = [value for name, value in vars(control).items() if name.isupper() and name[0] != "_" and type(value) is str]
+    words = [word for word in words if word not in (LOCK, REFUSED)]
+    assert len(words) == 9
+    assert all(literal(word) in ctrl for word in words)
+
+
 def test_the_same_sources_give_the_same_pages(tmp_path: Path) -> None:
     for name in ("a", "b"):
         assert _run("man", str(tmp_path / name), SOURCE_DATE_EPOCH="1795219200").returncode == 0
     made = {path.name: path.read_text() for path in (tmp_path / "a").iterdir()}
-    assert set(made) == set(PAGES) == {"hegmctl.1", "hegmd.8", "hegmd.toml.5"}
+    assert set(made) == set(PAGES) == {"hegmctl.1", "hegmd.8", "hegmd.toml.5", "hegm-launcher.1", "hegm-ctrl.1"}
     assert made == {path.name: path.read_text() for path in (tmp_path / "b").iterdir()}
     assert ".TH HEGMCTL 1 2026-11-21 " in made["hegmctl.1"]
 

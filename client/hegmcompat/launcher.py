@@ -1,0 +1,225 @@
+"""What HeGM's launcher decides: a lock between a worker that left its state and the next, and the files of both.
+
+A desk for the supervisor of `hegmctl run`, with files in the daemon's place. Owns `FOLDER/PID/`: `latest.pt`, which the
+worker's agent writes and the next worker's puts back; `lock`, from when the state is held until a controller takes
+it away; `command`, by which a state is known to be of the same training. A worker that ends in another way ends the
+launcher in the same way. A state is never passed over in silence: it is put back, it is another command's (and is kept
+aside, with a warning), or nothing is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from hegmcompat import held_state, private_files, workers
+from hegmcompat.surroundings import REFUSED, Surroundings
+from hegmcompat.terminal import warn
+from hegmctl.endpoint import find_endpoint
+from hegmctl.running import prepare
+from hegmctl.supervising import GiveUp, Start
+from hegmd.errors import EXTERNAL, HegmError, Refused
+
+COMMAND = "command"
+_OTHERS = ".other"
+_COMMAND_BYTES = 1 << 20
+_ZIP = b"PK"  # what a file of torch.save begins with
+_MIB, _GIB = 1 << 20, 1 << 30
+
+
+class Launcher:
+    """One command and its folder. `debug` takes HeGM's own lines."""
+
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        command: Sequence[str],
+        *,
+        environ: Mapping[str, str],
+        debug: Callable[[str], None],
+    ) -> None:
+        self._at = surroundings
+        self.command = normalized(command)
+        self._debug = debug
+        self._pid = os.getpid()
+        self._state = surroundings.state_of(self._pid)
+        self._lock = surroundings.lock_of(self._pid)
+        self._iteration = 0
+        self._before: tuple[int, int, int, int] | None = None
+        self._held: held_state.HeldState | None = None
+        self._next: Start | GiveUp | None = None
+        #: What a worker has in its environment, but for the state that it is to go on from.
+        self.environ = self._prepared(environ)
+
+    def first(self) -> Start:
+        """How to begin, with the folder made and looked at. Raises HegmError."""
+        private_files.make_folder(self._state.parent)
+        for path in (self._lock, self._state.with_name(REFUSED)):
+            path.unlink(missing_ok=True)  # of an earlier process of our pid
+        own = json.dumps([os.getcwd(), *self.command]).encode()
+        command_path = self._state.with_name(COMMAND)
+        if os.path.lexists(self._state):
+            self._look_at_state()
+            if private_files.read(command_path, _COMMAND_BYTES) != own:
+                aside = self._state.with_name(self._state.name + _OTHERS)
+                self._state.rename(aside)
+                warn(f"{self._state} is of another command: it is kept as {aside}, and the training begins anew")
+            else:
+                warn(f"the training goes on from {self._state}")
+        try:
+            private_files.write(command_path, own)
+        except OSError as error:
+            hint = "name another folder in HEGM_CHECKPOINT_DIR"
+            raise HegmError(EXTERNAL, f"{self._state.parent} cannot be written: {error.strerror}", hint) from error
+        return self._turn_of_worker()
+
+    # ---- for the supervisor -----------------------------------------------------------------------------------------
+
+    def turn(self, now: float, pid: int | None) -> float | None:
+        """While a lock is there: look at it every so often. Raises HegmError."""
+        del pid
+        if self._held is None:
+            return None
+        if os.path.lexists(self._lock):
+            return now + self._at.poll_interval_s
+        held, self._held = self._held, None
+        try:
+            held.put_back()
+        except OSError as error:
+            raise self._not_kept(error) from error
+        finally:
+            held.close()
+        self._debug(f"[Launcher] Checkpoint flushed to disk ({held.size_bytes / _MIB:.1f} MB).")
+        self._debug("[Launcher] Snapshot complete. Resuming...")
+        self._next = self._turn_of_worker()
+        return None
+
+    def started(self, pid: int) -> None:
+        """A worker runs: say so where hegm-ctrl looks."""
+        self._next = None
+        self._before = private_files.identity(self._state)
+        try:
+            workers.register(self._at.folder, self._pid, pid)
+        except (OSError, HegmError) as error:
+            warn(f"hegm-ctrl will not find the worker, pid {pid}: {error}")
+
+    def not_started(self, why: str) -> None:
+        """The same command as before does not start any more."""
+        hint = f"see that it is there; its state stays in {self._state}"
+        self._next = GiveUp(f"{self.command[0]} cannot be started again: {why}", hint)
+
+    def wanted(self) -> Start | GiveUp | None:
+        """The next turn, once the lock is gone."""
+        return self._next
+
+    def ended(self, status: int, *, told: int | None) -> bool:
+        """Whether it has left with a state, to be gone on with. Raises HegmError."""
+        workers.unregister(self._at.folder, self._pid)
+        self._debug(f"[Launcher] Worker exited with code {status}")
+        now = private_files.identity(self._state)
+        if status == 0:
+            self._debug("[Launcher] Training complete.")
+            self._forget()
+        elif status != self._at.exit_code:
+            self._debug(f"[Launcher] Unexpected exit code {status}. Aborting.")
+            if now is not None:
+                warn(f"the worker ended with {status}; its last saved state stays in {self._state}")
+        elif not self.has_new_state():
+            warn(f"the worker ended with {status} by itself and saved no state: that is taken for its own end")
+        elif told is not None:
+            warn(f"ended by signal {told}; the saved state stays in {self._state}")
+        else:
+            self._debug("[Launcher] Worker ready for snapshot.")
+            self._hold()
+            return True
+        return False
+
+    def has_new_state(self) -> bool:
+        """Whether the worker that has ended, or runs, has saved its state here."""
+        return private_files.identity(self._state) not in (None, self._before)
+
+    def left_to_daemon(self) -> None:
+        """It has ended, and what comes next is another's to say."""
+        workers.unregister(self._at.folder, self._pid)
+
+    def close(self) -> None:
+        """The end: nobody waits behind the lock any more."""
+        if self._held is not None:
+            warn(f"the state of the training stays in {self._state}")
+            self._held.close()
+            self._held = None
+            with suppress(OSError):
+                self._lock.unlink()
+
+    # ---- its parts --------------------------------------------------------------------------------------------------
+
+    def _look_at_state(self) -> None:
+        try:
+            with private_files.opened(self._state) as fd:
+                begins = os.read(fd, len(_ZIP))
+        except OSError as error:
+            hint = "move it away, or name another folder in HEGM_CHECKPOINT_DIR"
+            raise Refused(f"{self._state} is not a state of ours: {error.strerror}", hint) from error
+        if begins == _ZIP:
+            raise Refused(
+                f"{self._state} is a file of torch.save, as HeGM writes it: to load it would run code from it",
+                "let HeGM finish that training, or move the file away and begin anew",
+            )
+
+    def _turn_of_worker(self) -> Start:
+        self._iteration += 1
+        self._debug(f"[Launcher] ---- iteration {self._iteration} ----")
+        self._debug(f"[Launcher] Spawning: {' '.join(self.command)}")
+        environ = dict(self.environ)
+        if private_files.identity(self._state) is not None:
+            environ["HEGM_STATE"] = str(self._state)
+        return Start(self.command, environ)
+
+    def _prepared(self, environ: Mapping[str, str]) -> dict[str, str]:
+        made = dict(environ)
+        prepare(made, find_endpoint(None, made).path, None, made.get("HEGM_GPU"))
+        for name in ("HEGM_STATE", "HEGM_STATE_FD", "HEGM_CTRL_TOKEN"):
+            made.pop(name, None)
+        made["HEGM_CHECKPOINT_PATH"] = str(self._state)
+        made["HEGM_EXIT_CODE"] = str(self._at.exit_code)
+        made["HEGM_LAUNCHER"] = str(self._pid)
+        made["HEGM_ALLOW_RESTART"] = "1"
+        return made
+
+    def _hold(self) -> None:
+        """Take the state into memory and make the lock."""
+        try:
+            self._held = held_state.take(self._state)
+            self._debug(f"[Launcher] Checkpoint buffered ({self._held.size_bytes / _MIB:.1f} MB).")
+            if not self._held.is_held:
+                warn(f"no memory for {self._held.size_bytes / _GIB:.1f} GiB: {self._state} alone has the state")
+            private_files.write(self._lock, str(self._pid).encode())
+        except OSError as error:
+            raise self._not_kept(error) from error
+        self._debug(f"[Launcher] Lock at {self._lock}. Waiting for controller...")
+
+    def _not_kept(self, error: OSError) -> HegmError:
+        return HegmError(
+            EXTERNAL,
+            f"the state of the training, {self._state}, cannot be kept: {error.strerror}",
+            "see that the folder is there and has room; the file stays as it is",
+        )
+
+    def _forget(self) -> None:
+        """A training that is over leaves no state that a later one of this pid could go on from."""
+        for path in (self._state, self._state.with_name(COMMAND), self._state.with_name(REFUSED)):
+            with suppress(OSError):
+                path.unlink()
+        if self._at.path is None:
+            with suppress(OSError):
+                self._state.parent.rmdir()
+
+
+def normalized(command: Sequence[str]) -> list[str]:
+    """A script by itself is run by Python: by this one, unless that is an installation's private one."""
+    if not command[0].endswith(".py"):
+        return list(command)
+    return ["python3" if sys.flags.isolated else sys.executable, "-u", *command]

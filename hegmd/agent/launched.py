@@ -1,0 +1,153 @@
+"""Under `hegm-launcher`: SIGUSR1 asks this process for its state, which it leaves with at its next batch boundary.
+
+Owns what comes of the request, and none of what a state is: that is `restart`'s, as for a restart that the daemon asks
+for. The signal's handler only takes the request down (`launcher_signal`); the agent's thread parks the training, has
+the state written under its name beside the launcher's lock, and ends the process. What stands against it is said in
+`refused` in the same folder, for whoever asked, and the training goes on as if nothing had been asked.
+"""
+
+from __future__ import annotations
+
+import os
+from time import monotonic
+
+from ..errors import HegmError
+from .notes import note
+from .quiesce import PARK, Asked
+from .refusals import BUSY_HINT, DEBUG_HINT, not_parked, refusal
+from .stillness import busy_thread
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from .launcher_signal import Request
+    from .orders import Orders
+    from .quiesce import Gate
+
+REFUSED = "refused"
+# How long threads may take to come to rest once the training thread stands.
+REST_LIMIT_S = 30.0
+_LOOK_AGAIN_S = 0.02
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_STANDARD_ERROR = 2
+
+
+class Departure:
+    """The way out of this process. Runs in the agent's thread only; `save` and `leave` are `restart`'s."""
+
+    def __init__(
+        self,
+        request: Request,
+        gate: Gate,
+        orders: Orders,
+        save: Callable[[int], object],
+        leave: Callable[[], object],
+        environ: Mapping[str, str],
+        busy: Callable[[frozenset[int], frozenset[int]], str | None] = busy_thread,
+    ) -> None:
+        self._request = request
+        self._gate = gate
+        self._orders = orders
+        self._save = save
+        self._leave = leave
+        self._environ = environ
+        self._busy = busy
+        self._is_asked = False
+        self._rest_deadline: float | None = None
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has to be called at the latest."""
+        if not self._request.is_wanted or (self._is_asked and not self._gate.parked):
+            return None
+        return monotonic() + _LOOK_AGAIN_S
+
+    def tick(self) -> None:
+        """Look at the gate, and go one step on."""
+        if not self._request.is_wanted:
+            return
+        if not self._is_asked or not (self._gate.asked or self._gate.parked or self._gate.declined):
+            self._ask()
+        elif self._gate.declined is not None:
+            self._stay(not_parked(None, None, self._gate.declined))
+        elif self._gate.parked:
+            self._go_once_at_rest()
+
+    def _ask(self) -> None:
+        """Unless the daemon has something in hand here: then after that."""
+        ranks = self._environ.get("WORLD_SIZE", "")
+        if ranks.isdigit() and int(ranks) > 1:
+            hint = "start the job with hegmctl run --allow-restart, which has all of them leave at one boundary"
+            self._stay(refusal(f"it is one of {ranks} ranks, which have to leave together", hint))
+        elif self._orders.leave_alone("hegm-ctrl has asked for its state, and it is about to leave"):
+            self._is_asked = True
+            self._gate.ask(Asked(PARK))
+
+    def _go_once_at_rest(self) -> None:
+        now = monotonic()
+        if self._rest_deadline is None:
+            self._rest_deadline = now + REST_LIMIT_S
+        busy = self._busy(self._gate.parked_threads, self._gate.trainers)
+        if busy is None:
+            self._go()
+        elif now >= self._rest_deadline:
+            self._stay(refusal(f"{busy}, not at rest", BUSY_HINT))
+
+    def _go(self) -> None:
+        try:
+            write_whole(self._environ["HEGM_CHECKPOINT_PATH"], self._save)
+        except HegmError as error:
+            self._stay(error)
+        except Exception as error:  # noqa: BLE001 - the edge: whatever fails in here, the training goes on
+            self._stay(refusal(f"its state was not saved: {error!r}", DEBUG_HINT))
+        else:
+            note("the state is saved; leaving")
+            self._leave()
+
+    def _stay(self, why: HegmError) -> None:
+        """The training goes on; why, is said to whoever asked and to whoever watches."""
+        self._request.is_wanted = False
+        self._is_asked = False
+        self._rest_deadline = None
+        text = f"{why.message}; {why.hint}"
+        note(f"not leaving: {text}")
+        try:
+            os.write(_STANDARD_ERROR, f"[HeGM] WARNING -- {text}\n".encode(errors="backslashreplace"))
+        except OSError as error:
+            note(f"nobody reads it: {error}")
+        try:
+            folder = os.path.dirname(self._environ["HEGM_CHECKPOINT_PATH"])
+            write_whole(f"{folder}/{REFUSED}", lambda fd: os.write(fd, text.encode(errors="backslashreplace")))
+        except (OSError, KeyError) as error:
+            note(f"the reason was not written: {error!r}")
+        self._gate.withdraw()
+        self._orders.take_up()
+
+
+def write_whole(path: str, write: Callable[[int], object]) -> None:
+    """Have it written to a file of the owner's alone, which gets its name once all of it is on disk.
+
+    Raises OSError, and what `write` raises; then nothing is left of it, and what had the name before still has it.
+    """
+    folder_path, _, name = path.rpartition("/")
+    unnamed = f".{name}-{os.urandom(8).hex()}"
+    folder = os.open(folder_path or "/", _FOLDER)
+    try:
+        fd = os.open(unnamed, _NEW, 0o600, dir_fd=folder)
+        try:
+            try:
+                write(fd)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(unnamed, name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)
+        except BaseException:
+            try:
+                os.unlink(unnamed, dir_fd=folder)
+            except OSError:
+                pass
+            raise
+    finally:
+        os.close(folder)

@@ -1,0 +1,45 @@
+"""The steps of HeGM's README against our programs: the same words, exit statuses and files as HeGM 0.3.3 gave.
+
+hegm_0_3_3.json is what `hegm_steps` recorded of the released 0.3.3 (with torch 2.13 on the CPU, on 2026-11-21, and with
+HEGM_DISABLE_EPOCH_RANGE_PATCH=1, without which it does not start there).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.hegm_steps import steps
+
+pytest.importorskip("torch", reason="the steps train a little; `make test` installs it")
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
+
+RECORDED = Path(__file__).with_name("hegm_0_3_3.json")
+# By which a state is known to be of the same training; HeGM has no such file.
+OURS_ALONE = "LAUNCHER/command"
+
+
+def test_every_step_is_answered_as_hegm_answers_it() -> None:
+    found = steps([f"{sys.executable} -m hegmcompat.{name}" for name in ("launcher_cli", "ctrl_cli")], _environ())
+    expected = json.loads(RECORDED.read_text())
+    assert [what for what, _said in found] == [what for what, _said in expected]
+    assert [_without_ours(step) for step in found] == expected
+
+
+def _without_ours(step: list[Any]) -> list[Any]:
+    what, said = step
+    if what.startswith("files"):
+        assert OURS_ALONE in said
+        said = [name for name in said if name != OURS_ALONE]
+    return [what, said]
+
+
+def _environ() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HEGM_")}
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HEGM_SOCKET": "/nonexistent/hegmd.sock"}

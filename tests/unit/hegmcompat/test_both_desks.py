@@ -1,0 +1,120 @@
+"""Whose turn it is when a command with two desks ends: the file's, when a state has come into it; else the daemon's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hegmcompat.both_desks import BothDesks
+from hegmcompat.launcher import Launcher
+from hegmcompat.surroundings import read_surroundings
+from hegmctl.supervising import GiveUp, Start
+
+
+class _Daemon:
+    """A desk that notes what it hears and answers as it is told to."""
+
+    def __init__(self, *, expects: bool = False) -> None:
+        self.heard: list[str] = []
+        self.expects = expects
+        self.start: Start | None = None
+
+    def turn(self, now: float, pid: int | None) -> float | None:
+        self.heard.append(f"turn {pid}")
+        return now + 5.0
+
+    def ended(self, status: int, *, told: int | None) -> bool:
+        self.heard.append(f"ended {status}")
+        return self.expects and told is None
+
+    def wanted(self) -> Start | GiveUp | None:
+        return self.start
+
+    def started(self, pid: int) -> None:
+        self.heard.append(f"started {pid}")
+
+    def not_started(self, why: str) -> None:
+        self.heard.append(f"not started {why}")
+
+    def close(self) -> None:
+        self.heard.append("closed")
+
+
+class _Both:
+    """The two desks of one command, which has been started."""
+
+    def __init__(self, folder: Path, daemon: _Daemon) -> None:
+        self.met = 0
+        self.daemon = daemon
+        surroundings = read_surroundings({"HEGM_CHECKPOINT_DIR": str(folder), "HEGM_POLL_INTERVAL": "1"})
+        self.files = Launcher(surroundings, ["true"], environ={"HEGM_SOCKET": "/nobody"}, debug=lambda _text: None)
+        self.desks = BothDesks(self.files, self._meet)
+        self.files.first()
+        self.state = folder / str(os.getpid()) / "latest.pt"
+        self.lock = self.state.with_name("lock")
+        self.desks.started(4711)
+
+    def _meet(self) -> _Daemon:
+        self.met += 1
+        return self.daemon
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> _Both:
+    return _Both(tmp_path, _Daemon())
+
+
+def test_both_hear_of_a_start_and_the_sooner_look_counts(both: _Both) -> None:
+    assert both.desks.turn(100.0, 4711) == 105.0
+    assert both.daemon.heard == ["started 4711", "turn 4711"]
+
+
+def test_a_state_in_the_file_is_held_behind_a_lock_without_a_connection(both: _Both) -> None:
+    both.state.write_bytes(b"state")
+    assert both.desks.ended(99, told=None)
+    assert both.daemon.heard == ["started 4711", "ended 99", "closed"]
+    assert both.lock.exists()
+    assert both.desks.turn(100.0, None) == 101.0
+    assert both.desks.wanted() is None
+    both.lock.unlink()
+    both.desks.turn(101.0, None)
+    wanted = both.desks.wanted()
+    assert isinstance(wanted, Start)
+    assert wanted.environ["HEGM_STATE"] == str(both.state)
+    both.desks.started(4712)
+    assert both.met == 2
+    assert both.desks.wanted() is None
+
+
+def test_a_worker_that_left_for_the_daemon_is_the_daemons(tmp_path: Path) -> None:
+    both = _Both(tmp_path, _Daemon(expects=True))
+    assert both.desks.ended(99, told=None)
+    assert not both.lock.exists()
+    assert os.listdir(tmp_path / ".workers") == []
+    both.daemon.start = Start(["elsewhere"], {})
+    assert both.desks.wanted() is both.daemon.start
+    both.desks.not_started("no such file")
+    assert both.daemon.heard[-1] == "not started no such file"
+
+
+def test_a_state_in_the_file_counts_whatever_the_daemon_expects(tmp_path: Path) -> None:
+    both = _Both(tmp_path, _Daemon(expects=True))
+    both.state.write_bytes(b"state")
+    assert both.desks.ended(99, told=None)
+    assert both.lock.exists()
+    both.desks.close()
+    assert not both.lock.exists()
+
+
+def test_an_end_that_nobody_expects_is_the_end(both: _Both) -> None:
+    assert not both.desks.ended(3, told=None)
+    both.desks.close()
+    assert both.daemon.heard == ["started 4711", "ended 3", "closed"]
+
+
+def test_what_the_daemon_starts_with_has_no_state_of_the_files(both: _Both) -> None:
+    both.state.write_bytes(b"state")
+    assert "HEGM_STATE" not in both.files.environ
+    assert both.files.environ["HEGM_ALLOW_RESTART"] == "1"

@@ -1,0 +1,237 @@
+"""The launcher's loop over shell scripts that stand for workers: locks, states, exit statuses and signals."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hegmcompat.launcher import normalized
+
+PATIENCE_S = 20.0
+# Leaves its state at the first turn, and says what it was given at the next.
+LEAVES_ONCE = """\
+if [ -z "$HEGM_STATE" ]; then
+    echo the state > "$HEGM_CHECKPOINT_PATH.new"; mv "$HEGM_CHECKPOINT_PATH.new" "$HEGM_CHECKPOINT_PATH"
+    exit 99
+fi
+echo "goes on with $(cat "$HEGM_STATE")\""""
+
+
+class Launched:
+    """A launcher in a process of its own, with its output line by line."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self.process = process
+        self.folder = folder / str(process.pid)
+        self._unread = b""
+        self._is_over = False
+
+    def line(self) -> str:
+        """The next line; empty at the end of its output."""
+        assert self.process.stdout is not None
+        while b"\n" not in self._unread:
+            assert select.select([self.process.stdout], [], [], PATIENCE_S)[0], self._unread
+            came = os.read(self.process.stdout.fileno(), 4096)
+            if not came:
+                said, self._unread = self._unread.decode(), b""
+                assert said or not self._is_over, "its output is at its end"
+                self._is_over = True
+                return said
+            self._unread += came
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line.decode()
+
+    def lines_until(self, said: str) -> list[str]:
+        lines = [self.line()]
+        while said not in lines[-1]:
+            assert len(lines) < 200, lines
+            lines.append(self.line())
+        return lines
+
+    def end(self) -> tuple[int, str]:
+        """Its status, and what it said on standard error."""
+        _output, errors = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, errors.decode()
+
+
+@contextmanager
+def launched(
+    folder: Path, script: str, *options: str, program: tuple[str, ...] = ("sh", "-c"), **environ: str
+) -> Iterator[Launched]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HEGM_")}
+    kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    settings = {"HEGM_CHECKPOINT_DIR": str(folder), "HEGM_POLL_INTERVAL": "0.02", "HEGM_CTRL_PORT": "0"}
+    settings |= {"HEGM_LOG_LEVEL": "QUIET", "HEGM_SOCKET": str(folder / "nobody.sock"), **environ}
+    words = [sys.executable, "-m", "hegmcompat.launcher_cli", *options, *program, script]
+    with subprocess.Popen(words, env=kept | settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            yield Launched(process, folder)
+        finally:
+            process.kill()
+
+
+def test_a_worker_that_leaves_is_started_again_with_its_state_when_the_lock_is_gone(tmp_path: Path) -> None:
+    with launched(tmp_path, LEAVES_ONCE, "--debug") as launcher:
+        said = launcher.lines_until("Waiting for controller")
+        assert said == [
+            "[Launcher] ---- iteration 1 ----",
+            *f"[Launcher] Spawning: sh -c {LEAVES_ONCE}".splitlines(),
+            "[Launcher] Worker exited with code 99",
+            "[Launcher] Worker ready for snapshot.",
+            "[Launcher] Checkpoint buffered (0.0 MB).",
+            f"[Launcher] Lock at {launcher.folder / 'lock'}. Waiting for controller...",
+        ]
+        assert (launcher.folder / "lock").read_text() == str(launcher.process.pid)
+        assert (launcher.folder / "latest.pt").read_text() == "the state\n"
+        assert launcher.folder.stat().st_mode & 0o777 == 0o700
+        (launcher.folder / "lock").unlink()
+        assert launcher.lines_until("goes on with the")[-1] == "goes on with the state"
+        assert launcher.end()[0] == 0
+    assert os.listdir(tmp_path) == [".workers"]
+    assert os.listdir(tmp_path / ".workers") == []
+
+
+def test_a_state_that_is_gone_with_its_folder_comes_back_from_memory(tmp_path: Path) -> None:
+    """A launcher that CRIU has restored on another node finds an empty volume there."""
+    with launched(tmp_path, LEAVES_ONCE, "--debug") as launcher:
+        launcher.lines_until("Waiting for controller")
+        for name in ("latest.pt", "command", "lock"):
+            (launcher.folder / name).unlink()
+        assert launcher.lines_until("goes on with the")[-1] == "goes on with the state"
+
+
+@pytest.mark.parametrize(("script", "status"), [("exit 3", 3), ("kill -KILL $$", -9), ("kill -TERM $$", -15)])
+def test_a_worker_that_ends_in_its_own_way_ends_the_launcher_so(tmp_path: Path, script: str, status: int) -> None:
+    with launched(tmp_path, script) as launcher:
+        assert launcher.end() == (status, "")
+
+
+def test_an_exit_with_99_and_no_state_is_the_workers_own(tmp_path: Path) -> None:
+    """HeGM's launcher would wait for a controller, and then start from the beginning."""
+    with launched(tmp_path, "exit 99") as launcher:
+        status, errors = launcher.end()
+    assert status == 99
+    assert "saved no state" in errors
+
+
+def test_another_exit_code_can_be_agreed_on(tmp_path: Path) -> None:
+    with launched(tmp_path, LEAVES_ONCE.replace("99", "42"), "--debug", HEGM_EXIT_CODE="42") as launcher:
+        launcher.lines_until("Waiting for controller")
+
+
+def test_signals_reach_the_worker_and_its_end_is_the_launchers(tmp_path: Path) -> None:
+    with launched(tmp_path, "trap 'exit 7' TERM; echo up; while :; do sleep 0.01; done") as launcher:
+        assert launcher.line() == "up"
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end()[0] == 7
+
+
+def test_a_worker_starts_with_the_request_held_back_and_all_else_as_it_was(tmp_path: Path) -> None:
+    with launched(tmp_path, "/proc/self/status", program=("cat",)) as launcher:  # some shells let all signals through
+        blocked = int(launcher.lines_until("SigBlk:")[-1].split()[1], 16)
+    before = sum(1 << (number - 1) for number in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    assert blocked == before | 1 << (signal.SIGUSR1 - 1)
+
+
+def test_who_ends_a_waiting_launcher_leaves_the_state_behind(tmp_path: Path) -> None:
+    with launched(tmp_path, LEAVES_ONCE, "--debug") as launcher:
+        launcher.lines_until("Waiting for controller")
+        launcher.process.send_signal(signal.SIGTERM)
+        assert launcher.end()[0] == -signal.SIGTERM
+        assert sorted(os.listdir(launcher.folder)) == ["command", "latest.pt"]
+
+
+def test_one_path_for_all_is_gone_on_from_by_the_next_launcher_of_the_same_command(tmp_path: Path) -> None:
+    path = tmp_path / "mine" / "state.pt"
+    with launched(tmp_path, LEAVES_ONCE, "--debug", HEGM_CHECKPOINT_PATH=str(path)) as launcher:
+        launcher.lines_until("Waiting for controller")
+        assert (path.parent / "lock").exists()
+    with launched(tmp_path, LEAVES_ONCE, HEGM_CHECKPOINT_PATH=str(path)) as launcher:
+        assert launcher.line() == "goes on with the state"
+        status, errors = launcher.end()
+    assert status == 0
+    assert f"the training goes on from {path}" in errors
+    assert os.listdir(path.parent) == []
+
+
+def test_a_state_of_another_command_is_kept_and_not_gone_on_from(tmp_path: Path) -> None:
+    """HeGM's loads whatever lies under its pid, which may be weeks old and of another training."""
+    path = tmp_path / "mine" / "state.pt"
+    with launched(tmp_path, LEAVES_ONCE, "--debug", HEGM_CHECKPOINT_PATH=str(path)) as launcher:
+        launcher.lines_until("Waiting for controller")
+    with launched(tmp_path, 'echo "state: $HEGM_STATE"', HEGM_CHECKPOINT_PATH=str(path)) as launcher:
+        assert launcher.line() == "state: "
+        status, errors = launcher.end()
+    assert status == 0
+    assert "is of another command" in errors
+    assert (path.parent / "state.pt.other").read_text() == "the state\n"
+
+
+@pytest.mark.parametrize("made", ["torch.save", "link"])
+def test_what_is_no_state_of_ours_starts_nothing(tmp_path: Path, made: str) -> None:
+    path = tmp_path / "state.pt"
+    if made == "link":
+        path.symlink_to("/etc/passwd")
+    else:
+        path.write_bytes(b"PK\x03\x04 a pickle")
+    with launched(tmp_path, "echo started", HEGM_CHECKPOINT_PATH=str(path)) as launcher:
+        assert launcher.line() == ""
+        status, errors = launcher.end()
+    assert status == 6
+    assert str(path) in errors
+    assert os.path.lexists(path)
+
+
+def test_an_old_lock_does_not_tell_of_a_new_worker(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    with launched(tmp_path, f"ls {tmp_path}", HEGM_CHECKPOINT_PATH=str(tmp_path / "state.pt")) as launcher:
+        assert "lock" not in [launcher.line() for _ in range(2)]
+
+
+def test_the_token_is_not_the_workers_to_know_and_what_its_agent_needs_is(tmp_path: Path) -> None:
+    with launched(tmp_path, "env; echo =THE=END=", HEGM_CTRL_TOKEN="0123456789abcdef") as launcher:
+        said = dict(line.partition("=")[::2] for line in launcher.lines_until("=THE=END="))
+        assert "HEGM_CTRL_TOKEN" not in said
+        assert "HEGM_STATE" not in said
+        assert said["HEGM_CHECKPOINT_PATH"] == str(launcher.folder / "latest.pt")
+        assert said["HEGM_LAUNCHER"] == str(launcher.process.pid)
+        assert said["PYTHONPATH"].split(os.pathsep)[0].endswith("hegmd/agent/inject")
+
+
+def test_an_interface_open_to_others_takes_a_token(tmp_path: Path) -> None:
+    with launched(tmp_path, "echo started", HEGM_CTRL_HOST="0.0.0.0") as launcher:
+        assert launcher.line() == ""
+        status, errors = launcher.end()
+    assert status == 2
+    assert "HEGM_CTRL_TOKEN" in errors
+
+
+def test_a_command_that_is_not_there_is_said_before_anything_is_made(tmp_path: Path) -> None:
+    settings = {"HEGM_CHECKPOINT_DIR": str(tmp_path / "none"), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = [sys.executable, "-m", "hegmcompat.launcher_cli", "no-such-command"]
+    done = subprocess.run(words, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
+    assert done.returncode == 127
+    assert "no-such-command cannot be run" in done.stderr
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("words", "status"), [([], 0), (["--help"], 0), (["--debug"], 1)])
+def test_without_a_command_the_usage_is_said_as_hegm_does(words: list[str], status: int) -> None:
+    settings = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "hegmcompat.launcher_cli", *words]
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    assert done.stderr.startswith("Usage: hegm-launcher [--debug] <command> [args ...]\n")
+
+
+def test_a_script_by_itself_is_run_by_python() -> None:
+    assert normalized(["train.py", "--epochs", "3"]) == [sys.executable, "-u", "train.py", "--epochs", "3"]
+    assert normalized(["python", "train.py"]) == ["python", "train.py"]
