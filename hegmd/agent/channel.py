@@ -81,10 +81,8 @@ class Channel:
         """What a launcher may ask for by a signal, where there is one."""
         if not os.environ.get(LAUNCHER):
             return None
-        from . import departing
-
         REQUEST.on_change = self.wake
-        return launched.Departure(REQUEST, self._gate, self._orders, departing.save, departing.leave, os.environ)
+        return launched.Departure(REQUEST, self._gate, self._orders, launched.Restarts(self._gate), os.environ)
 
     def wake(self) -> None:
         """From any thread: have the gate looked at."""

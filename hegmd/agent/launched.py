@@ -20,10 +20,27 @@ from .stillness import busy_thread
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from typing import Protocol
 
     from .launcher_signal import Request
     from .orders import Orders
     from .quiesce import Gate
+
+    class Way(Protocol):
+        """What the package `restart` does for a departure."""
+
+        def is_due(self) -> bool:
+            """Whether a state is on its way into this process still."""
+            ...
+
+        def save(self, fd: int) -> object:
+            """Write the state of the parked training. Raises HegmError and OSError."""
+            ...
+
+        def leave(self) -> object:
+            """End the process."""
+            ...
+
 
 REFUSED = "refused"
 # How long threads may take to come to rest once the training thread stands.
@@ -34,24 +51,45 @@ _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _STANDARD_ERROR = 2
 
 
+class Restarts:
+    """What the package `restart` does for a departure. Read in at once: an upgrade may replace its files."""
+
+    def __init__(self, gate: Gate) -> None:
+        from .restart import beginning, capture, leaving
+
+        del capture  # `leaving` reads it in when it is needed
+        self._gate = gate
+        self._leaving = leaving
+        self.is_due = beginning.is_due
+        self.leave = leaving.leave
+
+    def save(self, fd: int) -> None:
+        """Write the state of the parked training. Raises HegmError with all that stands against it, and OSError."""
+        try:
+            _size_bytes, refusals = self._leaving.save(fd, self._gate.training_thread)
+        except self._leaving.NotNow as error:
+            hints = "; ".join(dict.fromkeys(found.hint for found in error.refusals))
+            raise refusal(str(error), hints) from None
+        for found in refusals:
+            say(f"gone on with, this begins anew: {found.what}; {found.hint}")
+
+
 class Departure:
-    """The way out of this process. Runs in the agent's thread only; `save` and `leave` are `restart`'s."""
+    """The way out of this process. Runs in the agent's thread only."""
 
     def __init__(
         self,
         request: Request,
         gate: Gate,
         orders: Orders,
-        save: Callable[[int], object],
-        leave: Callable[[], object],
+        restarts: Way,
         environ: Mapping[str, str],
         busy: Callable[[frozenset[int], frozenset[int]], str | None] = busy_thread,
     ) -> None:
         self._request = request
         self._gate = gate
         self._orders = orders
-        self._save = save
-        self._leave = leave
+        self._restarts = restarts
         self._environ = environ
         self._busy = busy
         self._is_asked = False
@@ -65,8 +103,8 @@ class Departure:
 
     def tick(self) -> None:
         """Look at the gate, and go one step on."""
-        if not self._request.is_wanted:
-            return
+        if not self._request.is_wanted or self._restarts.is_due():
+            return  # what it was started from is not back yet, and would be lost
         if not self._is_asked or not (self._gate.asked or self._gate.parked or self._gate.declined):
             self._ask()
         elif self._gate.declined is not None:
@@ -96,14 +134,14 @@ class Departure:
 
     def _go(self) -> None:
         try:
-            write_whole(self._environ["HEGM_CHECKPOINT_PATH"], self._save)
+            write_whole(self._environ["HEGM_CHECKPOINT_PATH"], self._restarts.save)
         except HegmError as error:
             self._stay(error)
         except Exception as error:  # noqa: BLE001 - the edge: whatever fails in here, the training goes on
             self._stay(refusal(f"its state was not saved: {error!r}", DEBUG_HINT))
         else:
             note("the state is saved; leaving")
-            self._leave()
+            self._restarts.leave()
 
     def _stay(self, why: HegmError) -> None:
         """The training goes on; why, is said to whoever asked and to whoever watches."""
@@ -112,10 +150,7 @@ class Departure:
         self._rest_deadline = None
         text = f"{why.message}; {why.hint}"
         note(f"not leaving: {text}")
-        try:
-            os.write(_STANDARD_ERROR, f"[HeGM] WARNING -- {text}\n".encode(errors="backslashreplace"))
-        except OSError as error:
-            note(f"nobody reads it: {error}")
+        say(text)
         try:
             folder = os.path.dirname(self._environ["HEGM_CHECKPOINT_PATH"])
             write_whole(f"{folder}/{REFUSED}", lambda fd: os.write(fd, text.encode(errors="backslashreplace")))
@@ -123,6 +158,14 @@ class Departure:
             note(f"the reason was not written: {error!r}")
         self._gate.withdraw()
         self._orders.take_up()
+
+
+def say(text: str) -> None:
+    """A line for whoever watches the training, in HeGM's form."""
+    try:
+        os.write(_STANDARD_ERROR, f"[HeGM] WARNING -- {text}\n".encode(errors="backslashreplace"))
+    except OSError as error:
+        note(f"nobody reads it: {error}")
 
 
 def write_whole(path: str, write: Callable[[int], object]) -> None:

@@ -104,6 +104,11 @@ class Gate:
         return frozenset(self._doors)
 
     @property
+    def training_thread(self) -> int:
+        """The one whose batches these are, by its identifier."""
+        return self._home
+
+    @property
     def trainers(self) -> frozenset[int]:
         """The threads that have stepped an optimizer: each has to be parked itself, resting is not enough."""
         return frozenset(self._trainers)

@@ -65,8 +65,9 @@ class Steps:
             "HEGM_CTRL_CHECKPOINT_TIMEOUT": str(PATIENCE_S),
         }
         self.record: list[Any] = []
+        self.batches: list[str] = []
 
-    def run(self) -> list[Any]:
+    def run(self) -> None:
         script = self._folder / "train.py"
         script.write_text(TRAINING)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -77,7 +78,6 @@ class Steps:
                 self._do()
             finally:
                 process.kill()
-        return self.record
 
     def _do(self) -> None:
         process, launcher = self._process, self._process.pid
@@ -104,24 +104,33 @@ class Steps:
         self._post("/resume", {"all": True})
         self._tell("resume", "--all")
         self._train(1, begins=True)
-        process.communicate("\n" * EPOCHS * BATCHES, timeout=PATIENCE_S)
+        self._let_train(EPOCHS * BATCHES)
+        while self._line():
+            pass
+        process.wait(PATIENCE_S)
         self._note("how the launcher ends", process.returncode)
 
     # ---- the training -----------------------------------------------------------------------------------------------
 
     def _train(self, batches: int, *, begins: bool = False) -> None:
-        assert self._process.stdout is not None
         if begins:
-            while self._process.stdout.readline() != "ready\n":
+            while self._line() != "ready\n":
                 assert self._process.poll() is None, "the launcher has ended"
         for _ in range(batches):
             self._let_train()
-            while not self._process.stdout.readline().startswith("batch "):
+            while not self._line().startswith("batch "):
                 assert self._process.poll() is None, "the launcher has ended"
 
-    def _let_train(self) -> None:
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line: str = self._process.stdout.readline()
+        if line.startswith("batch "):
+            self.batches.append(line.rstrip("\n"))
+        return line
+
+    def _let_train(self, batches: int = 1) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write("\n" * batches)
         self._process.stdin.flush()
 
     def _while_it_trains(self, act: Any) -> None:
@@ -167,13 +176,15 @@ class Steps:
         self.record.append(json.loads(text))
 
 
-def steps(programs: Sequence[str], environ: dict[str, str]) -> list[Any]:
-    """What `hegm-launcher` and `hegm-ctrl`, as they are named, answer to each step."""
+def steps(programs: Sequence[str], environ: dict[str, str]) -> Steps:
+    """`hegm-launcher` and `hegm-ctrl`, as they are named, with all that they have answered."""
     with tempfile.TemporaryDirectory(prefix="hegm-steps-") as folder:
-        return Steps(programs, Path(folder), environ).run()
+        made = Steps(programs, Path(folder), environ)
+        made.run()
+    return made
 
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     found = steps([str(place / "hegm-launcher"), str(place / "hegm-ctrl")], dict(os.environ))
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    sys.stdout.write(json.dumps(found.record, indent=1) + "\n")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.hegm_steps import steps
+from tests.e2e.hegm_steps import BATCHES, EPOCHS, TRAINING, Steps, steps
 
 pytest.importorskip("torch", reason="the steps train a little; `make test` installs it")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
@@ -24,11 +25,25 @@ RECORDED = Path(__file__).with_name("hegm_0_3_3.json")
 OURS_ALONE = "LAUNCHER/command"
 
 
-def test_every_step_is_answered_as_hegm_answers_it() -> None:
-    found = steps([f"{sys.executable} -m hegmcompat.{name}" for name in ("launcher_cli", "ctrl_cli")], _environ())
+@pytest.fixture(scope="module")
+def ours() -> Steps:
+    return steps([f"{sys.executable} -m hegmcompat.{name}" for name in ("launcher_cli", "ctrl_cli")], _environ())
+
+
+def test_every_step_is_answered_as_hegm_answers_it(ours: Steps) -> None:
     expected = json.loads(RECORDED.read_text())
-    assert [what for what, _said in found] == [what for what, _said in expected]
-    assert [_without_ours(step) for step in found] == expected
+    assert [what for what, _said in ours.record] == [what for what, _said in expected]
+    assert [_without_ours(step) for step in ours.record] == expected
+
+
+def test_the_training_that_left_twice_is_bit_for_bit_the_undisturbed_one(ours: Steps) -> None:
+    words = [sys.executable, "-c", TRAINING]
+    done = subprocess.run(
+        words, input="\n" * EPOCHS * BATCHES, env=_environ(), capture_output=True, text=True, check=True
+    )
+    batches = [line for line in done.stdout.splitlines() if line.startswith("batch ")]
+    assert len(batches) == EPOCHS * BATCHES
+    assert ours.batches == batches
 
 
 def _without_ours(step: list[Any]) -> list[Any]:

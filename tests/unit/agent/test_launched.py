@@ -32,16 +32,19 @@ class _Trained:
         self.orders = Orders(self.gate)
         self.orders.begin(self.reports.append)
         self.left = 0
+        self.is_due_now = False
+        self.save = save
         self.news = threading.Semaphore(0)
         self.gate.on_change = self.news.release
         place = {"HEGM_CHECKPOINT_PATH": str(folder / "latest.pt"), **environ}
-        self.departure = Departure(
-            self.request, self.gate, self.orders, save, self._leave, place, lambda _parked, _trainers: busy
-        )
+        self.departure = Departure(self.request, self.gate, self.orders, self, place, lambda _parked, _trainers: busy)
         self._thread = threading.Thread(target=self.gate.boundary_by_hand)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         self.left += 1
+
+    def is_due(self) -> bool:
+        return self.is_due_now
 
     def reach_boundary(self) -> None:
         self._thread.start()
@@ -180,6 +183,20 @@ def test_what_the_daemon_has_in_hand_comes_first_and_what_it_wants_then_is_refus
     training.wait_until_parked()
     training.departure.tick()
     assert training.left == 1
+
+
+def test_a_state_that_is_not_back_yet_is_not_saved_over(made: Callable[..., _Trained]) -> None:
+    """A request that comes while a restarted script is on its way to its place would save what it began with."""
+    training = made()
+    training.is_due_now = True
+    training.request.make()
+    training.departure.tick()
+    training.reach_boundary()
+    assert training.goes_on()
+    assert training.departure.next_deadline() is not None
+    training.is_due_now = False
+    training.departure.tick()
+    assert training.gate.asked
 
 
 def test_a_training_that_was_let_go_by_somebody_else_is_asked_again(made: Callable[..., _Trained]) -> None:
