@@ -20,7 +20,7 @@ from .stillness import busy_thread
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from typing import Protocol
+    from typing import Any, Protocol
 
     from .launcher_signal import Request
     from .orders import Orders
@@ -55,23 +55,16 @@ class Restarts:
     """What the package `restart` does for a departure. Read in at once: an upgrade may replace its files."""
 
     def __init__(self, gate: Gate) -> None:
-        from .restart import beginning, capture, leaving
-
-        del capture  # `leaving` reads it in when it is needed
+        # Not by a statement: what knows of states knows of the agent's life, and the agent's life of this.
+        parts: Any = __import__(f"{__package__}.restart", fromlist=["beginning", "capture", "leaving"])
         self._gate = gate
-        self._leaving = leaving
-        self.is_due = beginning.is_due
-        self.leave = leaving.leave
+        self._leaving = parts.leaving
+        self.is_due = parts.beginning.is_due
+        self.leave = parts.leaving.leave
 
-    def save(self, fd: int) -> None:
-        """Write the state of the parked training. Raises HegmError with all that stands against it, and OSError."""
-        try:
-            _size_bytes, refusals = self._leaving.save(fd, self._gate.training_thread)
-        except self._leaving.NotNow as error:
-            hints = "; ".join(dict.fromkeys(found.hint for found in error.refusals))
-            raise refusal(str(error), hints) from None
-        for found in refusals:
-            say(f"gone on with, this begins anew: {found.what}; {found.hint}")
+    def save(self, fd: int) -> Any:
+        """Write the state of the parked training. Raises HegmError with what stands against it, and OSError."""
+        return self._leaving.save(fd, self._gate.training_thread)
 
 
 class Departure:
