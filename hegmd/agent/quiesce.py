@@ -34,12 +34,15 @@ CALL = "call"
 class Asked:
     """What is asked of the training thread at its next boundary with that count or a higher one."""
 
-    __slots__ = ("at", "call", "what")
+    __slots__ = ("at", "call", "fits", "what")
 
-    def __init__(self, what: str, at: int = 0, call: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, what: str, at: int = 0, call: Callable[[], None] | None = None, fits: Callable[[], bool] | None = None
+    ) -> None:
         self.what = what
         self.at = at
         self.call = call
+        self.fits = fits  # whether the thread may be parked where it is; called in that thread, at each boundary
 
 
 class Gate:
@@ -170,7 +173,8 @@ class Gate:
         if asked is None or self.count < asked.at:
             return
         if asked.what == PARK:
-            self._wait(asked)
+            if asked.fits is None or asked.fits():
+                self._wait(asked)
             return
         with self._lock:
             if self._asked is not asked:
@@ -181,6 +185,12 @@ class Gate:
             asked.call()
         self.passed = self.count
         self.on_change()
+
+    def arrive_late(self) -> None:
+        """The training thread is where it can be parked, some way from the boundary at which that was asked of it."""
+        asked = self._asked
+        if self.asked and asked is not None and asked.what == PARK:
+            self._wait(asked)
 
     def other_thread_asks(self) -> None:
         """A thread that is not the training thread asks a loader for a batch."""
@@ -256,7 +266,9 @@ class Gate:
     def _wait_aside(self) -> None:
         """A thread beside the training thread: it waits while that one is asked to park, and is not counted."""
         asked = self._asked
-        if self.asked and asked is not None and asked.what == PARK and (self.parked or self.count + 1 >= asked.at):
+        if not self.asked or asked is None or asked.what != PARK:
+            return
+        if self.parked or (asked.fits is None and self.count + 1 >= asked.at):
             self._wait(asked)
 
     def _wait(self, asked: Asked) -> None:

@@ -10,9 +10,12 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 import types
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,29 +92,29 @@ def mount(at: int | None, into: str | None) -> None:
     inject = ROOT / "hegmd" / "agent" / "inject" / "sitecustomize.py"
     sys.path.insert(0, str(inject.parent))
     exec(compile(inject.read_text(), str(inject), "exec"), {"__file__": str(inject), "__name__": "sitecustomize"})
-    from _hegm.agent import mount as mounting
-    from _hegm.agent.life import gate
-    from _hegm.agent.quiesce import CALL, Asked
-    from _hegm.agent.restart import places
-
+    mounting, life = import_module("_hegm.agent.mount"), import_module("_hegm.agent.life")
+    places = import_module("_hegm.agent.restart.places")
     places.FILES_LOOKED_THROUGH.add(__file__)
     mounting._meet_optimizer(sys.modules["torch.optim.optimizer"])
     mounting._meet_loader(sys.modules["torch.utils.data.dataloader"])
     if at is not None and into is not None:
-        gate().ask(Asked(CALL, at=at, call=lambda: leave(into)))
+        threading.Thread(target=leave, args=(life.gate(), at, into), daemon=True).start()
 
 
-def leave(into: str) -> None:
-    """In the training thread, at the boundary: what the agent's own thread does while this one is parked."""
-    from _thread import get_ident
-
-    from _hegm.agent.restart import leaving
-    from _hegm.errors import HegmError
-
+def leave(gate: Any, at: int, into: str) -> None:
+    """In a thread beside the training, as the agent's own is: park it there or soon after, save, and leave."""
+    quiesce, errors = import_module("_hegm.agent.quiesce"), import_module("_hegm.errors")
+    leaving, readiness = import_module("_hegm.agent.restart.leaving"), import_module("_hegm.agent.restart.readiness")
+    changed = threading.Event()
+    gate.on_change = changed.set
+    gate.ask(quiesce.Asked(quiesce.PARK, at=at, fits=readiness.fits_of(gate)))
+    while not gate.parked:
+        changed.wait()
+        changed.clear()
     fd = os.open(into, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        leaving.save(fd, get_ident(), frame=sys._getframe(1))
-    except HegmError as error:
+        leaving.save(fd)
+    except errors.HegmError as error:
         print(f"refused: {error.message}", file=sys.stderr)
         end(REFUSED_STATUS)
     except BaseException:

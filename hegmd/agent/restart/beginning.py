@@ -9,9 +9,10 @@ note of each pass over a loader.
 from __future__ import annotations
 
 import os
+import sys
 
 from ..notes import note
-from . import given, iterations
+from . import given, iterations, readiness
 from .leaving import end_unrestored
 from .places import path_of, script_frames
 from .shadows import Entering, Shadows
@@ -48,6 +49,8 @@ def meet_loader(module: Any) -> None:
 
 def meet_optimizer(module: Any) -> None:
     """`module` is torch.optim.optimizer: no step before the state is back."""
+    if is_wanted():
+        _watch_steps(module)
     if not given.is_there() and _due is None:
         return
     expect(None)
@@ -198,9 +201,23 @@ def _watch_passes(module: Any) -> None:
     kind.__iter__ = __iter__
 
 
+def _watch_steps(module: Any) -> None:
+    """See at the first step of each pass over a loader which loops train. `module` is torch.optim.optimizer."""
+    register = getattr(module, "register_optimizer_step_post_hook", None)
+    if register is None:
+        return
+
+    def after_step(*_args: object) -> None:
+        if readiness.is_news and not sys.modules["torch"].compiler.is_compiling():  # a trace of a step is none
+            readiness.note_step(caller())
+
+    register(after_step)
+
+
 def _begin(loader: Any, frame: FrameType, make: Callable[[Any], Any]) -> Any:
     global _passes  # noqa: PLW0603 - they are numbered
     _passes += 1
+    readiness.is_news = True
     path = path_of(script_frames(frame))
     source = _due or _resting
     if source is not None:

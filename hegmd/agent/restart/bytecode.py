@@ -62,8 +62,12 @@ class Loops:
         return self._lines[self._instruction(offset).offset]
 
     def is_head(self, offset: int) -> bool:
-        """Whether the instruction is what asks an iterator for the next item of a loop."""
-        return bool(self._instruction(offset).opname == "FOR_ITER")
+        """Whether the instruction asks an iterator for the next item of a loop, or goes back to where that is done."""
+        found = self._instruction(offset)
+        target = self._target(found)
+        if target is not None and target <= found.offset:
+            found = self._list[self._skip_prefix(self._at[target])]
+        return bool(found.opname == "FOR_ITER")
 
     def head_after_call(self, offset: int) -> Head | None:
         """The head of the loop over what the call at this offset gives, if it is within the line of a `for`."""

@@ -11,7 +11,7 @@ import gc
 import sys
 
 from .. import life
-from . import contents, generators, iterations
+from . import contents, generators, iterations, readiness
 from .holdings import (
     GENERATOR,
     MODULE,
@@ -68,13 +68,13 @@ class _Taking:
         self._hold(place)
         self.state["shared"] = generators.read_shared()
 
-    def _refuse(self, what: str, hint: str, *, stops: bool = True) -> None:
-        self.refusals.append(Refusal(what, hint, stops=stops))
+    def _refuse(self, what: str, hint: str) -> None:
+        self.refusals.append(Refusal(what, hint))
 
     # ---- the place --------------------------------------------------------------------------------------------------
 
     def _placed(self, place: Place, frame: FrameType | None) -> dict[str, Any]:
-        driver = _asked_iterator(frame)
+        driver = readiness.asked_iterator(frame)
         loops: list[dict[str, Any]] = []
         for index, loop in enumerate(place.loops):
             is_asked = place.at_head and index == len(place.loops) - 1
@@ -87,10 +87,7 @@ class _Taking:
         if not said_by_script.keeps:
             for step in place.whiles():
                 self._refuse(f"the while loop at {said(step)} goes by variables of the script's own", _BY_HAND)
-        if not place.frames:
-            self._refuse("no frame of the script's is under way in the thread that trains", "ask again")
-        elif not place.at_head:
-            self._refuse(f"the script is in the middle of a loop's body, at {said(place.path[-1])}", "ask again")
+        self.refusals += readiness.refusals_of(place, is_driven=driver is not None)
         number = self._number_of(driver) if driver is not None else None
         return {"path": place.path, "loops": loops, "driver": number}
 
@@ -240,17 +237,6 @@ def _matched(saved: list[Any], here: list[Holding]) -> tuple[dict[int, tuple[Any
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------
-
-
-def _asked_iterator(frame: FrameType | None) -> Any:
-    """The loader's iterator that is being asked for a batch where the thread stands; None if it stands elsewhere."""
-    while frame is not None:
-        if frame.f_code.co_name == "__next__":
-            asked = frame.f_locals.get("self")
-            if iterations.followed(asked) is not None:
-                return asked
-        frame = frame.f_back
-    return None
 
 
 def _inner_of(look: dict[str, Any]) -> list[dict[str, Any]]:

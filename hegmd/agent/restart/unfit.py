@@ -6,22 +6,21 @@ from __future__ import annotations
 class Refusal:
     """Something that a restarted script would not have as it was.
 
-    Where `stops` is set the training would not go on as it would have, so that there is to be no restart; without it
-    the training goes on exactly and something beside it, such as a printed number, begins anew.
+    Where `passes` is set it is so at this moment of the training only, and the script comes to a better one by itself.
     """
 
-    __slots__ = ("hint", "stops", "what")
+    __slots__ = ("hint", "passes", "what")
 
-    def __init__(self, what: str, hint: str, *, stops: bool = True) -> None:
+    def __init__(self, what: str, hint: str, *, passes: bool = False) -> None:
         self.what = what
         self.hint = hint
-        self.stops = stops
+        self.passes = passes
 
     def __str__(self) -> str:
         return f"{self.what}; {self.hint}"
 
     def __repr__(self) -> str:
-        return f"Refusal({self.what!r}, {self.hint!r}, stops={self.stops})"
+        return f"Refusal({self.what!r}, {self.hint!r}, passes={self.passes})"
 
 
 class DoesNotFit(Exception):

@@ -1,0 +1,162 @@
+"""Whether the training stands where it could go on from, and how it comes to such a place if it does not.
+
+A restarted script comes to its place from the top, by way of its loops' heads. So the place has to be the head of a
+loop, of one that trains, and no other loop may have trained in the same pass of the loops around both: it would train
+once more on the way. Which loops train is seen at optimizers' steps, once for each pass over a loader and not at every
+step. A thread in the middle of a body goes on to the head under a trace of that one frame, and of nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ..notes import note
+from . import iterations
+from .bytecode import loops_of
+from .places import Place, Unreadable, is_of_script, look_into, said
+from .stack import caller
+from .unfit import Refusal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+    from typing import Any
+
+_LATER = "ask again; it is over by itself"
+#: Set when a pass over a loader begins: the next step tells which loops it is in.
+is_news = True
+_trained: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+
+def note_step(frame: FrameType | None) -> None:
+    """An optimizer has stepped, called from this frame."""
+    global is_news  # noqa: PLW0603 - read at every step, so that it has to be cheap
+    is_news = False
+    try:
+        place = Place(frame)
+        _trained[chain_of(place)] = positions_of(place)
+    except Exception as error:  # noqa: BLE001 - the edge to the script, which steps on
+        note(f"the loops around a step are not known: {error!r}")
+
+
+def chain_of(place: Place) -> tuple[Any, ...]:
+    """The loops that a place is in, from the outermost, as they are known in another process."""
+    return tuple((*place.path[loop.depth][:3], loop.line) for loop in place.loops)
+
+
+def positions_of(place: Place) -> tuple[Any, ...]:
+    """How far each of them is."""
+    return tuple(repr(look_into(loop.iterator, 1, _progress_of)) for loop in place.loops)
+
+
+def _progress_of(iterator: object) -> Any:
+    found = iterations.followed(iterator)
+    return None if found is None else (found.number, found.iterator()._num_yielded)
+
+
+def refusals_of(place: Place, *, is_driven: bool) -> Iterator[Refusal]:
+    """Why there could be no going on from here. `is_driven` says that a loader is being asked for a batch."""
+    chain = chain_of(place)
+    if not place.frames:
+        yield Refusal("no frame of the script's is under way in the thread that trains", _LATER, passes=True)
+    elif not place.at_head and (chain or not is_driven):
+        yield Refusal(f"the script is within a loop's body, at {said(place.path[-1])}", _LATER, passes=bool(chain))
+    if not _trained or not chain:
+        return
+    if not any(trained[: len(chain)] == chain for trained in _trained):
+        yield Refusal(f"the loop at {said(chain[-1])} does not train, and is within one that does", _LATER, passes=True)
+        return
+    positions = positions_of(place)
+    for trained, was in list(_trained.items()):
+        common = _common(trained, chain)
+        if common == len(chain) or common == len(trained):
+            continue
+        over = f"the loop at {said(trained[-1])} has trained before the one at {said(chain[-1])}"
+        if common == 0:
+            yield Refusal(f"{over}, and would do so again", "give each a script of its own, or put them in one loop")
+        elif was[:common] == positions[:common]:
+            yield Refusal(f"{over}, and would do so again", _LATER, passes=True)
+
+
+def _common(one: tuple[Any, ...], other: tuple[Any, ...]) -> int:
+    count = 0
+    for mine, yours in zip(one, other):
+        if mine != yours:
+            break
+        count += 1
+    return count
+
+
+def fits_of(gate: Any) -> Callable[[], bool]:
+    """What a gate that is to park the training where it can go on from asks at each boundary."""
+    approach = Approach(gate.arrive_late)
+    return lambda: approach.will_do(caller())
+
+
+class Approach:
+    """What a training thread that is to stand is asked at each boundary: whether this one will do.
+
+    `stand` is called in that thread as it comes to the head of a loop that will, if it was not at one.
+    """
+
+    def __init__(self, stand: Callable[[], None]) -> None:
+        self._stand = stand
+
+    def will_do(self, frame: FrameType) -> bool:
+        """Whether it can stand here; if not, it goes on to the head of its loop, or to its next boundary."""
+        try:
+            place = Place(frame)
+        except Unreadable:
+            return True  # nothing is gained by going on
+        refused = list(refusals_of(place, is_driven=_is_driven(frame)))
+        if not any(found.passes for found in refused):
+            return True
+        if not place.at_head and place.loops and sys.gettrace() is None:
+            self._go_to_head(place)
+        return False
+
+    def _go_to_head(self, place: Place) -> None:
+        loop = place.loops[-1]
+        frame = place.frames[loop.depth]
+        head = loops_of(frame.f_code).around(frame.f_lasti)[-1].offset
+
+        def follow(found: FrameType, event: str, _argument: object) -> Any:
+            if event == "opcode" and found.f_lasti == head:
+                _trace_no_more(found)
+                if not any(refused.passes for refused in refusals_of(Place(found), is_driven=False)):
+                    self._stand()
+                return None
+            if event == "return":  # out of the loop in another way
+                _trace_no_more(found)
+                return None
+            return follow
+
+        frame.f_trace = follow
+        frame.f_trace_opcodes = True
+        sys.settrace(_trace_nothing)
+
+
+def _trace_nothing(_frame: FrameType, _event: str, _argument: object) -> None:
+    """For every other frame that begins meanwhile."""
+
+
+def _trace_no_more(frame: FrameType) -> None:
+    sys.settrace(None)
+    frame.f_trace = None
+    frame.f_trace_opcodes = False
+
+
+def _is_driven(frame: FrameType | None) -> bool:
+    return asked_iterator(frame) is not None
+
+
+def asked_iterator(frame: FrameType | None) -> Any:
+    """The loader's iterator that is being asked for a batch where the thread stands; None if it stands elsewhere."""
+    while frame is not None and not is_of_script(frame.f_code):
+        if frame.f_code.co_name == "__next__":
+            asked = frame.f_locals.get("self")
+            if iterations.followed(asked) is not None:
+                return asked
+        frame = frame.f_back
+    return None
