@@ -2,11 +2,15 @@
 
 Owns what is under way on a connection and the two ways in which an order fails: the agent says so, or is not there to
 say anything. Which connection counts, and what a report says of the worker, is `workers`' business.
+
+An order holds up those after it, but not for ever: whoever gave it may have left, and an agent may swallow one. After
+the time that it has by itself and some more it is overdue, and is only remembered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import anyio
 
@@ -14,6 +18,17 @@ from hegmd.errors import DISCONNECTED, REFUSED, HegmError
 from hegmd.protocol.messages import AgentReport, Order
 
 DONE, FAILED, PROGRESS = "done", "failed", "progress"
+
+# Orders that move bytes: while one is under way in a worker, nothing else is to be believed of it.
+MOVING = frozenset({"evacuate", "refill", "free", "make", "save"})
+# Those that an agent answers within a limit of its own, whatever its training does.
+LIMITED = frozenset({"survey", "weigh"})
+# Those that an agent answers when its training thread has come to a boundary, however long that takes without a limit.
+_AT_A_BOUNDARY = frozenset({"park", "release"})
+# Beyond the limit that an agent keeps to by itself.
+ANSWERS_WITHIN_S = 1.0
+# What one of those without a limit has by the agent's own word, and what answers at once on a busy machine.
+_LIMITED_S, _AT_ONCE_S = 5.0, 30.0
 
 Send = Callable[[Order, Sequence[int]], Awaitable[None]]
 Progress = Callable[[int], object]
@@ -43,11 +58,21 @@ class OrderFailed(HegmError):
         self.lacks_bytes = report.lacks_bytes
 
 
-class Given:
-    """An order that was given. `report` waits for what becomes of it."""
+def answered_within_s(do: str, limit_s: float | None) -> float:
+    """How long an agent may take to answer an order that was given with that limit."""
+    if do in MOVING or (limit_s is None and do in _AT_A_BOUNDARY):
+        return math.inf
+    if do in _AT_A_BOUNDARY or do in LIMITED:
+        return (limit_s or _LIMITED_S) + ANSWERS_WITHIN_S
+    return _AT_ONCE_S
 
-    def __init__(self, pid: int, do: str, on_progress: Progress | None) -> None:
+
+class Given:
+    """An order that was given. `report` waits for what becomes of it; `deadline` is when it has to be answered."""
+
+    def __init__(self, pid: int, do: str, on_progress: Progress | None, deadline: float = math.inf) -> None:
         self.do = do
+        self.deadline = deadline
         self._pid = pid
         self._on_progress = on_progress
         self.over = anyio.Event()
@@ -87,14 +112,18 @@ class Link:
         self._last = 0
 
     def enter(self, given: Given) -> int:
+        """Its number. Those that were not answered in time by themselves make room for it: what they ask is asked again."""
+        now = anyio.current_time()
+        for number in [number for number, old in self.given.items() if old.do in LIMITED and old.deadline <= now]:
+            self.given.pop(number).end()
         self._last += 1
         self.given[self._last] = given
         return self._last
 
-    def give_up(self, do: str) -> None:
-        """Expect no answer any more to orders of that kind; one that comes all the same changes nothing."""
-        for number in [number for number, given in self.given.items() if given.do == do]:
-            self.given.pop(number).end()
+    def in_the_way(self) -> Iterator[Given]:
+        """What is under way and not overdue, oldest first."""
+        now = anyio.current_time()
+        return (given for given in tuple(self.given.values()) if given.deadline > now)
 
     def end(self) -> None:
         for given in self.given.values():

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,18 @@ from typing import Any
 import anyio
 import anyio.abc
 
-from hegmd.agent_orders import DONE, AgentAway, Given, Link, OrderFailed, Progress, Send
+from hegmd.agent_orders import (
+    DONE,
+    LIMITED,
+    MOVING,
+    AgentAway,
+    Given,
+    Link,
+    OrderFailed,
+    Progress,
+    Send,
+    answered_within_s,
+)
 from hegmd.errors import DENIED, TIMEOUT, Bug, HegmError, Refused
 from hegmd.log import fields
 from hegmd.protocol.messages import AgentAttend, AgentReport, CudaFacts, LeftAlone, Order
@@ -33,13 +43,6 @@ __all__ = ["AgentAway", "Given", "Identity", "OrderFailed", "Worker", "Workers"]
 logger = logging.getLogger(__name__)
 
 CAME, LEFT, BACK, ENDED = "came", "left", "back", "ended"
-# Orders that move bytes: while one is under way in a worker, nothing else is to be believed of it.
-MOVING = frozenset({"evacuate", "refill", "free", "make", "save"})
-SURVEY = "survey"
-# Orders that an agent answers within a limit of its own, whatever its training does.
-LIMITED = frozenset({SURVEY, "weigh"})
-# Beyond the limit that an agent keeps to by itself.
-_ANSWERS_WITHIN_S = 1.0
 
 Listener = Callable[[str, "Worker"], object]
 
@@ -75,6 +78,8 @@ class Worker:
         self.refusals: tuple[str, ...] = ()
         #: Its use of CUDA by its own word; None if it uses none or has not said.
         self.cuda: CudaFacts | None = None
+        #: Why the last image that was to be taken of it was not made; whoever takes them writes it.
+        self.image_missed: str | None = None
         self._link: Link | None = None
         #: Counts its agent's connections, so that an order can be meant for one of them and no later one.
         self.connection = 0
@@ -104,20 +109,19 @@ class Worker:
         """Give an order and wait for its end. Raises OrderFailed, AgentAway. Cancelled, the order goes on by itself.
 
         `how` are the other fields of `Order`, such as `limit_s`. An agent keeps to that of a survey by itself; one that
-        does not is given up, so that nothing waits behind that order for ever. Raises TIMEOUT then.
+        does not is not waited for any longer. Raises TIMEOUT then.
         """
         began = anyio.current_time()
-        within_s = how["limit_s"] + _ANSWERS_WITHIN_S if do in LIMITED and how.get("limit_s") else math.inf
-        with anyio.move_on_after(within_s):
-            given = await self.give(do, fds=fds, on_progress=on_progress, **how)
+        given = await self.give(do, fds=fds, on_progress=on_progress, **how)
+        with anyio.CancelScope() as in_time:
+            if do in LIMITED:
+                in_time.deadline = given.deadline
             report = await given.report()
             logger.debug("process %d: %s took %.1f ms", self.pid, do, (anyio.current_time() - began) * 1e3)
             return report
-        if self._link is not None:
-            self._link.give_up(do)
         raise HegmError(
             TIMEOUT,
-            f"the agent of process {self.pid} has not answered a {do} within {within_s:g} s",
+            f"the agent of process {self.pid} has not answered a {do} within {given.deadline - began:.1f} s",
             "the job goes on as it is; look for its agent with HEGM_AGENT_DEBUG=FILE, or start the job anew",
             {"pid": self.pid, "do": do},
         )
@@ -131,21 +135,25 @@ class Worker:
         """
         link = self._link
         while do != "withdraw" and (before := self._under_way()) is not None and (do, before.do) != ("park", "park"):
-            await before.over.wait()
+            with anyio.CancelScope(deadline=before.deadline):
+                await before.over.wait()
         if link is None or self._link is not link:
             raise AgentAway(self.pid, f"it cannot be told to {do}")
-        given = Given(self.pid, do, on_progress)
+        within_s = answered_within_s(do, how.get("limit_s"))
+        given = Given(self.pid, do, on_progress, anyio.current_time() + within_s)
         number = link.enter(given)
         try:
             await link.send(Order(order=number, do=do, **how), fds)
-        except (OSError, anyio.ClosedResourceError, HegmError) as error:
+        except BaseException as error:  # cancelled as well, before a byte of it was sent: nobody will answer it
             link.given.pop(number, None)
             given.end()
-            raise AgentAway(self.pid, f"it cannot be told to {do}") from error
+            if isinstance(error, (OSError, anyio.ClosedResourceError, HegmError)):
+                raise AgentAway(self.pid, f"it cannot be told to {do}") from error
+            raise
         return given
 
     def _under_way(self) -> Given | None:
-        return None if self._link is None else next(iter(self._link.given.values()), None)
+        return None if self._link is None else next(self._link.in_the_way(), None)
 
     def take(self, link: object, report: AgentReport) -> None:
         """Take a report that came on that connection; one of an order that nobody waits for changes nothing."""
@@ -192,6 +200,7 @@ class Worker:
             boundary=self.boundary,
             parked=self.parked,
             held_bytes=self.held_bytes,
+            image_missed=self.image_missed,
         )
 
     # -- for Workers ---------------------------------------------------------------------------------------------------

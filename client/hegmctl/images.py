@@ -53,6 +53,8 @@ def rm(session: Session) -> int:
     paths = [os.path.abspath(folder) for folder in session.arguments.texts("DIR")]
     if not paths:
         raise HegmError(USAGE, "images rm needs at least one DIR", "`hegmctl images ls` shows what there is")
+    for path in paths:
+        shelf.require_removable(path)
     if not session.arguments.flag("yes"):
         _require_yes(paths)
     for path in paths:

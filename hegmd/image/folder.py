@@ -254,7 +254,13 @@ def find(path: str) -> Folder:
     parent, name = split(path)
     with told(path, "opened"):
         parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        return Folder(parent_fd, name, path)
+        try:
+            return Folder(parent_fd, name, path)
+        except FileNotFoundError as error:
+            if not os.path.isdir(path):
+                raise
+            hint = "see `hegmctl images ls` for what is there"
+            raise HegmError(NOT_FOUND, f"{path} is no image: it has no {CRIU} and {BYTES}", hint) from error
 
 
 def _require_outside(parent: str, path: str) -> None:

@@ -93,6 +93,17 @@ def remove(path: str) -> None:
             os.close(parent_fd)
 
 
+def require_removable(path: str) -> None:
+    """See that there is something at that path that `remove` would take away. Raises HegmError."""
+    _, name = split(path)
+    with told(path, "removed"):
+        fd = os.open(path, DIRECTORY)
+        try:
+            _require_image(path, name, os.listdir(fd))
+        finally:
+            os.close(fd)
+
+
 def sweep(path: str) -> list[str]:
     """Take away what killed writers left of an image of that path; what is held by one that lives stays."""
     parent, name = split(path)

@@ -96,6 +96,8 @@ def planned_swap(snapshot: Snapshot, first: int, second: int) -> Outcome:
     come back crosswise at once, each over its own GPU's link; or the first alone waits there, where the pool has not
     the room for both, or the second goes straight from GPU to GPU, which is over before its bytes would be in the pool.
     """
+    if first == second:
+        return (_against(f"process {first} cannot change places with itself", "name two processes; see hegmctl ps"),)
     one, other = candidate_of(snapshot, first), candidate_of(snapshot, second)
     if one is None or other is None or len(one.gpus) != 1 or len(other.gpus) != 1:
         return _not_to_be_moved(snapshot, (first, second))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 
 from hegmd.errors import Refused
 from hegmd.protocol.messages import AgentAttend, AgentReport, Order
@@ -78,6 +79,7 @@ class ModelAgent:
     async def take(self, order: Order, fds: Sequence[int]) -> None:
         """An order came."""
         assert self._tasks is not None
+        await anyio.lowlevel.checkpoint()  # a connection takes its turn first
         self.seen.append(order.do)
         copies = [os.dup(fd) for fd in fds]
         self._tasks.start_soon(self._obey, self._key, order, copies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -182,3 +183,55 @@ async def test_an_agent_that_swallows_a_survey_does_not_hold_up_who_asks_next(pr
             await worker.order("survey", limit_s=0.01)
         assert error.value.code is TIMEOUT
         assert (await worker.order("park")).boundary == worker.boundary
+
+
+async def test_an_order_that_was_cancelled_before_it_was_sent_holds_up_nobody(
+    process: subprocess.Popen[bytes],
+) -> None:
+    """Ctrl-C in the first moment of `hegmctl checkpoint`: its job stopped answering to anybody, though it trained."""
+    async with attended(process.pid) as (workers, agent, _, _):
+        worker = workers.find(process.pid)
+        assert worker is not None
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await worker.order("survey", limit_s=5.0)
+        assert agent.seen == []
+        assert not worker.busy
+        with anyio.fail_after(5):
+            await worker.order("park", limit_s=60.0)
+        assert agent.seen == ["park"]
+
+
+async def test_an_order_without_an_answer_holds_up_others_for_its_limit_only(
+    process: subprocess.Popen[bytes],
+) -> None:
+    """Whoever gave it has left, so that nobody gives it up."""
+    async with attended(process.pid) as (workers, agent, _, _):
+        agent.slow.add("survey")
+        worker = workers.find(process.pid)
+        assert worker is not None
+        await worker.give("survey", limit_s=0.001)
+        await worker.give("survey", limit_s=0.001)
+        await worker.order("export")
+        assert agent.seen == ["survey", "survey", "export"]
+        link = worker._link
+        assert link is not None
+        assert [given.do for given in link.given.values()] == []
+        agent.go_on.set()
+
+
+async def test_bytes_on_their_way_are_waited_for_however_long_it_takes(process: subprocess.Popen[bytes]) -> None:
+    memory = os.memfd_create("test")
+    async with attended(process.pid) as (workers, agent, _, tasks):
+        agent.slow.add("evacuate")
+        worker = workers.find(process.pid)
+        assert worker is not None
+        await worker.order("park")
+        given = await worker.give("evacuate", fds=[memory])
+        assert given.deadline == math.inf
+        tasks.start_soon(worker.order, "export")
+        await anyio.wait_all_tasks_blocked()
+        assert agent.seen == ["park", "evacuate"]
+        assert worker.busy
+        agent.go_on.set()
+    os.close(memory)

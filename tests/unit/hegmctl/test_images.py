@@ -13,6 +13,7 @@ import pytest
 
 from hegmctl.images_text import manifest_text, removed_text, seen_text, verified_text
 from hegmctl.tables import Style
+from hegmd.errors import NOT_FOUND, REFUSED
 from hegmd.image.folder import make
 from hegmd.protocol.images import ImageRemoved, ImageSeen, ImagesSeen, ImageVerified
 from tests.unit.hegmctl.running import NOBODY, as_nobody, command, environment
@@ -121,3 +122,13 @@ def test_what_is_unknown_is_not_shown_as_zero() -> None:
     assert lines[3:] == ["/x: w", "What is left over is of no use: hegmctl images rm DIR"]
     assert not any("1970" in line for line in manifest_text(MANIFEST, PIPE))
     assert seen_text(ImagesSeen(images=()), PIPE) == ["There is no image here."]
+
+
+def test_nobody_is_asked_to_confirm_the_end_of_what_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    assert error(hegmctl("rm", str(tmp_path / "nope"))) == (
+        NOT_FOUND.exit_status,
+        f"{tmp_path}/nope cannot be removed: No such file or directory",
+    )
+    status, message = error(hegmctl("rm", str(tmp_path / "folder")))
+    assert (status, "is no image" in message) == (REFUSED.exit_status, True)

@@ -355,3 +355,11 @@ def test_a_key_that_is_no_secret_is_refused(tmp_path: Path, text: str, mode: int
         load_key(path, make=True)
     with pytest.raises(HegmError, match="cannot be read"):
         load_key(tmp_path / "nowhere.key", make=False)
+
+
+def test_a_directory_that_is_none_was_said_not_to_be_there(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(HegmError, match="folder is no image: it has no criu and bytes"):
+        shelf.read(str(tmp_path / "folder"))
+    with pytest.raises(HegmError, match="No such file"):
+        shelf.read(str(tmp_path / "nowhere"))
