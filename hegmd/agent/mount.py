@@ -3,7 +3,7 @@
 `mount` runs at the start of every Python under `hegmctl run`, so this module imports nothing but `sys`, starts no
 thread and opens no file. The agent comes to life when the job imports what it trains with: PyTorch's data loader or
 optimizer, or the name `hegm`. Import hooks are used instead of a patched `__import__`: they are an interface of Python,
-and the one for PyTorch leaves the path once it has done its work.
+and the one for PyTorch leaves the path once it has done its work, which in most jobs it never has: few are launchers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ FACE = "hegm"
 
 def mount() -> None:
     """Take the agent's place in this Python."""
-    wanted = {"torch.utils.data.dataloader": _meet_loader, "torch.optim.optimizer": _meet_optimizer}
+    wanted = {
+        "torch.utils.data.dataloader": _meet_loader,
+        "torch.optim.optimizer": _meet_optimizer,
+        "torch.distributed.elastic.rendezvous.registry": _meet_launcher,
+    }
     sys.meta_path.insert(0, FrameworkFinder(wanted))
     sys.meta_path.append(FaceFinder())
     from os import environ
@@ -112,6 +116,12 @@ def _meet_optimizer(module: ModuleType) -> None:
 
     boundary.watch_optimizers(module, life.gate())
     beginning.meet_optimizer(module)
+
+
+def _meet_launcher(module: ModuleType) -> None:
+    from . import launching
+
+    launching.choose_stores(module)
 
 
 def _guarded(action: Callable[[ModuleType], None], module: ModuleType) -> None:

@@ -235,14 +235,18 @@ class Orders:
         self._done(order.order)
 
     def _step_aside(self, order: Order, _fd: int | None) -> None:
-        """An image is to be made of the process: neither a socket nor a descriptor of its bytes may be in that."""
-        self._require_parked("aside")
+        """An image is to be made of the process: neither a socket nor a descriptor of its bytes may be in that.
+
+        One that has never come to a boundary, such as a launcher of ranks, has nothing to stand still for.
+        """
+        if self._gate.count or self._gate.parked:
+            self._require_parked("aside")
         if order.path is None:
             raise refusal("no meeting place came with the order", "name the file that tells when to come back")
         aside = Aside(order.path, order.limit_s)
         if self._carrying.out is not None:
             self._carrying.entrust()
-        self._resting = True
+        self._resting = self._gate.parked
         self._done(order.order)
         self.aside = aside
 

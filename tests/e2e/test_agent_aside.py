@@ -61,6 +61,7 @@ def test_who_trains_does_not_step_aside(tmp_path: Path) -> None:
         Training([str(SCRIPTS / "by_hand.py")], tmp_path / "here.sock") as training,
     ):
         agent = daemon.attended()
+        agent.done("survey")  # it has come to a boundary by then
         refused = agent.order("aside", path=str(tmp_path / "place"))
         assert refused.result == "failed"
         assert "not parked" in (refused.message or "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +64,23 @@ def test_a_thread_stood_for_good_when_coming_back_failed_once(monkeypatch: pytes
     gate.stuck = False
     gate.withdraw()
     thread.join(PATIENCE_S)
+
+
+def test_a_process_that_never_trained_steps_aside_without_standing(tmp_path: Path) -> None:
+    """The launcher of ranks was told that its training thread is not parked; it has none."""
+    gate = Gate()
+    orders, reports = Orders(gate), list[AgentReport]()
+    orders.begin(reports.append)
+    orders.obey(Order(order=1, do="aside", path=str(tmp_path / "place"), limit_s=PATIENCE_S), None)
+    assert [report.result for report in reports] == ["done"]
+    assert orders.aside is not None
+    orders.end()
+    assert orders.next_deadline() is None
+
+    training, answers = Gate(), list[AgentReport]()
+    training.boundary_by_hand()
+    orders = Orders(training)
+    orders.begin(answers.append)
+    orders.obey(Order(order=1, do="aside", path=str(tmp_path / "place"), limit_s=PATIENCE_S), None)
+    assert [report.result for report in answers] == ["failed"]
+    assert orders.aside is None

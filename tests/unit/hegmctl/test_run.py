@@ -50,7 +50,7 @@ print(json.dumps({
 }))
 """
 WORDS = [sys.executable, "-I", "-S", "-c", PROBE, "an argument", "", "--json", "--", "$HOME"]
-ADDED = {"HEGM_RUN", "HEGM_SOCKET", "HEGM_MSGPACK", "PYTHONPATH"}
+ADDED = {"USE_LIBUV", "HEGM_RUN", "HEGM_SOCKET", "HEGM_MSGPACK", "PYTHONPATH"}
 # Takes every signal that it can, and says which came.
 LISTENER = """
 import os, signal

@@ -1,0 +1,79 @@
+"""torchrun's own stores go by USE_LIBUV: in a real Python with the agent on its path, over a stand-in for PyTorch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INJECT = Path(__file__).parents[3] / "hegmd" / "agent" / "inject"
+
+STORE = """
+class TCPStore:
+    def __init__(self, host_name, port, world_size=None, is_master=False, timeout=300, wait_for_workers=True,
+                 multi_tenant=False, master_listen_fd=None, use_libuv=True):
+        '''__init__(host_name: str, port: int, ..., use_libuv: bool = True)'''
+        self.said = [host_name, port, is_master, use_libuv]
+"""
+LAUNCHER = """
+import json, sys
+import torch.distributed as before
+made = before.TCPStore
+import torch.distributed.elastic.rendezvous.registry
+from torch.distributed import TCPStore
+print(json.dumps([
+    TCPStore("h", 1, is_master=True).said,
+    TCPStore("h", 1, use_libuv=True).said,
+    TCPStore("h", 1, 2, False, 300, True, False, None, True).said,
+    isinstance(TCPStore("h", 1), made),
+]))
+"""
+
+
+@pytest.fixture
+def framework(tmp_path: Path) -> Path:
+    """A folder with as much of PyTorch as a launcher imports here."""
+    folder = tmp_path / "torch" / "distributed" / "elastic" / "rendezvous"
+    folder.mkdir(parents=True)
+    for package in ("torch", "torch/distributed/elastic", "torch/distributed/elastic/rendezvous"):
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "torch" / "distributed" / "__init__.py").write_text(STORE)
+    (folder / "registry.py").touch()
+    return tmp_path
+
+
+def said(framework: Path, **environ: str) -> list[object]:
+    plain = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{INJECT}:{framework}", **environ}
+    ran = subprocess.run([sys.executable, "-c", LAUNCHER], env=plain, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found: list[object] = json.loads(ran.stdout)
+    return found
+
+
+def test_a_launcher_had_io_uring_whatever_was_chosen(framework: Path) -> None:
+    """torchrun's stores take no notice of the variable; CRIU refused every job of its."""
+    assert said(framework, USE_LIBUV="0") == [
+        ["h", 1, True, False],
+        ["h", 1, False, True],
+        ["h", 1, False, True],
+        True,
+    ]
+
+
+@pytest.mark.parametrize("environ", [{}, {"USE_LIBUV": "1"}])
+def test_who_has_chosen_libuv_or_nothing_has_it(framework: Path, environ: dict[str, str]) -> None:
+    assert said(framework, **environ)[0] == ["h", 1, True, True]
+
+
+def test_a_pytorch_without_libuv_is_left_alone(framework: Path) -> None:
+    old = STORE.replace("use_libuv", "use_other")
+    (framework / "torch" / "distributed" / "__init__.py").write_text(old)
+    text = LAUNCHER.replace("use_libuv=True", "use_other=True")
+    plain = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{INJECT}:{framework}", "USE_LIBUV": "0"}
+    ran = subprocess.run([sys.executable, "-c", text], env=plain, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)[0] == ["h", 1, True, True]
