@@ -112,9 +112,10 @@ class Link:
         self._last = 0
 
     def enter(self, given: Given) -> int:
-        """Its number. Those that were not answered in time by themselves make room for it: what they ask is asked again."""
+        """Its number. Those that an agent answers in time by itself, and has not, make room: they are asked again."""
         now = anyio.current_time()
-        for number in [number for number, old in self.given.items() if old.do in LIMITED and old.deadline <= now]:
+        late = [number for number, old in self.given.items() if old.do in LIMITED and old.deadline <= now]
+        for number in late:
             self.given.pop(number).end()
         self._last += 1
         self.given[self._last] = given

@@ -19,6 +19,7 @@ import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
@@ -108,9 +109,13 @@ def node_facts(
     )
 
 
-def node_means() -> NodeMeans:
-    """What there is to move processes with; looked up anew each time, since doctor's advice may have been followed."""
-    return NodeMeans(uid=os.geteuid(), criu_path=next(iter(candidates()), None))
+def node_means(criu: Path | None) -> NodeMeans:
+    """What there is to move processes with; looked up anew each time, since doctor's advice may have been followed.
+
+    `criu` is the one that is configured, if one is.
+    """
+    found = candidates(None if criu is None else str(criu))
+    return NodeMeans(uid=os.geteuid(), criu_path=next((path for path in found if os.access(path, os.X_OK)), None))
 
 
 async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:
@@ -120,7 +125,7 @@ async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:
         query_deadline_s=config.inventory.query_deadline_s,
         events=EventLog(),
         table=ProcessTable(),
-        means=node_means,
+        means=lambda: node_means(config.images.criu),
         off=vendors_off(config, topology),
     ) as inventory:
         return await inventory.refresh()
@@ -161,7 +166,7 @@ class App:
             query_deadline_s=config.inventory.query_deadline_s,
             events=self._events,
             table=ProcessTable(),
-            means=node_means,
+            means=lambda: node_means(config.images.criu),
             agents=self._workers.agents,
             held=self._held_bytes,
             off=vendors_off(config, topology),

@@ -7,36 +7,62 @@ operation. Handing over and bringing back are `handoff`'s and `reviving`'s.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 
 import anyio
 
-from hegmd.errors import BAD_REQUEST, DENIED, NOT_FOUND, REFUSED, HegmError
+from hegmd.errors import BAD_REQUEST, DENIED, NOT_FOUND, REFUSED, TIMEOUT, HegmError
 from hegmd.external import Rights
-from hegmd.handoff import Handoff
+from hegmd.handoff import Handoff, Looked
 from hegmd.image.images import Image
+from hegmd.image.shelf import size_of
 from hegmd.lookout import Lookout
+from hegmd.manifests import needs_in
 from hegmd.migration.candidates import Plan, Request, Snapshot
 from hegmd.migration.course import SUSPENDED
 from hegmd.migration.operation import CHECKPOINT, RESUME, Operation
 from hegmd.migration.operation import Handoff as Wish
+from hegmd.migration.outlook import from_image, with_image
+from hegmd.migration.paces import IN, Paces
 from hegmd.migration.plan import planned, planned_handoff, planned_resume
-from hegmd.operations import Answer, Asked, Operations, plan_or_raise, refusal, told_plan
+from hegmd.operations import Answer, Asked, Emit, Operations, limit_of, plan_or_raise, refusal, told_plan
+from hegmd.outlets import led_elsewhere, lost_streams, named_streams
 from hegmd.protocol.images import Manifest
-from hegmd.protocol.operations import Reason
+from hegmd.protocol.operations import OperationProgress, Reason
 from hegmd.reviving import Grown, Reviving
+
+# What a resume has at the least when a restore has taken nearly all of its time: its bytes are in the pool by then.
+LEAST_LEFT_S = 1.0
+_UNREAD = "of the image only what it says of itself was read: `hegmctl images verify DIR` reads all of it"
+
+
+@dataclass(frozen=True, slots=True)
+class Wished:
+    """A restore that is wanted: of which image, where to, whether files to which the job only appends have to be as
+    long as they were, and where its streams are to lead: a descriptor for each that is named."""
+
+    path: str
+    to: str | None = None
+    as_then: bool = False
+    outlets: tuple[str, ...] = ()
+    fds: tuple[int, ...] = ()
 
 
 class Checkpoints:
     """What can be asked about images of jobs."""
 
-    def __init__(self, operations: Operations, lookout: Lookout, handoff: Handoff, reviving: Reviving) -> None:
+    def __init__(
+        self, operations: Operations, lookout: Lookout, handoff: Handoff, reviving: Reviving, paces: Paces
+    ) -> None:
         self._operations = operations
         self._lookout = lookout
         self._handoff = handoff
         self._reviving = reviving
+        self._paces = paces
         # Two of one user's images may want one pool and one number. Others do not wait for them: a user can stop what
         # works with that user's rights, CRIU too; then it is the pool, and CRIU, that refuse the later one.
         self._restoring: dict[int, anyio.Lock] = {}
@@ -51,19 +77,12 @@ class Checkpoints:
         plan = plan_or_raise(planned(snapshot, Request(kind=CHECKPOINT, pids=(pid,), carrier=asked.carrier)))
         pids = [worker.pid for worker in plan.workers]
         _require_own(snapshot, pids, rights)
-        root, ticks, reasons = await self._handoff.against(pids, path, plan.size_bytes, rights)
-        if reasons:
-            raise refusal(reasons)
-        plan = _with_end(plan, leave_running=leave_running)
-        wish = Wish(
-            path=path,
-            uid=rights.uid,
-            gid=rights.gid,
-            groups=rights.groups,
-            root_pid=root,
-            root_ticks=ticks,
-            leave_running=leave_running,
-        )
+        looked = await self._handoff.against(pids, path, plan.size_bytes, rights)
+        if looked.reasons:
+            raise refusal(looked.reasons)
+        size_bytes = plan.size_bytes + looked.criu_bytes
+        plan = with_image(plan, snapshot.rates, size_bytes=size_bytes, leave_running=leave_running)
+        wish = _wish(path, rights, looked, leave_running=leave_running)
         return await self._operations.carry_out(plan, snapshot, asked, handoff=wish)
 
     async def handoff(self, pid: int, path: str, rights: Rights, asked: Asked) -> Answer:
@@ -81,60 +100,136 @@ class Checkpoints:
             )
         pids = [member.pid for member in op.live]
         plan = planned_handoff(op)
-        root, ticks, reasons = await self._handoff.against(pids, path, plan.size_bytes, rights)
+        looked = await self._handoff.against(pids, path, plan.size_bytes, rights)
+        reasons = looked.reasons
         without = [member.pid for member in op.live if not member.has_agent]
         if without:
             message = f"process {without[0]} has no agent, which an image needs"
             reasons = (*reasons, Reason(code=REFUSED.name, message=message, hint="start its job with hegmctl run"))
         if reasons:
             raise refusal(reasons)
-        wish = Wish(path=path, uid=rights.uid, gid=rights.gid, groups=rights.groups, root_pid=root, root_ticks=ticks)
-        return await self._operations.hand_over(op, wish, plan, asked)
+        size_bytes = plan.size_bytes + looked.criu_bytes
+        plan = with_image(plan, self._paces.rates(), size_bytes=size_bytes, leave_running=False)
+        return await self._operations.hand_over(op, _wish(path, rights, looked), plan, asked)
 
-    async def restore(
-        self, path: str, to: str | None, rights: Rights, asked: Asked, *, as_then: bool = False
-    ) -> Answer:
-        """Bring a job back from the image at that path. Raises HegmError with every reason why not.
+    async def restore(self, wish: Wished, rights: Rights, asked: Asked) -> Answer:
+        """Bring a job back from an image. Raises HegmError with every reason why not.
 
         Once its processes are there, it is a suspended job: what fails from there on leaves it that.
         """
-        _require_absolute(path)
-        async with self._reviving.opened(path, rights) as image:
-            if asked.dry_run:
-                return Answer(None, told_plan(await self._plan(image.manifest, to, rights, as_then=as_then)))
-            async with self._restoring.setdefault(rights.uid, anyio.Lock()):
-                plan = await self._plan(image.manifest, to, rights, as_then=as_then)
-                op = await self._bring_back(image, rights)
-            await self._handoff.forget(image.manifest)
-        return await self._operations.go_on_with(op, plan, replace(asked, dry_run=False))
+        _require_absolute(wish.path)
+        streams = named_streams(wish.outlets, wish.fds)
+        limit_s = limit_of(asked)
+        due = math.inf if limit_s is None else anyio.current_time() + limit_s
+        plan: Plan | None = None
+        op: Operation | None = None
+        with anyio.CancelScope(deadline=due):
+            async with self._reviving.opened(wish.path, rights) as image:
+                if asked.dry_run:
+                    return Answer(None, told_plan(await self._plan(image.manifest, wish, rights, streams)))
+                async with self._restoring.setdefault(rights.uid, anyio.Lock()):
+                    plan = await self._plan(image.manifest, wish, rights, streams)
+                    op = await self._bring_back(image, rights, asked, streams)
+                await self._handoff.forget(image.manifest)
+        if op is None or plan is None:
+            raise HegmError(
+                TIMEOUT,
+                f"the job was not back from {wish.path} within {limit_s or 0:g} s; only the image is left of it",
+                "restore it again with a longer --timeout",
+                {"path": wish.path},
+            )
+        left_s = None if limit_s is None else max(LEAST_LEFT_S, due - anyio.current_time())
+        return await self._operations.go_on_with(op, plan, replace(asked, dry_run=False, limit_s=left_s))
 
-    async def _plan(self, manifest: Manifest, to: str | None, rights: Rights, *, as_then: bool) -> Plan:
+    async def _plan(self, manifest: Manifest, wish: Wished, rights: Rights, streams: Mapping[str, int]) -> Plan:
         snapshot, op = self._reviving.expected(await self._lookout.snapshot([]), manifest)
-        request = Request(kind=RESUME, pids=tuple([worker.pid for worker in op.workers]), to=to)
+        request = Request(kind=RESUME, pids=tuple([worker.pid for worker in op.workers]), to=wish.to)
         found = planned_resume(snapshot, request, op)
         reasons: list[Reason] = [] if isinstance(found, Plan) else list(found)
-        objections = await self._reviving.against(manifest, rights, as_then=as_then)
+        objections = await self._reviving.against(manifest, rights, as_then=wish.as_then)
         reasons += objections.reasons
+        ends = needs_in(manifest).outlets
+        try:
+            led_elsewhere(ends, streams)
+        except HegmError as error:
+            reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
         if reasons or not isinstance(found, Plan):
             refused = refusal(reasons)
             grown = [[file.path, file.size_bytes] for file in to_cut_back(reasons, objections.grown)]
             raise HegmError(refused.code, refused.message, refused.hint, {**refused.facts, "grown": grown})
-        return found.replace(hazards=(*found.hazards, *objections.notes))
+        notes = [*objections.notes, *_told_lost(lost_streams(ends, streams)), _UNREAD]
+        plan = from_image(found, snapshot.rates, size_bytes=size_of(manifest))
+        return plan.replace(hazards=(*plan.hazards, *notes))
 
-    async def _bring_back(self, image: Image, rights: Rights) -> Operation:
+    async def _bring_back(self, image: Image, rights: Rights, asked: Asked, streams: Mapping[str, int]) -> Operation:
         """The job as an operation that has begun, at rest. Raises HegmError; nothing of it is there then."""
         runner = self._operations.runner
         manifest = image.manifest
+        outlets = led_elsewhere(needs_in(manifest).outlets, streams)
+        began = anyio.current_time()
         op_id = runner.reserve_id()
-        op = await self._reviving.bring_back(image, op_id, rights, lambda _: None)
+        op: Operation | None = None
+        size_bytes = sum(file.size_bytes for file in manifest.byte_files)
         try:
+            async with reading(op_id, size_bytes, asked.emit) as on_progress:
+                op = await self._reviving.bring_back(image, op_id, rights, on_progress, outlets)
             await runner.begin(op)
         except BaseException:
-            with anyio.CancelScope(shield=True):
-                await self._reviving.undo(manifest, op_id)
+            if op is not None:
+                with anyio.CancelScope(shield=True):
+                    await self._reviving.undo(manifest, op_id)
             raise
         await self._reviving.settled(manifest, op_id)
+        self._paces.note_image(IN, size_of(manifest), anyio.current_time() - began)
         return op
+
+
+@asynccontextmanager
+async def reading(op_id: str, size_bytes: int, emit: Emit) -> AsyncGenerator[Callable[[int], object]]:
+    """Tell whoever waits how much of an image was read, while it is: no operation does, before it has begun.
+
+    What was not told in time is left out for what comes after it. Whoever does not listen any more is told nothing.
+    """
+    send, receive = anyio.create_memory_object_stream[int](1)
+
+    def tell(moved_bytes: int) -> None:
+        with suppress(anyio.WouldBlock):
+            send.send_nowait(moved_bytes)
+
+    async def pass_on() -> None:
+        with suppress(HegmError):
+            await emit(OperationProgress(id=op_id, phase="reading", size_bytes=size_bytes))
+            async for moved_bytes in receive:
+                await emit(OperationProgress(id=op_id, phase="reading", moved_bytes=moved_bytes, size_bytes=size_bytes))
+
+    failure: HegmError | None = None
+    with send, receive:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pass_on)
+            try:
+                yield tell
+            except HegmError as error:  # told as it is, without a group around it
+                failure = error
+            tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+def _told_lost(names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        yield f"its {name} led to somebody who is gone, and leads nowhere: give it a file by --{name} FILE"
+
+
+def _wish(path: str, rights: Rights, looked: Looked, *, leave_running: bool = False) -> Wish:
+    return Wish(
+        path=path,
+        uid=rights.uid,
+        gid=rights.gid,
+        groups=rights.groups,
+        root_pid=looked.root_pid,
+        root_ticks=looked.root_ticks,
+        leave_running=leave_running,
+    )
 
 
 def to_cut_back(reasons: Sequence[Reason], grown: Sequence[Grown]) -> Sequence[Grown]:
@@ -160,9 +255,3 @@ def _require_own(snapshot: Snapshot, pids: Sequence[int], rights: Rights) -> Non
                 "an image holds all of a process's memory: have its owner make it, or root",
                 {"pid": candidate.pid, "uid": candidate.uid},
             )
-
-
-def _with_end(plan: Plan, *, leave_running: bool) -> Plan:
-    """The plan with its last step."""
-    last = "put the bytes back; let it go on; see a boundary" if leave_running else "end the job"
-    return plan.replace(steps=(*plan.steps, *last.split("; ")))

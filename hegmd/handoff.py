@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from hegmd.detached import Looks, run_detached
 from hegmd.errors import DENIED, NOT_FOUND, REFUSED, TIMEOUT, Bug, HegmError, Refused
 from hegmd.external import Rights
 from hegmd.image.images import Images, Lent
+from hegmd.image.shelf import size_of
 from hegmd.inventory import NodeSnapshot
 from hegmd.lock_files import LockFiles
 from hegmd.manifests import byte_name, composed, is_of, mark_in, mark_of
@@ -54,13 +56,23 @@ COMES_BACK_WITHIN_S = 30.0
 ASIDE_LIMIT_S = 4 * 3600.0
 
 
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """A tree of processes as it was seen: its root, how much memory of theirs an image has, what is against one."""
+
+    root_pid: int
+    root_ticks: int
+    criu_bytes: int
+    reasons: tuple[Reason, ...]
+
+
 class Handoff:
     """Makes images of jobs. `images` tells their room, `criu` finds the program, `look` sees the node.
 
-    `in_unit` runs CRIU as a unit of systemd's.
+    `in_unit` runs CRIU as a unit of systemd's, and `noted` is told how large an image was and how long it took.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it puts together, each by its name
         self,
         images: Callable[[], Images],
         places: MeetingPlaces,
@@ -71,7 +83,9 @@ class Handoff:
         look: Callable[[], Awaitable[NodeSnapshot]],
         in_unit: bool,
         locks: LockFiles,
+        noted: Callable[[int, float], object] = lambda _size_bytes, _took_s: None,
     ) -> None:
+        self._noted = noted
         self._locks = locks
         self._images = images
         self._places = places
@@ -95,10 +109,8 @@ class Handoff:
 
     # -- before anything is begun --------------------------------------------------------------------------------------
 
-    async def against(
-        self, pids: Sequence[int], path: str, size_bytes: int, rights: Rights
-    ) -> tuple[int, int, tuple[Reason, ...]]:
-        """The root of the tree that is taken with these processes, its start time, and all that is against it.
+    async def against(self, pids: Sequence[int], path: str, size_bytes: int, rights: Rights) -> Looked:
+        """The tree that is taken with these processes, and all that is against it.
 
         `size_bytes` are what they have on GPUs: so much at least is to have room at the path.
         The processes run meanwhile, so what is found can be another thing a moment later: it is looked at again then.
@@ -112,12 +124,13 @@ class Handoff:
         needs = needs_of(tree, gpu_pids=pids, agent_sockets=self._agent_sockets)
         reasons += [*needs.reasons, *self._lacking(tree, rights)]
         reasons += await self._looks.at(lambda _: _not_theirs(tree, needs, rights), name="hegmd-theirs")
+        criu_bytes = 0
         try:
             criu_bytes = await run_detached(lambda _: sum(map(_anonymous_bytes, tree.pids)), name="hegmd-memory")
             await self._images().require_room(path, rights, criu_bytes=criu_bytes, bytes_of_gpus=size_bytes)
         except HegmError as error:
             reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
-        return root, tree.member(root).start_ticks, tuple(reasons)
+        return Looked(root, tree.member(root).start_ticks, criu_bytes, tuple(reasons))
 
     def _lacking(self, tree: Tree, rights: Rights) -> Iterator[Reason]:
         uids = frozenset(member.uid for member in tree.members)
@@ -135,21 +148,23 @@ class Handoff:
         """Raises HegmError; there is no image then, and the job is as it was. Cancelled, the same."""
         wish = _wish_of(op)
         lent: Lent | None = None
+        began = anyio.current_time()
         try:
             criu = await self._criu()
             lent = await self._images().lend(wish.path, _rights(wish))
-            await self._step_aside(op)
-            await self._write(op, wish, lent, criu, on_progress)
+            await self._step_aside(op, wish)
+            manifest = await self._write(op, wish, lent, criu, on_progress)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 if lent is not None:
                     await lent.discard()
                 await self._go_on(op, wish)
             raise
+        self._noted(size_of(manifest), anyio.current_time() - began)
         if wish.leave_running:
             await self._go_on(op, wish)
 
-    async def _write(self, op: Operation, wish: Wish, lent: Lent, criu: Criu, on_progress: Progress) -> None:
+    async def _write(self, op: Operation, wish: Wish, lent: Lent, criu: Criu, on_progress: Progress) -> Manifest:
         tree = await self._looks.at(lambda tell: read_tree(wish.root_pid, tell=tell), name="hegmd-tree")
         if tree.member(wish.root_pid).start_ticks != wish.root_ticks:
             raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "see the log of the job")
@@ -170,9 +185,10 @@ class Handoff:
             criu_version=criu.version,
             meeting=str(self._places.folder),
             attending=attending,
+            bystanders=[worker.token for worker in await self._bystanders(op, wish)],
             node=node,
         )
-        await lent.finish(manifest)
+        return await lent.finish(manifest)
 
     async def _write_side_by_side(
         self, op: Operation, wish: Wish, lent: Lent, criu: Criu, taken: tuple[Tree, Needs], on_progress: Progress
@@ -231,9 +247,13 @@ class Handoff:
 
     # -- agents --------------------------------------------------------------------------------------------------------
 
-    async def _step_aside(self, op: Operation) -> None:
-        """Have every agent of the job hang up and stay. Raises HegmError; some may have, and are to be called back."""
+    async def _step_aside(self, op: Operation, wish: Wish) -> None:
+        """Have every agent of the job hang up and stay. Raises HegmError; some may have, and are to be called back.
+
+        Those of launchers and other processes of its tree too, which are on no GPU and in no operation.
+        """
         workers = [self._attending(op, member) for member in op.live]
+        workers += [worker for worker in await self._bystanders(op, wish) if worker.connected]
         for worker in workers:
             place = self._places.hold(worker.token)
             await worker.order("aside", path=place, limit_s=ASIDE_LIMIT_S)
@@ -244,6 +264,12 @@ class Handoff:
         raise HegmError(
             TIMEOUT, f"the agent of process {left} did not hang up", "see the log of the job, and ask again"
         )
+
+    async def _bystanders(self, op: Operation, wish: Wish) -> list[Worker]:
+        """Processes of its tree with agents that attend, or did, and that it does not move."""
+        pids = await run_detached(lambda _: pids_below(wish.root_pid), name="hegmd-tree")
+        members = {member.pid for member in op.live}
+        return [worker for worker in self._workers if worker.pid in pids and worker.pid not in members]
 
     def _attending(self, op: Operation, member: Member) -> Worker:
         worker = self._workers.find(member.pid)
@@ -261,11 +287,16 @@ class Handoff:
         with anyio.CancelScope(shield=True):
             await run_detached(lambda _: _let_all_go(wish), name="hegmd-let-go")
             members = list(op.live)
-            for member in members:
-                if member.token:
-                    self._places.leave(member.token)
+            await self._leave_places(op, wish)
             with anyio.move_on_after(COMES_BACK_WITHIN_S):
                 await self._until(lambda: all(self._is_back(member) for member in members))
+
+    async def _leave_places(self, op: Operation, wish: Wish) -> None:
+        """Have every agent of the job come to its usual socket."""
+        tokens = [member.token for member in op.live]
+        for token in (*tokens, *(worker.token for worker in await self._bystanders(op, wish))):
+            if token:
+                self._places.leave(token)
 
     def _is_back(self, member: Member) -> bool:
         """Whether its agent attends, or never will."""
@@ -315,8 +346,8 @@ class Handoff:
             await run_detached(lambda _: self._tell_controllers(op, wish), name="hegmd-lock")
         except HegmError as error:  # the image is whole, and so the job ends all the same
             logger.error("no lock file tells of operation %s: %s; %s", op.id, error.message, error.hint)
+        await self._leave_places(op, wish)  # they are stopped, and will not look there any more
         await run_detached(lambda _: _end_tree(wish, member), name="hegmd-end")
-        self._places.leave(member.token)
 
     def _tell_controllers(self, op: Operation, wish: Wish) -> None:
         """While its parent can still be told; of ranks, the first that ends takes the whole tree with it. Blocks."""

@@ -6,7 +6,7 @@ one that was suspended: its processes have other start times, and its GPUs may b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hegmd.criu.needs import Needs
@@ -14,7 +14,7 @@ from hegmd.criu.tree import Tree
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom
 from hegmd.migration.course import SUSPENDED
-from hegmd.migration.operation import SUSPEND, Operation
+from hegmd.migration.operation import RESTORE, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.protocol.images import ImageGpu, ImageProcess, ImageWorker, Manifest
 from hegmd.protocol.record import as_list
@@ -31,7 +31,7 @@ def byte_name(member: Member) -> str:
     return f"{member.pid}.0"
 
 
-def composed(
+def composed(  # noqa: PLR0913 - what it is composed of, each by its name
     op: Operation,
     gpus: Iterable[Gpu],
     tree: Tree,
@@ -40,9 +40,11 @@ def composed(
     criu_version: str,
     meeting: str,
     attending: Mapping[int, ImageWorker],
+    bystanders: Sequence[str] = (),
     node: Mapping[str, object] | None = None,
 ) -> Manifest:
-    """The manifest; what the writer of images knows by itself is left to it. `attending`: what agents told, by pid."""
+    """The manifest; what the writer of images knows by itself is left to it. `attending`: what agents told, by pid;
+    `bystanders`: the tokens of agents in processes that had nothing on GPUs."""
     known = {gpu.id: gpu for gpu in gpus}
     used = [known[name] for name in dict.fromkeys(w.left or w.was_on for w in op.live) if name in known]
     return Manifest(
@@ -71,6 +73,7 @@ def composed(
             "asked_utc": op.created_utc,
             "lockstep": op.lockstep,
             "meeting": meeting,
+            "bystanders": list(bystanders),
             "needs": needs.plain(),
             "all_gpus": [[gpu.id, gpu.uuid] for gpu in known.values()],
         },
@@ -126,6 +129,13 @@ def needs_in(manifest: Manifest) -> Needs:
         raise HegmError(UNAVAILABLE, message, _NOT_READ) from error
 
 
+def tokens_in(manifest: Manifest) -> tuple[str, ...]:
+    """What all its agents call themselves, those in processes that had nothing on GPUs last."""
+    others = as_list((manifest.more or {}).get("bystanders")) or ()
+    tokens = (*(worker.token or "" for worker in manifest.workers), *map(str, others))
+    return tuple(dict.fromkeys(tokens))
+
+
 def meeting_in(manifest: Manifest) -> str:
     """The folder in which its agents look for whom to come to. Raises HegmError."""
     found = (manifest.more or {}).get("meeting")
@@ -144,7 +154,7 @@ def revived(
     elsewhere = () if set(then) == {uuid for uuid in names if uuid.startswith(_OF_A_DRIVER)} else then
     return Operation(
         id=op_id,
-        kind=SUSPEND,
+        kind=RESTORE,
         phase=SUSPENDED,
         lockstep=bool(more.get("lockstep")),
         workers=tuple([_member(told, start_ticks.get(told.pid, 0), names, elsewhere) for told in manifest.workers]),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from hegmd.methods.steps import Steps
 from hegmd.methods.worker import WorkerCarrier
 from hegmd.migration.course import TERMINAL
 from hegmd.migration.disk import Disk
+from hegmd.migration.paces import OUT, Paces
 from hegmd.migration.performer import Performer
 from hegmd.migration.runner import Runner, rooms_to_restore
 from hegmd.operations import Answer, Asked, Operations, refusal
@@ -113,7 +115,7 @@ class Moving:
         simulated = simulator is not None
         self.supervisors = Supervisors(start_ticks)
         handoff, self._reviving = self._make_imaging(simulated=simulated)
-        performer = Performer(workers, *self._means(simulated=simulated), start_ticks=start_ticks, imager=handoff)
+        performer = self._make_performer(handoff, simulated=simulated)
         self.runner = Runner(state_dir, performer, events, disk=disk)
         self.attendance = Attendance(
             workers,
@@ -134,7 +136,7 @@ class Moving:
             count=self.attendance.count,
             running=self.runner.as_held,
             standing=self._standing.standing,
-            rates=performer.paces.rates,
+            rates=self._paces.rates,
             outlives=lambda: self.memory.store is not None,
             supervisor=self.supervisors.find,
         )
@@ -158,7 +160,7 @@ class Moving:
         )
         self.restarts = Restarts(self.supervisors, self.runner, self.operations)
         self.sequences = Sequences(lookout, self.operations)
-        self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving)
+        self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving, self._paces)
 
     def _means(self, *, simulated: bool) -> tuple[Mapping[str, Method], Mapping[str, Carrier]]:
         """What processes and bytes are moved by here, by name."""
@@ -218,14 +220,21 @@ class Moving:
             asking, self._neighbours, self._look, is_taken=is_taken, own_pids=lambda: (self.helper.pid, asking.pid)
         )
 
+    def _make_performer(self, handoff: Handoff, *, simulated: bool) -> Performer:
+        means = self._means(simulated=simulated)
+        ticks, paces = self._start_ticks, self._paces
+        return Performer(self._workers, *means, start_ticks=ticks, imager=handoff, paces=paces)
+
     def _make_imaging(self, *, simulated: bool) -> tuple[Handoff, Reviving]:
         """Who hands jobs over to images, and who brings them back."""
         self._images: Images | None = None
+        self._paces = Paces()
         self._half_revived = HalfRevived(self._state_dir)
         self.places = MeetingPlaces(self._images_by.socket_path)
         parts = (self._opened_images, self.places, self._workers, self.pool)
         by: dict[str, Any] = {"criu": self._criu, "look": self._look, "in_unit": self._images_by.in_unit}
-        self._handoff = Handoff(*parts, **by, locks=LockFiles(self._images_by.lock_dir))
+        locks = LockFiles(self._images_by.lock_dir)
+        self._handoff = Handoff(*parts, **by, locks=locks, noted=partial(self._paces.note_image, OUT))
         return self._handoff, Reviving(
             *parts, **by, simulated=simulated, notes=self._half_revived, by_owner=self._images_by.by_owner
         )

@@ -182,6 +182,7 @@ class Operations:
         self.check(asked, [pid])
         if op is not None:
             self._check_owner(asked, op.owner_uid, f"operation {op.id}")  # whose process may have ended, for a restart
+        limit_of(asked)
         if op is not None and op.phase == HOLDING:
             return await self._let_go(op, pid, to, asked)
         if op is None or op.phase != SUSPENDED:
@@ -212,7 +213,7 @@ class Operations:
 
     async def hand_over(self, op: Operation, wish: Handoff, plan: Plan, asked: Asked) -> Answer:
         """Have an image made of a suspended job. Raises HegmError; it is suspended then."""
-        limit_s = None if asked.limit_s is None else _limits(asked.limit_s).park_s
+        limit_s = limit_of(asked)
         if asked.dry_run:
             return Answer(None, told_plan(plan))
         await self._resting.wake(op.id)
@@ -276,12 +277,13 @@ class Operations:
         return plan_or_raise(planned_resume(snapshot, request, op))
 
     async def _go_on(self, op_id: str, plan: Plan, asked: Asked) -> Answer:
+        limit_s = limit_of(asked)
         await self._resting.wake(op_id)
         try:
             op = self.runner.history(op_id).operation
             names = {str(member.pid): member.name for member in op.workers}  # one that was started anew keeps its name
             to = {names.get(pid, pid): gpu for pid, gpu in plan.destinations.items()}
-            await self.runner.ask(op_id, events.ResumeAsked(cause=asked.by, to=to))
+            await self.runner.ask(op_id, events.ResumeAsked(cause=asked.by, to=to, limit_s=limit_s))
         finally:
             self._resting.watch(op_id)
         return await self._outcome(op_id, plan, asked)
@@ -402,10 +404,22 @@ def _refuse_elsewhere(pid: int, gpu: str | None, to: str | None) -> None:
 def _limits(limit_s: float | None, hold_s: float | None = None) -> Limits:
     limits = Limits()
     for asked_s, what in ((limit_s, "the wait for a boundary"), (hold_s, "standing there")):
-        if asked_s is not None and not 0 < asked_s <= LONGEST_LIMIT_S:  # NaN fails both comparisons
-            hint = f"give more than 0 and at most {LONGEST_LIMIT_S:,.0f} seconds"
-            raise HegmError(BAD_REQUEST, f"{asked_s:g} s is no limit for {what}", hint)
+        if asked_s is not None:
+            _require_limit(asked_s, what)
     return limits.replace(park_s=limit_s or limits.park_s, hold_s=hold_s or limits.hold_s)
+
+
+def limit_of(asked: Asked) -> float | None:
+    """How long what is asked may take in all; None for as long as its steps may. Raises HegmError."""
+    if asked.limit_s is not None:
+        _require_limit(asked.limit_s, "it")
+    return asked.limit_s
+
+
+def _require_limit(limit_s: float, what: str) -> None:
+    if not 0 < limit_s <= LONGEST_LIMIT_S:  # NaN fails both comparisons
+        hint = f"give more than 0 and at most {LONGEST_LIMIT_S:,.0f} seconds"
+        raise HegmError(BAD_REQUEST, f"{limit_s:g} s is no limit for {what}", hint)
 
 
 def plan_or_raise(result: Plan | tuple[Reason, ...]) -> Plan:

@@ -92,6 +92,7 @@ class Periodic:
         why = _against(worker.about.images)
         if why is not None:
             logger.warning("process %d wants images that it cannot have: %s", worker.pid, why)
+            worker.image_missed = f"it cannot have images: {why}"
             return
         self._known.add(run)
         since_utc = self._last_utc(run)
@@ -147,6 +148,7 @@ class Periodic:
                 failure = None if op is None else op.failure
                 self._missed(worker, path, "it was not made" if failure is None else failure.message)
                 return
+            worker.image_missed = None
             logger.info("process %d has an image in %s", worker.pid, path, extra=fields(pid=worker.pid, path=path))
             gone = await self._trim(wish.path, series, wish.keep, rights)
             logger.debug("of the images of %s, %d were removed", series, len(gone))
@@ -158,6 +160,7 @@ class Periodic:
 
     def _missed(self, worker: Worker, path: str, why: str) -> None:
         message = f"process {worker.pid}: no image in {path}, or too many of them: {why}; it is tried again in its time"
+        worker.image_missed = f"no image at {time.strftime('%H:%M:%S', time.localtime(self._utc()))}: {why}"
         self._events.record("operation.image-missed", "warning", message, pid=worker.pid, facts={"path": path})
         logger.warning("%s", message, extra=fields(pid=worker.pid, path=path))
 

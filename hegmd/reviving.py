@@ -39,7 +39,7 @@ from hegmd.external import Rights
 from hegmd.half_revived import HalfRevived
 from hegmd.image.images import Image, Images
 from hegmd.inventory import NodeSnapshot
-from hegmd.manifests import candidates_in, meeting_in, needs_in, revived
+from hegmd.manifests import candidates_in, meeting_in, needs_in, revived, tokens_in
 from hegmd.meeting import MeetingPlaces
 from hegmd.migration.candidates import Snapshot
 from hegmd.migration.operation import SIMULATED, Operation
@@ -203,10 +203,12 @@ class Reviving:
 
     # -- back ----------------------------------------------------------------------------------------------------------
 
-    async def bring_back(self, image: Image, op_id: str, rights: Rights, on_progress: Progress) -> Operation:
+    async def bring_back(
+        self, image: Image, op_id: str, rights: Rights, on_progress: Progress, outlets: Mapping[str, int]
+    ) -> Operation:
         """Have its processes there, parked, their bytes in the pool under that operation's name; the operation.
 
-        With rights that somebody with these has anyway.
+        With rights that somebody with these has anyway. `outlets`: descriptors for ends that led out of the job.
 
         Raises HegmError, and then nothing of it is there; cancelled, the same. Who gets the operation sees to it that
         it begins, or calls `undo`.
@@ -217,7 +219,7 @@ class Reviving:
             unit = self._unit_of(manifest)
             await run_detached(lambda _: self._notes.note(op_id, manifest, unit), name="hegmd-note")
             await run_detached(lambda _: self._hold_places(manifest), name="hegmd-places")
-            back = self._back[op_id] = await self._read_and_restore(image, op_id, rights, on_progress)
+            back = self._back[op_id] = await self._read_and_restore(image, op_id, rights, on_progress, outlets)
             await self._attend(manifest, back)
             gpus = (await self._look()).gpus
             return revived(manifest, op_id, back.start_ticks, gpus, time.time())
@@ -247,24 +249,26 @@ class Reviving:
 
     def _leave_places(self, manifest: Manifest) -> None:
         folder = Path(meeting_in(manifest))
-        for worker in manifest.workers:
-            self._places.leave(worker.token or "", folder)
+        for token in tokens_in(manifest):
+            self._places.leave(token, folder)
 
     def _hold_places(self, manifest: Manifest) -> None:
-        for worker in manifest.workers:
-            self._places.hold(worker.token or "", Path(meeting_in(manifest)))
+        for token in tokens_in(manifest):
+            self._places.hold(token, Path(meeting_in(manifest)))
 
     def _call_to_places(self, manifest: Manifest) -> None:
-        for worker in manifest.workers:
-            self._places.call(worker.token or "", Path(meeting_in(manifest)))
+        for token in tokens_in(manifest):
+            self._places.call(token, Path(meeting_in(manifest)))
 
-    async def _read_and_restore(self, image: Image, op_id: str, rights: Rights, on_progress: Progress) -> Revived:
+    async def _read_and_restore(
+        self, image: Image, op_id: str, rights: Rights, on_progress: Progress, outlets: Mapping[str, int]
+    ) -> Revived:
         """Bytes and processes at once. The first failure ends the others, and what came back is ended."""
         came: list[Revived] = []
         progress_of = parts_of(on_progress)
 
         async def restore() -> None:
-            came.append(await self._restore(image, rights))
+            came.append(await self._restore(image, rights, outlets))
 
         parts = [
             partial(self._read, image, name, Key(op_id, str(worker.pid)), worker.size_bytes, progress_of(name))
@@ -283,7 +287,7 @@ class Reviving:
         memory = await self._pool.take(key, size_bytes)
         await image.read_bytes(name, memory.fd, on_progress)
 
-    async def _restore(self, image: Image, rights: Rights) -> Revived:
+    async def _restore(self, image: Image, rights: Rights, outlets: Mapping[str, int]) -> Revived:
         criu = await self._criu()
         manifest = image.manifest
         dir_fd = await image.private_criu_dir()
@@ -299,6 +303,7 @@ class Reviving:
                 unit_name=self._unit_of(manifest),
                 description=f"restored from {image.path}",
                 guise=guise,
+                outlets=outlets,
             )
 
     def _unit_of(self, manifest: Manifest) -> str | None:

@@ -193,9 +193,11 @@ class AsyncConnection(AsyncMoves):
         event: type[E],
         reply: type[R],
         on_event: Callable[[E], Awaitable[object]] | None,
+        *,
+        fds: Sequence[int] = (),
     ) -> R:
-        """The answer to a request, with its events handed to `on_event` as they come."""
-        waiter = self._exchange.ask(request)
+        """The answer to a request, with its events handed to `on_event` as they come. `fds` stay the caller's."""
+        waiter = self._exchange.ask(request, fds)
         try:
             while True:
                 said, descriptors = await waiter.next()

@@ -6,7 +6,7 @@ going, and `cancel` is what turns one back.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from hegmctl.moves import pids_of
@@ -84,9 +84,10 @@ class AsyncMoves:
         on_progress: OnProgress = None,
         wait: bool = True,
         dry_run: bool = False,
+        limit_s: float | None = None,
     ) -> m.OperationReply:
-        """Let a suspended job go on, where it was or on another GPU."""
-        request = m.Resume(pid=pid, to=to, wait=wait, dry_run=dry_run)
+        """Let a suspended job go on, where it was or on another GPU; after `limit_s` it is suspended again."""
+        request = m.Resume(pid=pid, to=to, wait=wait, dry_run=dry_run, limit_s=limit_s)
         return await self.converse(request, OperationProgress, m.OperationReply, on_progress)
 
     async def checkpoint(
@@ -135,10 +136,16 @@ class AsyncMoves:
         on_progress: OnProgress = None,
         wait: bool = True,
         dry_run: bool = False,
+        limit_s: float | None = None,
+        outlets: Mapping[str, int] | None = None,
     ) -> m.OperationReply:
-        """Bring a job back from the image at that absolute path, where it was or on another GPU."""
-        request = m.Restore(path=path, to=to, wait=wait, dry_run=dry_run)
-        return await self.converse(request, OperationProgress, m.OperationReply, on_progress)
+        """Bring a job back from the image at that absolute path, where it was or on another GPU.
+
+        `outlets` are descriptors, which stay the caller's, for `stdout` and `stderr` of a job whose streams led out.
+        """
+        led = outlets or {}
+        request = m.Restore(path=path, to=to, outlets=tuple(led), wait=wait, dry_run=dry_run, limit_s=limit_s)
+        return await self.converse(request, OperationProgress, m.OperationReply, on_progress, fds=tuple(led.values()))
 
     async def drain(
         self,
@@ -200,6 +207,8 @@ class AsyncMoves:
         event: type[E],
         reply: type[R],
         on_event: Callable[[E], Awaitable[object]] | None,
+        *,
+        fds: Sequence[int] = (),
     ) -> R:
         """The answer to a request, with its events handed to `on_event` as they come."""
         raise NotImplementedError

@@ -197,10 +197,13 @@ class Connection(Moves):
             self._forget(request_id)
 
     def stream(
-        self, request: Request, event: type[E], reply: type[R], *, patient: bool = False
+        self, request: Request, event: type[E], reply: type[R], *, fds: Sequence[int] = (), patient: bool = False
     ) -> Generator[E, None, R]:
-        """The events of a request, then its reply. `patient` waits for each of them without limit."""
-        request_id = self._ask(request, (), self._deadline())
+        """The events of a request, then its reply. `patient` waits for each of them without limit.
+
+        `fds` are sent with it and stay the caller's.
+        """
+        request_id = self._ask(request, fds, self._deadline())
         try:
             while True:
                 said, descriptors = self._hear(request_id, None if patient else self._deadline(), request.op)

@@ -426,6 +426,7 @@ _VERBS = (
     Verb(
         "resume",
         "let a suspended job go on, or one that only stands",
+        "Done means that its next batch was seen. If its bytes are not back after --timeout, it is suspended again.",
         options=(
             Option("--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go on at; else where it was"),
             _DRY_RUN,
@@ -463,18 +464,26 @@ _VERBS = (
         "bring a job back from an image",
         "Reads the image, has CRIU make the processes again, under the numbers that they had, and puts their bytes "
         "back; done means that the next batch was seen. What fails before the processes are there leaves nothing but "
-        "the image; after that it leaves a suspended job, which `resume` brings back.",
+        "the image; after that it leaves a suspended job, which `resume` brings back. So does --timeout. What the job "
+        "said into a pipe or on a terminal leads nowhere after it, unless --stdout or --stderr name a file.",
         options=(
             Option("--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go on at; else where it was"),
             Option(
                 "--truncate-outputs",
                 doc="cut files that have grown since back to where the job was, with the caller's rights",
             ),
+            Option(
+                "--stdout", kind=TEXT, metavar="FILE", complete=FILES, doc="append its output there; `-` is to ours"
+            ),
+            Option("--stderr", kind=TEXT, metavar="FILE", complete=FILES, doc="the same for its standard error"),
             _DRY_RUN,
             _NO_WAIT,
         ),
         arguments=(Argument("DIR", complete=FILES, doc="the image"),),
-        examples=(("hegmctl restore /images/train --to gpu1", "let it go on, on gpu1"),),
+        examples=(
+            ("hegmctl restore /images/train --to gpu1", "let it go on, on gpu1"),
+            ("hegmctl restore /images/train --stdout train.log", "and have what it says in train.log"),
+        ),
     ),
     Verb(
         "drain",

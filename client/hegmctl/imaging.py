@@ -8,6 +8,7 @@ them when it refuses, and is asked again.
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 
 from hegmctl.operating import run_one
 from hegmctl.outputs import cut_back
@@ -17,8 +18,12 @@ from hegmd.protocol.record import as_list
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping, Sequence
+
     from hegmctl.outputs import Cut
     from hegmctl.session import Session
+
+STREAMS = {"stdout": 1, "stderr": 2}
 
 
 def checkpoint(session: Session) -> int:
@@ -52,16 +57,24 @@ def handoff(session: Session) -> int:
 def restore(session: Session) -> int:
     """`hegmctl restore`."""
     arguments = session.arguments
+    named = {name: path for name in STREAMS if (path := arguments.text(name)) is not None}
     cuts = arguments.flag("truncate-outputs")
     request = Restore(
         path=os.path.abspath(arguments.required("DIR")),
         to=arguments.text("to"),
         as_then=cuts,
+        outlets=tuple(named),
+        limit_s=arguments.seconds("timeout"),
         wait=not arguments.flag("no-wait"),
         dry_run=arguments.flag("dry-run"),
     )
+    with outlets(named) as fds:
+        return _restore(session, request, fds, cuts=cuts)
+
+
+def _restore(session: Session, request: Restore, fds: Sequence[int], *, cuts: bool) -> int:
     try:
-        return run_one(session, request)
+        return run_one(session, request, fds)
     except HegmError as refused:
         grown = as_list(refused.facts.get("grown"))
         if not cuts or request.dry_run or refused.code is not REFUSED or not grown:
@@ -69,13 +82,35 @@ def restore(session: Session) -> int:
         cuts_done = cut_back(grown)
         for cut in cuts_done:
             session.sink.note(f"{cut.path} was cut back to {cut.size_bytes} bytes")
-        return _restore_once_more(session, request, cuts_done)
+        return _restore_once_more(session, request, cuts_done, fds)
 
 
-def _restore_once_more(session: Session, request: Restore, cuts: list[Cut]) -> int:
+@contextmanager
+def outlets(named: Mapping[str, str]) -> Generator[list[int]]:
+    """Where streams of the job are to lead, opened with the caller's rights; `-` is our own. Raises HegmError."""
+    fds: list[int] = []
+    try:
+        for name, path in named.items():
+            if path == "-":
+                fds.append(os.dup(STREAMS[name]))
+                continue
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY | os.O_CLOEXEC
+                fds.append(os.open(path, flags, 0o666))
+            except OSError as error:
+                raise HegmError(
+                    REFUSED, f"{path} cannot be opened for --{name}: {error.strerror}", "name a file that you may write"
+                ) from error
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _restore_once_more(session: Session, request: Restore, cuts: list[Cut], fds: Sequence[int]) -> int:
     """With the files as they were then. They are put back where it is known that nothing came of it all the same."""
     try:
-        status = run_one(session, request)
+        status = run_one(session, request, fds)
     except BaseException as error:
         is_known = isinstance(error, HegmError) and error.code not in (DISCONNECTED, NO_DAEMON, TIMEOUT)
         for cut in cuts:

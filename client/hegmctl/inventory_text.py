@@ -252,6 +252,9 @@ def _process_remarks(reply: ProcessesReply, style: Style) -> list[str]:
     for process in reply.processes:
         if process.note:
             by_note.setdefault(process.note, []).append(str(process.pid))
+    for process in reply.processes:
+        if process.agent is not None and process.agent.image_missed:
+            by_note.setdefault(process.agent.image_missed, []).append(str(process.pid))
     notes = [f"{', '.join(pids)}: {note}" for note, pids in by_note.items()]
     return _below(notes + _vendor_remarks(reply.vendors), style)
 

@@ -31,7 +31,7 @@ from hegmd.protocol.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
     from typing import TypeVar
 
     OnProgress = Callable[[OperationProgress], object] | None
@@ -108,9 +108,11 @@ class Moves:
         on_progress: OnProgress = None,
         wait: bool = True,
         dry_run: bool = False,
+        limit_s: float | None = None,
     ) -> OperationReply:
-        """Let a suspended job go on, where it was or on another GPU."""
-        return self._watch(Resume(pid=pid, to=to, wait=wait, dry_run=dry_run), OperationReply, on_progress)
+        """Let a suspended job go on, where it was or on another GPU; after `limit_s` it is suspended again."""
+        request = Resume(pid=pid, to=to, wait=wait, dry_run=dry_run, limit_s=limit_s)
+        return self._watch(request, OperationReply, on_progress)
 
     def checkpoint(
         self,
@@ -158,10 +160,16 @@ class Moves:
         on_progress: OnProgress = None,
         wait: bool = True,
         dry_run: bool = False,
+        limit_s: float | None = None,
+        outlets: Mapping[str, int] | None = None,
     ) -> OperationReply:
-        """Bring a job back from the image at that absolute path, where it was or on another GPU."""
-        request = Restore(path=path, to=to, wait=wait, dry_run=dry_run)
-        return self._watch(request, OperationReply, on_progress)
+        """Bring a job back from the image at that absolute path, where it was or on another GPU.
+
+        `outlets` are descriptors, which stay the caller's, for `stdout` and `stderr` of a job whose streams led out.
+        """
+        led = outlets or {}
+        request = Restore(path=path, to=to, outlets=tuple(led), wait=wait, dry_run=dry_run, limit_s=limit_s)
+        return self._watch(request, OperationReply, on_progress, tuple(led.values()))
 
     def drain(
         self,
@@ -207,8 +215,8 @@ class Moves:
         """Have an operation turned back. Raises REFUSED where going on is shorter than going back."""
         return self.call(CancelOperation(id=op_id), OperationReply)
 
-    def _watch(self, request: Request, reply: type[R], on_progress: OnProgress) -> R:
-        progress = self.stream(request, OperationProgress, reply, patient=True)
+    def _watch(self, request: Request, reply: type[R], on_progress: OnProgress, fds: Sequence[int] = ()) -> R:
+        progress = self.stream(request, OperationProgress, reply, fds=fds, patient=True)
         while True:
             try:
                 told = next(progress)
@@ -225,7 +233,7 @@ class Moves:
         raise NotImplementedError
 
     def stream(
-        self, request: Request, event: type[E], reply: type[R], *, patient: bool = False
+        self, request: Request, event: type[E], reply: type[R], *, fds: Sequence[int] = (), patient: bool = False
     ) -> Generator[E, None, R]:
         """The events of a request, then its answer."""
         raise NotImplementedError

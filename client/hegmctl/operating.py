@@ -130,6 +130,7 @@ def resume(session: Session) -> int:
     request = Resume(
         pid=arguments.wholes("PID")[0],
         to=arguments.text("to"),
+        limit_s=arguments.seconds("timeout"),
         wait=not arguments.flag("no-wait"),
         dry_run=arguments.flag("dry-run"),
     )
@@ -226,10 +227,10 @@ def _pids(session: Session) -> tuple[int, ...]:
     return pids
 
 
-def run_one(session: Session, request: Request) -> int:
-    """Have one operation, show how it comes on and how it ended; the exit status."""
+def run_one(session: Session, request: Request, fds: Sequence[int] = ()) -> int:
+    """Have one operation, show how it comes on and how it ended; the exit status. `fds` go along and stay ours."""
     with session.connect() as connection:
-        reply = _watch(session, connection, request, OperationReply)
+        reply = _watch(session, connection, request, OperationReply, fds)
     if reply.operation is None:
         session.sink.answer(reply, plan_text)
         return 0
@@ -252,25 +253,35 @@ def _status_of(operation: Operation) -> int:
     return 0 if operation.failure is None else code_named(operation.failure.code).exit_status
 
 
-def _watch(session: Session, connection: Connection, request: Request, reply: type[R]) -> R:
+def _watch(session: Session, connection: Connection, request: Request, reply: type[R], fds: Sequence[int] = ()) -> R:
     """The reply to the request; meanwhile how it comes on is shown."""
-    seen: list[str] = []
+    seen: list[OperationProgress] = []
     try:
-        return _show(session, connection, request, reply, seen)
+        return _show(session, connection, request, reply, seen, fds)
     except KeyboardInterrupt:
+        if seen and seen[-1].phase == "reading":
+            session.sink.note("what was restored so far ends again; the image stays as it is")
+            raise
         if not seen:
             if not getattr(request, "dry_run", False):  # it is still being planned, or has only just begun
                 session.sink.note("if anything has begun it goes on: see `hegmctl ops`")
             raise
-        _interrupted(session, connection, seen[-1], request)
+        _interrupted(session, connection, seen[-1].id, request)
 
 
-def _show(session: Session, connection: Connection, request: Request, reply: type[R], seen: list[str]) -> R:
-    stream = connection.stream(request, OperationProgress, reply, patient=True)
+def _show(
+    session: Session,
+    connection: Connection,
+    request: Request,
+    reply: type[R],
+    seen: list[OperationProgress],
+    fds: Sequence[int] = (),
+) -> R:
+    stream = connection.stream(request, OperationProgress, reply, fds=fds, patient=True)
     try:
         while True:
             progress = next(stream)
-            seen.append(progress.id)
+            seen.append(progress)
             session.sink.progress(progress, progress_text)
     except StopIteration as end:
         answer: R = end.value

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hegmd.protocol.operations import Operation, OperationProcess, OperationProgress, Plan
 
 BAR_COLUMNS = 24
+_MOVING = ("reading", "evacuating", "handing", "spilling", "refilling")
 _OVER = ("done", "suspended", "undone", "lost")
 _ONLY_A_PLAN = "nothing was done: this is only the plan"
 _COLOURS = {"done": "green", "suspended": "yellow", "undone": "red", "lost": "red"}
@@ -27,15 +28,15 @@ _STATES = {
 }
 # The order of phases, so that the bar can tell how far it is while no bytes move.
 _PHASES = (
-    "planned settling arming counting quiescing holding measuring evacuating checkpointing leaving handing ending "
-    "spilling restoring refilling releasing verifying tidying"
+    "reading planned settling arming counting quiescing holding measuring evacuating checkpointing leaving "
+    "handing ending spilling restoring refilling releasing verifying tidying"
 ).split()
 
 
 def progress_text(progress: OperationProgress, style: Style) -> list[str]:
     """One line: what is done now, how far it is, and the bytes of it."""
     phase = progress.phase
-    moving = phase in ("evacuating", "spilling", "refilling") and progress.size_bytes > 0
+    moving = phase in _MOVING and progress.size_bytes > 0
     place = _PHASES.index(phase) if phase in _PHASES else len(_PHASES)
     within = min(1.0, progress.moved_bytes / progress.size_bytes) if moving else 0.0
     share = min(1.0, (place + within) / len(_PHASES))
@@ -125,12 +126,25 @@ def _plan(plan: Plan, style: Style) -> list[str]:
         lines.append(f"room on {printable(gpu)}: {binary_size(needed_bytes)} needed, {of_free} free")
     if plan.pool_needed_bytes:
         lines.append(f"pool: {binary_size(plan.pool_needed_bytes)} needed, {binary_size(plan.pool_free_bytes)} free")
-    lines.append(f"the job would stand for about {plan.estimate_s:.2f} s, after the wait for its next boundary")
+    lines.append(_estimate(plan))
     if plan.lockstep:
         lines.append("its ranks stop at one boundary, all together")
     lines += [line for hazard in plan.hazards for line in _paragraph(f"note: {hazard}", style)]
     lines += _paragraph(f"steps: {'; '.join(plan.steps)}", style)
     return lines
+
+
+def _estimate(plan: Plan) -> str:
+    """How long it would take, in the words that fit what becomes of the job."""
+    of_image = "" if plan.image_s is None else f", {plan.image_s:.1f} s of it for the image"
+    if plan.kind == "restore":
+        return f"the job would train again after about {plan.estimate_s:.1f} s{of_image}"
+    stands = f"the job would stand for about {plan.estimate_s:.2f} s{of_image}"
+    if plan.ends:
+        stands = f"it would take about {plan.estimate_s:.1f} s{of_image}, until the job ends"
+    return (
+        stands if plan.way == "agent" and plan.kind == "resume" else f"{stands}, after the wait for its next boundary"
+    )
 
 
 def _paragraph(text: str, style: Style) -> list[str]:

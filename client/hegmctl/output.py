@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from time import monotonic
 
 from hegmctl.tables import PLAIN, Style, printable, shortened, wrapped
 from hegmd.errors import UNAVAILABLE, HegmError
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     R = TypeVar("R", bound=Record)
 
 SCHEMA = 1
+# How often something that comes on is told of where nothing can be taken back: what is over sooner says only its end.
+TELL_EVERY_S = 5.0
 WIDTH_WITHOUT_A_TERMINAL = 80
 
 
@@ -58,11 +61,20 @@ class Sink:
 class TextSink(Sink):
     """Lines for people, and for the simpler kind of program."""
 
-    def __init__(self, style: Style, error_style: Style, *, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        style: Style,
+        error_style: Style,
+        *,
+        quiet: bool = False,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
         super().__init__(quiet=quiet)
         self.style = style
         self._error_style = error_style
+        self._clock = clock
         self._in_progress = False
+        self._told_at: float | None = None
 
     def answer(self, answer: R, view: Callable[[R, Style], list[str]]) -> None:
         write_lines(view(answer, self.style))
@@ -79,9 +91,17 @@ class TextSink(Sink):
     def error(self, error: HegmError) -> None:
         _flush_if_possible()
         style = self._error_style
+        several = _reasons(error)
+        if len(several) > 1:
+            for message, hint in several:  # which hint belongs to which reason is to be seen
+                self._one_error(printable(message), printable(hint), style)
+            return
         # A message can have several lines (one for each mistake in a configuration); everything else is escaped.
         message = "\n".join(printable(line) for line in error.message.splitlines())
-        hint = printable(error.hint)
+        self._one_error(message, printable(error.hint), style)
+
+    @staticmethod
+    def _one_error(message: str, hint: str, style: Style) -> None:
         if style.columns is None:
             _write_error(f"hegmctl: {message}; {hint}")
             return
@@ -90,12 +110,24 @@ class TextSink(Sink):
 
     def progress(self, progress: R, view: Callable[[R, Style], list[str]]) -> None:
         columns = self._error_style.columns
-        if columns is not None and not self.quiet:  # only a terminal can take back what it was told
+        if columns is None:
+            self._tell_now_and_then(progress, view)
+        elif not self.quiet:  # only a terminal can take back what it was told
             text = " ".join(view(progress, self._error_style))
             self._in_progress = True  # before it stands there: Ctrl-C may come at any moment
             _write_error(f"\r{text if self._error_style.colour else shortened(text, columns - 1, '')}\x1b[K", end="")
 
+    def _tell_now_and_then(self, progress: R, view: Callable[[R, Style], list[str]]) -> None:
+        now = self._clock()
+        if self._told_at is None:
+            self._told_at = now
+        if now - self._told_at >= TELL_EVERY_S and not self.quiet:
+            self._told_at = now
+            flush()
+            _write_error(f"hegmctl: {' '.join(view(progress, self._error_style))}")
+
     def end_progress(self) -> None:
+        self._told_at = None
         if self._in_progress:
             self._in_progress = False
             _write_error("\r\x1b[K", end="")
@@ -126,6 +158,14 @@ class JsonSink(Sink):
     def error(self, error: HegmError) -> None:
         _flush_if_possible()
         _write_error(_json({"error": error_plain(error)}))
+
+
+def _reasons(error: HegmError) -> list[tuple[str, str]]:
+    """Message and hint of each reason, where an error has several."""
+    from hegmd.protocol.record import as_list, as_map
+
+    told = [as_map(each) or {} for each in as_list(error.facts.get("reasons")) or ()]
+    return list(dict.fromkeys((str(each.get("message", "")), str(each.get("hint", ""))) for each in told))
 
 
 def error_plain(error: HegmError) -> dict[str, object]:

@@ -23,9 +23,10 @@ The wishes, each seen to before the program is there:
 --open FD:MODE:PATH
     It has that file open under that number. A unit of the service manager gets no descriptors from the daemon; they
     are opened by the daemon's /proc entries, which lead to the very same files. Instead of a file, mode `t` gives one
-    side of a new terminal, and a process that copies what is said there into the file: a job that had a terminal
-    would not be restored without one, and asks it for its size and modes. Mode `d` is a directory of the daemon's,
-    which belongs to the program's user from then on, with the files in it.
+    side of a new terminal, `p` of a pipe and `s` of a socket, and a process that copies what is said there to the end
+    of the file: a job that had a terminal would not be restored without one, and asks it for its size and modes; and
+    CRIU opens anew what it is given, from its beginning, with the flags of the job's own. Mode `d` is a directory of
+    the daemon's, which belongs to the program's user from then on, with the files in it.
 --as UID:GID:GROUPS:CAPABILITIES
     It has this user, group, further groups and capabilities, by number, and nothing else; its limits may be raised
     again as far as they go, since a restored job has those that it had.
@@ -43,13 +44,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-MODES = {"r": os.O_RDONLY, "a": os.O_WRONLY | os.O_APPEND, "u": os.O_RDWR}
+# A terminal that output is led to is not to become the terminal of whoever opens it.
+MODES = {"r": os.O_RDONLY | os.O_NOCTTY, "a": os.O_WRONLY | os.O_APPEND | os.O_NOCTTY, "u": os.O_RDWR | os.O_NOCTTY}
 PR_SET_KEEPCAPS = 8
 PR_SET_CHILD_SUBREAPER = 36
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 47, 2
 CAPABILITY_VERSION = 0x20080522  # the third, with two words a set
 LIMITS = 16  # that Linux has
 ASKED_GRACE_S = 20
+_NOBODY = 65534
 
 
 def start(words: list[str]) -> NoReturn:
@@ -169,13 +172,19 @@ def _descendants() -> set[int]:
 def _opened(mode: str, path: str, uid: int | None) -> int:
     if mode == "d":
         return _handed_over(os.open(path, os.O_RDONLY | os.O_DIRECTORY), uid)
-    if mode != "t":
+    if mode in MODES:
         return os.open(path, MODES[mode])
-    ours, theirs = os.openpty()
+    ours, theirs = _ENDS[mode]()
     said = os.open(path, MODES["a"])
     if os.fork() == 0:
         os.close(theirs)
         os.setsid()
+        # What the job has said last is still to be copied when its unit is stopped because it has ended.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if uid is not None:  # it has what it needs, and is nobody's way to more
+            os.setgroups([])
+            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+            os.setresuid(uid, uid, uid)
         _copy(ours, said)
         os._exit(0)
     os.close(ours)
@@ -194,6 +203,17 @@ def _handed_over(folder: int, uid: int | None) -> int:
     return folder
 
 
+def _socketpair() -> tuple[int, int]:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    return ours.detach(), theirs.detach()
+
+
+# What gives our end and the job's of something that is copied.
+_ENDS = {"t": os.openpty, "p": os.pipe, "s": _socketpair}
+
+
 def _copy(ours: int, said: int) -> None:
     """Until nobody has the other side any more. Nobody types anything."""
     keep = sorted((ours, said))
@@ -204,6 +224,8 @@ def _copy(ours: int, said: int) -> None:
         try:
             data = os.read(ours, 65536)
         except OSError:
+            return
+        if not data:
             return
         while data:
             try:

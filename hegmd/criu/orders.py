@@ -69,10 +69,11 @@ def _always(*, as_user: bool) -> tuple[str, ...]:
 
 
 def opened(needs: Needs, outlets: Mapping[str, str]) -> list[str]:
-    """What the attendant opens for the outlets: the file named for its key, or /dev/null."""
+    """What the attendant opens for the outlets: a way to the file named for its key, or /dev/null."""
     words: list[str] = []
     for number, outlet in enumerate(needs.outlets, FIRST_OUTLET_FD):
-        words += ["--open", f"{number}:{_mode(outlet)}:{outlets.get(outlet.key, '/dev/null')}"]
+        path = outlets.get(outlet.key)
+        words += ["--open", f"{number}:{_mode(outlet, is_led=path is not None)}:{path or '/dev/null'}"]
     return words
 
 
@@ -81,12 +82,14 @@ def folder(number: int, fd: int) -> list[str]:
     return ["--open", f"{number}:d:{place_of(fd)}"]
 
 
-def _mode(outlet: Outlet) -> str:
+def _mode(outlet: Outlet, *, is_led: bool) -> str:
     if outlet.key.startswith("tty["):
         return "t"
     if outlet.is_read and outlet.is_written:
-        return "u"
-    return "r" if outlet.is_read else "a"
+        return "s" if is_led else "u"
+    if outlet.is_read:
+        return "r"
+    return "p" if is_led else "a"
 
 
 def unit_name_for(words: Sequence[str]) -> str:

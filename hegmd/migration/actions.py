@@ -18,6 +18,7 @@ from hegmd.migration.operation import (
     FOR_RETRY,
     FORWARD,
     HOLD,
+    RESTORE,
     RESUME,
     Failure,
     Limits,
@@ -54,12 +55,15 @@ def cancel(op: Operation, event: events.CancelAsked, now: float) -> Operation:
 
 
 def resume(op: Operation, event: events.ResumeAsked, now: float) -> Operation:
-    """Head for the GPUs that are named; where that fails, it is suspended again."""
+    """Head for the GPUs that are named; where that fails, or takes too long, it is suspended again."""
     missing = [worker.name for worker in op.live if worker.name not in event.to]
     if missing:
         raise Refused(f"no GPU is named for {', '.join(missing)}", "name one for every process of the job")
     workers = tuple([_resuming(worker, event.to.get(worker.name)) for worker in op.workers])
-    return op.replace(kind=RESUME, heading=FORWARD, workers=workers, failure=None, tries=0)
+    kind = RESTORE if op.kind == RESTORE else RESUME
+    op = op.replace(kind=kind, heading=FORWARD, workers=workers, failure=None, tries=0)
+    due = None if event.limit_s is None else now + event.limit_s
+    return op.replace(limits=op.limits.replace(resume_s=event.limit_s), due=due)
 
 
 def _resuming(worker: Worker, gpu: str | None) -> Worker:
@@ -191,7 +195,8 @@ def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> 
     if op.deadline is None or now < op.deadline:
         return op  # an alarm that was set for an earlier phase
     if op.heading == FORWARD and op.phase in _TURN_WHEN_LATE and not _waits_for_moved(op):
-        within = f"within {limit_s(op.limits, op.phase):g} s"
+        is_due = op.due is not None and now >= op.due
+        within = f"within {op.limits.resume_s if is_due else limit_s(op.limits, op.phase):g} s"
         # A late agent is as good as one that says itself that no boundary came, and is told of in the same words.
         late = f"operation {op.id} was not through with {op.phase} {within}"
         message = f"no batch boundary {within}" if op.phase == "quiescing" else late

@@ -109,6 +109,10 @@ class Rates(Record):
     round_s: float = field("each round but one of those in which storages are made", default=0.005)
     leave_s: float = field("until the GPU is seen to be free, and that is said", default=0.1)
     arm_s: float = field("making the helper ready to copy, its contexts on the GPUs above all", default=0.3)
+    image_out_bytes_per_s: float = field("into an image, until it was read back", default=6.0e8)
+    image_in_bytes_per_s: float = field("out of an image, while CRIU restores", default=1.5e9)
+    image_out_s: float = field("a dump, and an image with next to nothing in it", default=1.0)
+    image_in_s: float = field("a restore of processes, with next to nothing to read", default=1.5)
 
 
 class Snapshot(Record):
@@ -142,7 +146,7 @@ class Request(Record):
 class Plan(Record):
     """What would be done."""
 
-    kind: str = field("migrate, suspend, resume, checkpoint or quiesce")
+    kind: str = field("migrate, suspend, resume, checkpoint, restore or quiesce")
     way: str = field("agent, or driver for processes without one")
     workers: tuple[PlannedProcess, ...] = field("one for each process of the job")
     size_bytes: int = field("bytes to carry, in all")
@@ -155,6 +159,8 @@ class Plan(Record):
     hazards: tuple[str, ...] = field("what to know before saying yes", default=())
     steps: tuple[str, ...] = field("what would be done, in order")
     respawn: Respawn | None = field("of a restart: what is to be different afterwards", default=None)
+    image_s: float | None = field("how much of that is for an image", default=None)
+    ends: bool = field("whether the job ends with it", default=False)
 
     def operation(
         self,

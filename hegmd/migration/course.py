@@ -18,6 +18,8 @@ SETTLING = STAGES[0]
 PLANNED = "planned"
 SUSPENDED, DONE, UNDONE, LOST = "suspended", "done", "undone", "lost"
 TERMINAL = (DONE, UNDONE, LOST)
+# The phases of a resume that are over once it has its bytes again: what is left then is only to go on.
+_UNTIL_DUE = frozenset(("settling", "arming", "restoring", "refilling"))
 # Waiting for what does not come is done less and less often, up to this.
 LONGEST_RETRY_S = 300.0
 
@@ -136,14 +138,22 @@ def _resting_phase(op: Operation) -> str:
 def _in_phase(op: Operation, phase: str, now: float) -> Operation:
     if phase == op.phase:
         return op
-    limit = limit_s(op.limits, phase)
-    return op.replace(phase=phase, tries=0, deadline=None if limit is None else now + limit)
+    return op.replace(phase=phase, tries=0, deadline=_deadline(op, phase, now))
 
 
 def on_time(op: Operation, now: float) -> Operation:
     """The operation with the deadline of its phase counted from now, for a clock that may be another one."""
-    limit = limit_s(op.limits, op.phase)
-    return op.replace(tries=0, deadline=None if limit is None else now + limit)
+    op = op.replace(due=None if op.due is None or op.limits.resume_s is None else now + op.limits.resume_s)
+    return op.replace(tries=0, deadline=_deadline(op, op.phase, now))
+
+
+def _deadline(op: Operation, phase: str, now: float) -> float | None:
+    """When the phase is over at the latest; within a resume that is due, when that is."""
+    limit = limit_s(op.limits, phase)
+    if limit is None:
+        return None
+    is_bound = op.due is not None and op.heading == FORWARD and phase in _UNTIL_DUE
+    return now + limit if op.due is None or not is_bound else min(now + limit, op.due)
 
 
 def later(op: Operation, now: float) -> Operation:

@@ -40,6 +40,7 @@ class ResumeAsked(Event, tag="resume-asked"):
     """Somebody wants a suspended job to go on."""
 
     to: Mapping[str, str] = field("the GPU that each worker is to go to, by the worker's name; none of one that holds")
+    limit_s: float | None = field("how long that may take in all; nil for as long as its steps may", default=None)
 
 
 class TakenUp(Event, tag="taken-up"):

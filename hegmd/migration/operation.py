@@ -13,7 +13,9 @@ from hegmd.pieces import RESTORE_MARGIN_BYTES
 from hegmd.protocol.record import Record, field
 
 MIGRATE, SUSPEND, RESUME, CHECKPOINT, QUIESCE = "migrate", "suspend", "resume", "checkpoint", "quiesce"
-KINDS = (MIGRATE, SUSPEND, RESUME, CHECKPOINT, QUIESCE)
+# Of a job that came back from an image: suspended when it begins, and then resumed.
+RESTORE = "restore"
+KINDS = (MIGRATE, SUSPEND, RESUME, CHECKPOINT, QUIESCE, RESTORE)
 
 # Where the operation is heading: to what was asked, back to how it was, or nowhere, because neither way is open.
 FORWARD, BACK, HOLD = "forward", "back", "hold"
@@ -37,6 +39,11 @@ class Limits(Record):
     hold_s: float = field("of a quiesce: standing at the boundary, before the job goes on by itself", default=60.0)
     move_s: float = field("taking the bytes out, or putting them back", default=600.0)
     hand_s: float = field("writing an image, from the dump to its verification", default=3600.0)
+    resume_s: float | None = field(
+        "of a resume: from the request until the bytes are back, however many steps that takes; nil for no more than "
+        "these have each",
+        default=None,
+    )
     verify_s: float = field("coming to the next boundary, before somebody is told that it is late", default=60.0)
     retry_s: float = field("after what time something that does not work or answer is tried again", default=5.0)
 
@@ -187,6 +194,7 @@ class Operation(Record):
     at: int | None = field("the boundary at which ranks are to stop", default=None)
     rounds: int = field("how often that boundary had to be moved", default=0)
     deadline: float | None = field("the monotonic instant at which `deadline-passed` is due", default=None)
+    due: float | None = field("of a resume: the monotonic instant at which it turns back", default=None)
     tries: int = field("how often the deadline passed in this part", default=0)
     failure: Failure | None = field("why it does not get to what was asked", default=None)
     lacks: Failure | None = field("what it waits for now, such as room on a GPU", default=None)

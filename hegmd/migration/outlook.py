@@ -5,12 +5,13 @@ Owns these words and the sum of the estimates. Decides nothing: there is a plan 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hegmd.migration import carriage, restarting
-from hegmd.migration.candidates import Candidate
+from hegmd.migration.candidates import Candidate, Plan, Rates
 from hegmd.migration.draft import Draft, candidate_of
-from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, QUIESCE, RESTART, RESUME, SUSPEND
+from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, QUIESCE, RESTART, RESTORE, RESUME, SUSPEND
+from hegmd.migration.paces import IN, OUT, image_s
 from hegmd.migration.wording import gigabytes, listed
 from hegmd.protocol.operations import PlannedProcess
 
@@ -36,21 +37,40 @@ _AROUND = {
 }
 
 
-def estimate_s(draft: Draft, kind: str) -> float:
+def with_image(plan: Plan, rates: Rates, *, size_bytes: int, leave_running: bool) -> Plan:
+    """The plan of a checkpoint or a handoff, with an image of that size, and with its last step."""
+    made_s = image_s(rates, OUT, size_bytes)
+    back_s = estimate_s(plan.workers, RESUME, rates) if leave_running else 0.0
+    last = "put the bytes back; let it go on; see a boundary" if leave_running else "end the job"
+    return plan.replace(
+        estimate_s=plan.estimate_s + made_s + back_s,
+        image_s=made_s,
+        ends=not leave_running,
+        steps=(*plan.steps, *last.split("; ")),
+    )
+
+
+def from_image(plan: Plan, rates: Rates, *, size_bytes: int) -> Plan:
+    """The plan of a resume, of a job that comes out of an image of that size before it."""
+    read_s = image_s(rates, IN, size_bytes)
+    first = "read the image and restore the processes, side by side"
+    return plan.replace(kind=RESTORE, estimate_s=plan.estimate_s + read_s, image_s=read_s, steps=(first, *plan.steps))
+
+
+def estimate_s(moving: Sequence[PlannedProcess], kind: str, rates: Rates) -> float:
     """How long the job will stand, beyond the wait for its boundary."""
-    rates = draft.snapshot.rates
-    by_driver = [worker for worker in draft.moving if worker.method == DRIVER]
-    size_bytes = sum(worker.size_bytes for worker in draft.moving if worker.method != DRIVER)
+    by_driver = [worker for worker in moving if worker.method == DRIVER]
+    size_bytes = sum(worker.size_bytes for worker in moving if worker.method != DRIVER)
     driver_s = sum(
         carriage.estimate_s(kind, w.carrier, w.size_bytes, w.rest_bytes, rates, w.overlap_bytes) for w in by_driver
     )
     out_s = size_bytes / rates.out_bytes_per_s if kind != RESUME else 0.0
     in_s = size_bytes / rates.in_bytes_per_s if kind not in (SUSPEND, CHECKPOINT) else 0.0
-    start_s = restarting.START_S if _is_restart(draft.moving) else 0.0
+    start_s = restarting.START_S if _is_restart(moving) else 0.0
     return out_s + in_s + driver_s + start_s + (0.0 if by_driver else rates.fixed_s)
 
 
-def _is_restart(moving: list[PlannedProcess]) -> bool:
+def _is_restart(moving: Sequence[PlannedProcess]) -> bool:
     return any(worker.method == RESTART for worker in moving)
 
 

@@ -14,6 +14,8 @@ __all__ = ["HELPED", "IN", "OUT", "Paces"]
 # Below this, a copy is mostly its overhead.
 TELLING_BYTES = 256 << 20
 OUT, IN = "out", "in"
+# What an image takes beside its bytes is never less than that.
+_LEAST_S = 0.05
 # The carriers that have the helper copy, which has to be ready for that.
 HELPED = frozenset(("peer", "host"))
 
@@ -45,6 +47,15 @@ class Paces:
         if carrier in HELPED:
             self._mean("arm_s", took_s)
 
+    def note_image(self, direction: str, size_bytes: int, took_s: float) -> None:
+        """An image of that size took so long, with its processes."""
+        fixed_s = getattr(self._rates, f"image_{direction}_s")
+        rate = f"image_{direction}_bytes_per_s"
+        if size_bytes >= NEXT_TO_NOTHING_BYTES and took_s > fixed_s:
+            self._mean(rate, size_bytes / (took_s - fixed_s))
+        else:
+            self._mean(f"image_{direction}_s", max(_LEAST_S, took_s - size_bytes / getattr(self._rates, rate)))
+
     def _note_driver(self, direction: str, size_bytes: int, took_s: float) -> None:
         fixed_s = getattr(self._rates, f"driver_{direction}_s")
         more_bytes = size_bytes - NEXT_TO_NOTHING_BYTES
@@ -56,6 +67,13 @@ class Paces:
 
     def _mean(self, name: str, seen: float) -> None:
         self._rates = self._rates.replace(**{name: (getattr(self._rates, name) + seen) / 2})
+
+
+def image_s(rates: Rates, direction: str, size_bytes: int) -> float:
+    """How long an image of that size takes."""
+    fixed_s: float = getattr(rates, f"image_{direction}_s")
+    bytes_per_s: float = getattr(rates, f"image_{direction}_bytes_per_s")
+    return fixed_s + size_bytes / bytes_per_s
 
 
 _RATES = {

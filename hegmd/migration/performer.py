@@ -48,6 +48,7 @@ class Performer:
         *,
         start_ticks: Callable[[int], int | None],
         imager: Imager | None = None,
+        paces: Paces | None = None,
         utc: Callable[[], float] = time.time,
     ) -> None:
         self._utc = utc
@@ -57,7 +58,7 @@ class Performer:
         self._carriers = carriers
         self._start_ticks = start_ticks
         #: How fast bytes went, for the next estimate.
-        self.paces = Paces()
+        self.paces = Paces() if paces is None else paces
         self._released: dict[tuple[int, int], Given] = {}
         self._do: dict[str, Callable[[Operation, Member, Any, Progress], Awaitable[Event]]] = {
             effects.TakeRoom.tag: self._take_room,

@@ -344,16 +344,16 @@ class Handoff(Request, op="handoff", reply=OperationReply, event=OperationProgre
 class Restore(Request, op="restore", reply=OperationReply, event=OperationProgress, changes_state=True):
     """Bring a job back from an image, with its process ids, and let it go on from its next batch.
 
-    For the owner of an image that this node, or one with the same key, has made; and for root. What fails before its
-    processes are there leaves nothing but the image; what fails after it leaves a suspended job. Of files that the job
-    has open and that are longer than they were, a refusal's facts name path and former size, as `grown`.
+    For the owner of an image of this node, or of one with its key, and for root. What fails before the processes are
+    there leaves only the image, later a suspended job. A refusal's facts name files that are longer, and their former
+    sizes, as `grown`. Output of the job that led out of it leads nowhere, but for what `outlets` name.
     """
 
     path: str = field("the image's directory, absolute; read with the caller's rights")
     to: str | None = field("the GPU to go on at; nil for where it was", default=None)
-    as_then: bool = field(
-        "whether to refuse it as well when files are longer to which the job only appends", default=False
-    )
+    as_then: bool = field("whether to refuse it also for longer files to which the job only appends", default=False)
+    outlets: tuple[str, ...] = field("which of stdout and stderr go to the descriptors that come along", default=())
+    limit_s: float | None = field("after how long to give it up; nil for never", default=None)
     wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plan is wanted", default=False)
 
@@ -363,6 +363,7 @@ class Resume(Request, op="resume", reply=OperationReply, event=OperationProgress
 
     pid: int = field("one of its processes")
     to: str | None = field("the GPU to go on at; nil for where it was", default=None)
+    limit_s: float | None = field("after how long to suspend it again, its bytes not back; nil: never", default=None)
     wait: bool = field("whether to wait for the end", default=True)
     dry_run: bool = field("whether only the plan is wanted", default=False)
 

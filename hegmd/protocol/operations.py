@@ -54,7 +54,7 @@ class PlannedProcess(Record):
 class Plan(Record):
     """What would be done."""
 
-    kind: str = field("migrate, suspend, resume, checkpoint or quiesce")
+    kind: str = field("migrate, suspend, resume, checkpoint, restore or quiesce")
     way: str = field("agent, or driver for processes without one")
     workers: tuple[PlannedProcess, ...] = field("one for each process of the job")
     size_bytes: int = field("bytes to carry, in all")
@@ -62,10 +62,16 @@ class Plan(Record):
     room_free_bytes: Mapping[str, int] = field("room that is free there")
     pool_needed_bytes: int = field("bytes of the pool to take")
     pool_free_bytes: int = field("bytes of the pool that are free")
-    estimate_s: float = field("how long the job will stand, beyond the wait for its boundary")
+    estimate_s: float = field(
+        "how long the job will stand, beyond the wait for its boundary; of one that ends with it, until it has ended"
+    )
     lockstep: bool = field("whether all have to stop at the same boundary")
     hazards: tuple[str, ...] = field("what to know before saying yes", default=())
     steps: tuple[str, ...] = field("what would be done, in order", default=())
+    image_s: float | None = field(
+        "how much of that is for writing or reading the image; nil where there is none", default=None
+    )
+    ends: bool = field("whether the job ends with it", default=False)
 
 
 class OperationProcess(Record):
@@ -94,7 +100,7 @@ class Operation(Record):
     """How an operation stands."""
 
     id: str = field("what to call it in commands")
-    kind: str = field("migrate, suspend, resume, checkpoint or quiesce")
+    kind: str = field("migrate, suspend, resume, checkpoint, restore or quiesce")
     phase: str = field(
         "what is done now; at the end done, undone or lost; suspended lasts until a resume, holding at most so long"
     )
@@ -125,7 +131,7 @@ class OperationProgress(Record):
     """An operation came on."""
 
     id: str = field("which one")
-    phase: str = field("what is done now")
+    phase: str = field("what is done now; reading: of an image, before its operation has begun")
     moved_bytes: int = field("bytes that are through the step that is under way", default=0)
     size_bytes: int = field("bytes to carry, in all", default=0)
 

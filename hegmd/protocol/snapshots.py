@@ -113,6 +113,10 @@ class AgentInfo(Record):
     boundary: int | None = field("batch boundaries that it had passed when it was last heard of", default=None)
     parked: bool = field("whether its training thread stands at a boundary", default=False)
     held_bytes: int = field("bytes of its storages that are out of the process", default=0)
+    image_missed: str | None = field(
+        "why the last of the images that are taken of it now and then was not made; None if it was, or there are none",
+        default=None,
+    )
 
 
 class Way(Record):

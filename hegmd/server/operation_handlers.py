@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hegmd.checkpoints import Checkpoints
+from hegmd.checkpoints import Checkpoints, Wished
 from hegmd.external import Rights
 from hegmd.operations import Answer, Asked, Operations, Restarting
 from hegmd.protocol import messages as m
@@ -74,7 +74,7 @@ class OperationHandlers:
         return _reply(await self._operations.suspend(request.pids, asked, spill=request.spill))
 
     async def resume(self, call: Call, request: m.Resume) -> m.OperationReply:
-        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run)
+        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
         return _reply(await self._operations.resume(request.pid, request.to, asked))
 
     async def checkpoint(self, call: Call, request: m.Checkpoint) -> m.OperationReply:
@@ -91,9 +91,10 @@ class OperationHandlers:
         return _reply(await self._checkpoints.handoff(request.pid, request.path, _rights(call), asked))
 
     async def restore(self, call: Call, request: m.Restore) -> m.OperationReply:
-        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run)
-        rights = _rights(call)
-        return _reply(await self._checkpoints.restore(request.path, request.to, rights, asked, as_then=request.as_then))
+        asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)
+        outlets, fds = request.outlets, tuple(call.fds.view())
+        wish = Wished(request.path, request.to, as_then=request.as_then, outlets=outlets, fds=fds)
+        return _reply(await self._checkpoints.restore(wish, _rights(call), asked))
 
     async def drain(self, call: Call, request: m.Drain) -> m.Drained:
         asked = self._asked(call, wait=request.wait, dry_run=request.dry_run, limit_s=request.limit_s)

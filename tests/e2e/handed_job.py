@@ -57,8 +57,11 @@ class HandedJob:
         options: Sequence[str] = (),
         steps: int = STEPS,
         uid: int | None = None,
+        piped: bool = False,
+        script: Sequence[str] = (),
     ) -> None:
-        """`uid`: whose it is; else it belongs to whoever runs the test."""
+        """`uid`: whose it is; else it belongs to whoever runs the test. `piped`: it says what it says into a pipe.
+        `script`: another one than that of these tests, with its arguments."""
         self.folder = folder
         self.folder.mkdir(exist_ok=True)
         if uid is not None:
@@ -66,7 +69,7 @@ class HandedJob:
         self.environ = environment(socket_path)
         if workers:
             self.environ["LOADER_WORKERS"] = str(workers)
-        words = [sys.executable, str(SCRIPT), str(folder), str(steps)]
+        words = [sys.executable, *(script or (str(SCRIPT), str(folder), str(steps)))]
         if socket_path is not None:
             (folder / "slow").touch()
             words = [sys.executable, "-m", "hegmctl", "run", "--gpu", "gpu0", *options, "--", *words]
@@ -76,7 +79,12 @@ class HandedJob:
             if uid is not None:
                 os.fchown(errors.fileno(), uid, uid)
             self.process = subprocess.Popen(
-                words, env=self.environ, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True
+                words,
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if piped else errors,
+                stderr=errors,
+                start_new_session=True,
             )
         self.pid = self.process.pid
 
@@ -87,6 +95,8 @@ class HandedJob:
         with suppress(ProcessLookupError):
             end_all(population_of(read_tree(self.pid).pids))
         self.process.wait(ENDS_WITHIN_S)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
     @property
     def losses(self) -> list[str]:

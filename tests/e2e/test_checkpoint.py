@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 
 import psutil
 import pytest
 
 from hegmd.criu.population import population_of
 from tests.chaos.halts import BEGUN, RECORDED, UNRECORDED, Halts, Trap
+from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu
 from tests.e2e.mounting import why_no_mounts
@@ -39,19 +41,26 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_job_is_ended_and_comes_back_on_another_gpu_with_every_loss_the_same(
     daemon: RunningDaemon, tmp_path: Path
 ) -> None:
-    """Its loader's workers, its thread, its child and its open file with it."""
-    image = tmp_path / "image"
+    """Its loader's workers, its thread, its child and its open file with it; what it says goes where it is led."""
+    image, log = tmp_path / "image", tmp_path / "log"
+    log.write_text("before\n")
     with HandedJob(tmp_path / "alone", None, workers=2) as alone:
         expected = alone.output()
-    with HandedJob(tmp_path / "job", daemon.socket_path, workers=2) as job:
+    with HandedJob(tmp_path / "job", daemon.socket_path, workers=2, piped=True) as job:
         job.await_steps(20)
         done = job.operation("checkpoint", str(job.pid), str(image))
         assert (done["phase"], done["processes"][0]["state"]) == ("done", "gone")
         assert job.process.wait(ENDS_WITHIN_S) == -9
         assert len(job.losses) < len(expected)
-        back = job.operation("restore", str(image), "--to", "gpu1")
-        assert (back["phase"], back["processes"][0]["gpu"]) == ("done", "gpu1")
+        plan = job.command("restore", "--dry-run", str(image))["plan"]
+        assert plan["kind"] == "restore"
+        assert [line for line in plan["hazards"] if "its stdout led to somebody who is gone" in line]
+        refused = job.command("restore", str(image), "--stderr", str(log), status=6)["error"]
+        assert "its stderr does not lead out of it" in refused["message"].replace("the job's", "its")
+        back = job.operation("restore", str(image), "--to", "gpu1", "--stdout", str(log), "--timeout", "5min")
+        assert (back["kind"], back["phase"], back["processes"][0]["gpu"]) == ("restore", "done", "gpu1")
         assert job.output() == expected
+        assert log.read_text() == f"before\n{len(expected) - 1} steps\n"
 
 
 def test_a_job_that_is_left_running_goes_on_and_its_image_begins_where_it_was(
@@ -123,6 +132,27 @@ def test_one_of_two_restores_of_an_image_at_once_is_refused(
         said = [one.communicate(timeout=ENDS_WITHIN_S)[1] for one in both]
         assert sorted(one.returncode == 0 for one in both) == [False, True], said
         assert job.output() == expected
+
+
+def test_ranks_go_into_an_image_with_their_launcher_and_its_store(daemon: RunningDaemon, tmp_path: Path) -> None:
+    """Their launcher's agent stayed connected, and its store had io_uring: no job of torchrun's could be dumped."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "ranks.py")]
+    image, out = tmp_path / "image", tmp_path / "out"
+    with HandedJob(tmp_path / "job", daemon.socket_path, script=[*launcher, str(out)]) as job:
+        until = monotonic() + ENDS_WITHIN_S
+        while len(ranks := [one["pid"] for one in job.command("ps")["processes"] if one["gpus"]]) < 2:
+            assert monotonic() < until, (tmp_path / "job" / "errors").read_text()
+        done = job.operation("checkpoint", str(ranks[0]), str(image))
+        assert [process["state"] for process in done["processes"]] == ["gone", "gone"]
+        assert job.process.wait(ENDS_WITHIN_S) == -9
+        back = job.operation("restore", str(image), "--to", "gpu1")
+        assert [process["gpu"] for process in back["processes"]] == ["gpu1", "gpu1"]
+        (tmp_path / "out.stop").touch()
+        job.output()
+    losses = [(tmp_path / f"out.{rank}").read_text() for rank in range(2)]
+    undisturbed([*launcher, str(tmp_path / "expected"), str(len(losses[0].splitlines()))])
+    assert losses == [(tmp_path / f"expected.{rank}").read_text() for rank in range(2)]
+    assert all(losses)
 
 
 # ---- whoever is killed -----------------------------------------------------------------------------------------------

@@ -168,9 +168,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.handoff": (*MOVING, *IMAGED, "hegmd.lock_files"),
     "hegmd.half_revived": (*GROUND, "hegmd.criu", "hegmd.detached", "hegmd.pool", "hegmd.units"),
     "hegmd.reviving": (*MOVING, *IMAGED, "hegmd.half_revived", "hegmd.pieces"),
+    "hegmd.outlets": ("hegmd.criu.ends", "hegmd.errors"),
     "hegmd.checkpoints": (
-        *(*GROUND, "hegmd.external", "hegmd.handoff", "hegmd.image", "hegmd.lookout", "hegmd.migration"),
-        *("hegmd.operations", "hegmd.reviving"),
+        *(*GROUND, "hegmd.external", "hegmd.handoff", "hegmd.image", "hegmd.lookout", "hegmd.manifests"),
+        *("hegmd.migration", "hegmd.operations", "hegmd.outlets", "hegmd.reviving"),
     ),
     "hegmd.periodic": (
         *(*GROUND, "hegmd.detached", "hegmd.events", "hegmd.external", "hegmd.log", "hegmd.migration"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hegmd.app import App
+from hegmd.app import App, node_means
 from hegmd.config import Config, load
 from hegmd.devices.node_spec import Topology
 from hegmd.devices.topology import parse_topology
@@ -89,3 +89,11 @@ async def test_a_caller_that_is_gone_ends_its_checks_with_its_own_error(topology
     async with app._inventory:
         with pytest.raises(PeerGone):
             await app._examine(gone)
+
+
+def test_a_criu_that_is_configured_was_said_not_to_be_installed(tmp_path: Path) -> None:
+    """`hegmctl ps --ways` looked for the usual ones only, while checkpoints went well."""
+    own = tmp_path / "criu"
+    own.touch(mode=0o755)
+    assert node_means(own).criu_path == str(own)
+    assert node_means(tmp_path / "gone").criu_path is None

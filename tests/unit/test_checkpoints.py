@@ -1,9 +1,13 @@
-"""What is said of files when a job is not brought back."""
+"""What is said of files when a job is not brought back, and of how far it is when it is."""
 
 from __future__ import annotations
 
-from hegmd.checkpoints import to_cut_back
-from hegmd.protocol.operations import Reason
+import anyio
+import pytest
+
+from hegmd.checkpoints import reading, to_cut_back
+from hegmd.errors import DISCONNECTED, REFUSED, HegmError
+from hegmd.protocol.operations import OperationProgress, Reason
 from hegmd.reviving import Grown
 
 LONGER = Grown("/log", 3, Reason(code="refused", message="/log has 5 bytes and had 3", hint="cut it back"))
@@ -18,3 +22,42 @@ def test_files_were_cut_back_for_a_restore_that_was_refused_all_the_same() -> No
 
 def test_files_are_named_where_cutting_them_back_is_all_that_is_needed() -> None:
     assert to_cut_back([LONGER.reason], [LONGER]) == [LONGER]
+
+
+async def test_how_far_the_reading_is_was_told_to_nobody() -> None:
+    """A restore of 32 GiB said nothing for a minute."""
+    told: list[OperationProgress] = []
+    taken = anyio.Event()
+
+    async def emit(progress: OperationProgress) -> None:
+        told.append(progress)
+        taken.set()
+
+    async with reading("7", 100, emit) as tell:
+        await anyio.wait_all_tasks_blocked()
+        taken = anyio.Event()
+        tell(50)
+        tell(60)
+        with anyio.fail_after(5):
+            await taken.wait()
+    first = OperationProgress(id="7", phase="reading", size_bytes=100)
+    assert told[:2] == [first, first.replace(moved_bytes=50)]
+
+
+async def test_who_does_not_listen_any_more_ends_no_restore() -> None:
+    async def emit(_: OperationProgress) -> None:
+        raise HegmError(DISCONNECTED, "gone", "connect again")
+
+    async with reading("7", 100, emit) as tell:
+        await anyio.wait_all_tasks_blocked()
+        tell(50)
+        await anyio.wait_all_tasks_blocked()
+
+
+async def test_what_fails_while_it_is_read_is_told_as_it_is() -> None:
+    async def emit(_: OperationProgress) -> None:
+        """Nobody watches."""
+
+    with pytest.raises(HegmError, match="it is damaged"):
+        async with reading("7", 100, emit):
+            raise HegmError(REFUSED, "it is damaged", "use another")

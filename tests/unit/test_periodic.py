@@ -110,6 +110,19 @@ async def test_one_that_fails_is_told_of_and_nothing_is_removed_for_it(tmp_path:
         assert missed.pid == process.pid
 
 
+async def test_a_miss_is_seen_by_whoever_looks_at_the_job_until_one_is_made(tmp_path: Path, process: Child) -> None:
+    """It was in the daemon's events and log alone, and the job's owner believed that there were images."""
+    async with running(tmp_path) as node:
+        for end_s, missed in ((700.0, True), (1300.0, False)):
+            clock = Clock(end_s)
+            async with attended(node, clock, Shelf(node, clock, fails=[1])):
+                await node.attend(process.pid, images=WISH, run=f"ab{end_s:.0f}")
+            worker = node.workers.find(process.pid)
+            assert worker is not None
+            said = worker.info().image_missed
+            assert (said is not None and "the disk is full" in said) == missed
+
+
 async def test_images_that_take_longer_than_the_time_between_them_leave_the_job_time_to_train(
     tmp_path: Path, process: Child
 ) -> None:

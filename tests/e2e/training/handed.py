@@ -56,5 +56,6 @@ with open(f"{folder}/losses", "a", buffering=1) as losses:
             if done == steps:
                 break
     losses.write("end\n")
+print(f"{done} steps", flush=True)
 child.kill()  # not by the end of its input, which forked loader workers have open as well
 child.wait()

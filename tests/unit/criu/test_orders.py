@@ -36,8 +36,8 @@ def test_each_has_the_options_that_are_its_own() -> None:
 
 
 def test_outlets_are_opened_for_what_they_are_under_the_numbers_that_the_order_names() -> None:
-    assert opened(NEEDS, {"pipe:[9]": "/proc/1/fd/5"}) == [
-        *("--open", "10:a:/proc/1/fd/5"),
+    assert opened(NEEDS, {}) == [
+        *("--open", "10:a:/dev/null"),
         *("--open", "11:r:/dev/null"),
         *("--open", "12:t:/dev/null"),
     ]
@@ -49,6 +49,17 @@ def test_with_a_users_rights_criu_accepts_what_it_cannot_do() -> None:
         restore_order("criu", NEEDS, as_user=True),
     )
     assert all("--unprivileged" in order for order in orders)
+
+
+def test_what_is_led_elsewhere_was_written_over_what_was_there() -> None:
+    """CRIU opens anew what it is given, without the mark by which each write goes to the end."""
+    log = Outlet("socket:[5]", ((4, 3),), is_read=True, is_written=True)
+    needs = Needs((4,), outlets=(PIPE, log, TERMINAL))
+    assert opened(needs, dict.fromkeys(("pipe:[9]", "socket:[5]", "tty[8803:18]"), "/proc/1/fd/5")) == [
+        *("--open", "10:p:/proc/1/fd/5"),
+        *("--open", "11:s:/proc/1/fd/5"),
+        *("--open", "12:t:/proc/1/fd/5"),
+    ]
 
 
 def test_a_directory_is_named_by_the_descriptor_that_was_checked() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,12 @@ import pytest
 from hegmctl.outputs import cut_back
 from hegmd.errors import EXTERNAL, REFUSED, HegmError
 from hegmd.protocol import messages as m
+from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import Record
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Asked, Caller, FakeDaemon, failing, saying
 from tests.unit.hegmctl.running import hegmctl
+from tests.unit.hegmctl.terminal import Terminal
 from tests.unit.hegmctl.test_operating import DONE
 
 
@@ -99,3 +103,42 @@ def test_outputs_stayed_cut_when_the_restore_that_they_were_cut_for_failed(tmp_p
     assert ran.returncode == EXTERNAL.exit_status
     assert output.read_text() == "0123456789"
     assert "output is as it was" in ran.stderr
+
+
+def test_outputs_are_opened_by_the_caller_and_sent_along(tmp_path: Path) -> None:
+    log, kept = tmp_path / "log", tmp_path / "kept"
+    kept.write_text("before\n")
+
+    def write(caller: Caller, asked: Asked) -> Record:
+        for number, fd in enumerate(caller.fds):
+            os.write(fd, f"from {number}\n".encode())
+        return m.OperationReply(operation=DONE)
+
+    with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: write}) as daemon:
+        ran = hegmctl("restore", "/images/one", "--stdout", str(log), "--stderr", str(kept), socket=daemon.path)
+        assert (ran.returncode, ran.stderr) == (0, "")
+        assert daemon.wait_for(m.Restore) == m.Restore(path="/images/one", outlets=("stdout", "stderr"))
+        assert log.read_text() == "from 0\n"
+        assert kept.read_text() == "before\nfrom 1\n"
+        refused = hegmctl("restore", "/images/one", "--stdout", str(tmp_path), socket=daemon.path)
+    assert refused.returncode == REFUSED.exit_status
+    assert f"{tmp_path} cannot be opened for --stdout: Is a directory" in refused.stderr
+
+
+def test_ctrl_c_while_an_image_is_read_leaves_the_image_and_asks_nothing(tmp_path: Path) -> None:
+    """There is no operation yet that could be cancelled, or go on."""
+    reading = OperationProgress(id="7", phase="reading", moved_bytes=1 << 30, size_bytes=2 << 30)
+
+    def never(caller: Caller, asked: Asked) -> Record | None:
+        caller.event(asked.id, reading)
+        return None
+
+    with (
+        FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: never}) as daemon,
+        Terminal("restore", "/images/one", socket=daemon.path) as terminal,
+    ):
+        terminal.until(lambda lines: "reading  1.0 GiB of 2.0 GiB" in lines[-1])
+        assert terminal.end(signal.SIGINT) == -signal.SIGINT
+        shown = "\n".join(terminal.picture.lines)
+        assert "what was restored so far ends again; the image stays as it is" in shown
+        assert "Cancel" not in terminal.picture.raw

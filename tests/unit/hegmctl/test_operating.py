@@ -57,7 +57,7 @@ STORY = (
     StoryLine(utc=10.0, event="", phase="planned"),
     StoryLine(utc=10.5, event="begin", cause="request", phase="arming", effects=("take-pool",)),
 )
-BAR = "operation 7  [##########..............]  evacuating  1.0 GiB of 2.0 GiB"
+BAR = "operation 7  [###########.............]  evacuating  1.0 GiB of 2.0 GiB"
 QUESTION = "Cancel operation 7? It goes on otherwise [y/N] "
 
 
@@ -104,7 +104,7 @@ def _reply(operation: Operation) -> m.OperationReply:
         ("handoff -n 4711 /images/../one", m.Handoff(pid=4711, path="/one", dry_run=True)),
         ("resume 4711", m.Resume(pid=4711)),
         ("resume 4711 --to gpu1 --no-wait", m.Resume(pid=4711, to="gpu1", wait=False)),
-        ("resume 4711 --dry-run", m.Resume(pid=4711, dry_run=True)),
+        ("resume 4711 --dry-run --timeout 5", m.Resume(pid=4711, dry_run=True, limit_s=5.0)),
         ("checkpoint 4711 /images/one", m.Checkpoint(pid=4711, path="/images/one")),
         (
             "checkpoint --leave-running 4711 /images/one --no-wait --timeout 5",
@@ -113,7 +113,8 @@ def _reply(operation: Operation) -> m.OperationReply:
         ("checkpoint -n 4711 /images/../one", m.Checkpoint(pid=4711, path="/one", dry_run=True)),
         ("restore /images/one", m.Restore(path="/images/one")),
         ("restore /images/one --to gpu1 -n", m.Restore(path="/images/one", to="gpu1", dry_run=True)),
-        ("restore /images/one --truncate-outputs", m.Restore(path="/images/one", as_then=True)),
+        ("restore /images/one --stdout - --stderr -", m.Restore(path="/images/one", outlets=("stdout", "stderr"))),
+        ("restore /one --truncate-outputs --timeout 5", m.Restore(path="/one", as_then=True, limit_s=5.0)),
         ("drain gpu0", m.Drain(gpu="gpu0")),
         ("drain gpu0 --to gpu1,gpu2 --to gpu3 -n", m.Drain(gpu="gpu0", to=("gpu1", "gpu2", "gpu3"), dry_run=True)),
         ("drain gpu0 --no-wait --timeout 5", m.Drain(gpu="gpu0", wait=False, limit_s=5.0)),

@@ -209,5 +209,24 @@ def test_the_bar_goes_on_with_phases_and_bytes() -> None:
     filled = [line.count("#") for line in lines]
     assert filled == sorted(filled)
     assert filled[-1] == 24
-    assert lines[2] == "operation 7  [##########..............]  evacuating  1.0 GiB of 2.0 GiB"
+    assert lines[2] == "operation 7  [###########.............]  evacuating  1.0 GiB of 2.0 GiB"
     assert "GiB" not in lines[1], "no bytes go while it waits for a boundary"
+
+
+def test_a_plan_says_what_becomes_of_the_job_and_how_long_its_image_takes() -> None:
+    def said(**values: object) -> str:
+        lines = plan_text(m.OperationReply(plan=PLAN.replace(**values)), PIPE)
+        return next(line for line in lines if " about " in line)
+
+    after = ", after the wait for its next boundary"
+    assert said() == f"the job would stand for about 1.25 s{after}"
+    assert (
+        said(kind="checkpoint", image_s=1.0)
+        == f"the job would stand for about 1.25 s, 1.0 s of it for the image{after}"
+    )
+    assert said(kind="checkpoint", image_s=1.0, ends=True) == (
+        f"it would take about 1.2 s, 1.0 s of it for the image, until the job ends{after}"
+    )
+    assert said(kind="restore", image_s=1.0) == (
+        "the job would train again after about 1.2 s, 1.0 s of it for the image"
+    )

@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from hegmctl.operating_text import progress_text
+from hegmctl.output import TextSink
+from hegmctl.tables import Style
 from hegmd.errors import NOT_FOUND, HegmError
 from hegmd.protocol import messages as m
+from hegmd.protocol.operations import OperationProgress
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import FakeDaemon, failing, saying
 from tests.unit.hegmctl.running import hegmctl
@@ -73,6 +77,48 @@ def test_an_error_on_a_terminal_has_its_hint_on_a_line_of_its_own(daemon: FakeDa
     with Terminal("gpus", socket=daemon.path) as terminal:
         assert terminal.end() == 5
     assert terminal.picture.lines[:2] == ["hegmctl: what failed", "  → what to do"]
+
+
+TWO = HegmError(
+    NOT_FOUND,
+    "there is no GPU gpu7\nthe number 4711 is taken",
+    "the GPUs here: gpu0; end that one",
+    {
+        "reasons": [
+            {"code": "not-found", "message": "there is no GPU gpu7", "hint": "the GPUs here: gpu0"},
+            {"code": "refused", "message": "the number 4711 is taken", "hint": "end that one"},
+        ]
+    },
+)
+
+
+def test_which_hint_is_of_which_reason_could_not_be_seen(daemon: FakeDaemon) -> None:
+    daemon.answers[m.Gpus] = failing(TWO)
+    with Terminal("gpus", socket=daemon.path) as terminal:
+        assert terminal.end() == 5
+    first, second = "hegmctl: there is no GPU gpu7", "hegmctl: the number 4711 is taken"
+    assert terminal.picture.lines[:4] == [first, "  → the GPUs here: gpu0", second, "  → end that one"]
+    ran = hegmctl("gpus", socket=daemon.path)
+    assert ran.stderr == f"{first}; the GPUs here: gpu0\n{second}; end that one\n"
+
+
+def test_what_takes_long_is_told_of_in_a_pipe_too(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    sink = TextSink(Style(), Style(), clock=lambda: now[0])
+    for at_s, moved_bytes in ((0.0, 0), (4.9, 1), (5.1, 2), (6.0, 3), (10.2, 4)):
+        now[0] = at_s
+        sink.progress(OperationProgress(id="7", phase="reading", moved_bytes=moved_bytes, size_bytes=8), progress_text)
+    sink.end_progress()
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert [line.rpartition("]")[2] for line in said.err.splitlines()] == [
+        "  reading  2 B of 8 B",
+        "  reading  4 B of 8 B",
+    ]
+    quiet = TextSink(Style(), Style(), quiet=True, clock=lambda: now[0])
+    for now[0] in (20.0, 40.0):
+        quiet.progress(OperationProgress(id="7", phase="reading"), progress_text)
+    assert capsys.readouterr().err == ""
 
 
 def test_json_is_laid_out_for_people_on_a_terminal(daemon: FakeDaemon) -> None:

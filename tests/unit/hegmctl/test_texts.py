@@ -10,7 +10,7 @@ from hegmctl.inventory_text import gpus_in_full, gpus_text, processes_text, ways
 from hegmctl.tables import Style, width
 from hegmd.protocol import messages as m
 from hegmd.protocol.record import Record
-from hegmd.protocol.snapshots import Check, Event, Gpu, GpuProcess, GpuUse, Vendor, Way, Workload
+from hegmd.protocol.snapshots import AgentInfo, Check, Event, Gpu, GpuProcess, GpuUse, Vendor, Way, Workload
 from tests.unit.hegmctl import node
 
 PIPE = Style()
@@ -324,3 +324,9 @@ def test_no_text_from_outside_reaches_a_terminal_raw(view: object, record: Recor
 def test_an_event_of_an_unknown_severity_is_shown_like_others() -> None:
     event = Event(seq=1, time_utc=0.0, kind="new.kind", severity="dire", message="hm")
     assert "dire" in say.event_text(event, Style(colour=True))[0]
+
+
+def test_images_that_were_missed_stand_below_the_table() -> None:
+    agent = AgentInfo(name="hegm-agent", version="1", image_missed="no image at 12:00:00: the disk is full")
+    lines = processes_text(node.PROCESSES.replace(processes=(node.TRAINING.replace(agent=agent),)), PIPE)
+    assert lines[-1] == "4711: no image at 12:00:00: the disk is full"

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
-from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits, Operation
+from hegmd.migration.operation import CHECKPOINT, MIGRATE, RESTORE, RESUME, SUSPEND, Limits, Operation
+from hegmd.migration.outlook import from_image, with_image
+from hegmd.migration.paces import IN, OUT, Paces, image_s
 from hegmd.migration.plan import planned, planned_resume
 from hegmd.pieces import whole_size
 from hegmd.protocol.messages import LeftAlone
@@ -275,3 +277,36 @@ def test_a_held_job_needs_no_room_where_its_room_was_kept() -> None:
     full = (_gpu("gpu0", free_bytes=0), _gpu("gpu1", free_bytes=0))
     plan = _plan(planned_resume(_snapshot(_process(), gpus=full), _resume(None), held))
     assert plan.destinations == {"4711": "gpu0"}
+
+
+def test_the_time_for_an_image_was_not_in_the_estimate() -> None:
+    """It said 0.06 s, and the job stood for 3 s."""
+    snapshot = _snapshot()
+    plan = _plan(planned(snapshot, Request(kind=CHECKPOINT, pids=(4711,))))
+    made_s = image_s(snapshot.rates, OUT, 3 * GIB)
+    ended = with_image(plan, snapshot.rates, size_bytes=3 * GIB, leave_running=False)
+    assert (ended.image_s, ended.estimate_s, ended.ends) == (made_s, plan.estimate_s + made_s, True)
+    left = with_image(plan, snapshot.rates, size_bytes=3 * GIB, leave_running=True)
+    back_s = 2 * GIB / snapshot.rates.in_bytes_per_s
+    assert left.estimate_s > ended.estimate_s + back_s
+    assert (left.ends, left.steps[-1]) == (False, "see a boundary")
+
+
+def test_a_job_that_comes_back_takes_the_reading_and_the_resume() -> None:
+    snapshot, op = _snapshot(_process(gpus=())), _suspended()
+    plan = _plan(planned_resume(snapshot, _resume(None), op))
+    restored = from_image(plan, snapshot.rates, size_bytes=3 * GIB)
+    assert (restored.kind, restored.image_s) == (RESTORE, image_s(snapshot.rates, IN, 3 * GIB))
+    assert restored.estimate_s == plan.estimate_s + image_s(snapshot.rates, IN, 3 * GIB)
+
+
+def test_estimates_of_images_follow_what_this_node_took() -> None:
+    paces = Paces()
+    assert image_s(paces.rates(), OUT, 0) == paces.rates().image_out_s
+    for _ in range(20):
+        paces.note_image(OUT, 0, 3.0)
+        paces.note_image(OUT, 8 * GIB, 7.0)
+        paces.note_image(IN, 8 * GIB, 0.1)  # sooner than without a byte: nothing can be told of the rate
+    assert image_s(paces.rates(), OUT, 0) == pytest.approx(3.0, rel=0.01)
+    assert image_s(paces.rates(), OUT, 8 * GIB) == pytest.approx(7.0, rel=0.01)
+    assert image_s(paces.rates(), IN, 0) < 0.1
