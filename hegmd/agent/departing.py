@@ -13,6 +13,7 @@ from .refusals import refusal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any, NoReturn
 
 # The operation from whose state this process is to go on, as its supervisor says.
@@ -33,15 +34,13 @@ class Weight:
 
 def weigh() -> Weight:
     """What the state comes to now, at a boundary. Raises HegmError where this process cannot be restarted at all."""
-    capture, plain = _part("capture"), _part("plain")
-    state, refusals = capture.capture()
-    size_bytes = 0 if refusals else int(plain.size_bytes(state))
-    return Weight(size_bytes, tuple([str(refused) for refused in refusals]))
+    size_bytes, refusals = _part("leaving").weigh()
+    return Weight(int(size_bytes), tuple([str(refused) for refused in refusals]))
 
 
-def save(fd: int) -> int:
+def save(fd: int, progress: Callable[[int], None]) -> int:
     """Write the state of the parked training into the descriptor; how many bytes. Raises HegmError."""
-    return int(_part("leaving").save(fd))
+    return int(_part("leaving").save(fd, progress=progress))
 
 
 def leave() -> NoReturn:

@@ -307,7 +307,7 @@ class Orders:
         self._found_at_rest("save")  # nobody is using what is written
         if fd is None:
             raise refusal("no memory came with the order", "send a descriptor with it")
-        self._done(order.order, size_bytes=departing.save(fd))
+        self._done(order.order, size_bytes=departing.save(fd, self._progress_of(order.order)))
 
     def _leave(self, order: Order, _fd: int | None) -> None:
         """There is no report: the end of the process is one."""

@@ -134,6 +134,7 @@ class Due:
 
     def arrive(self, frame: FrameType) -> None:
         """The script is at its place: put everything back, and be gone but for workers that rest until their pass."""
+        from ..life import note_restarted
         from .capture import put_back
 
         state = self._read()
@@ -152,6 +153,7 @@ class Due:
             self._undo.pop()()
         _arrived()
         note("the state is back")
+        note_restarted()
 
     def _needed(self, name: str, frame: FrameType) -> Any:
         self._read()

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
     from typing import Any
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
+# The agent, and what of hegmd it has with it: its own loops, in its own thread, are none of the script's.
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + "/"
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + "/"
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 #: Packages whose frames are looked through wherever they are installed.
