@@ -34,6 +34,11 @@ def shared_out(place: str | None, shares_bytes: Sequence[int], whole_bytes: int)
     return dict.fromkeys(gpus, whole_bytes)
 
 
+def added(shares: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:
+    """What each device needs of both; the first alone where of the other nothing is known by device."""
+    return tuple([one + other for one, other in zip(shares, more, strict=True)]) if more else tuple(shares)
+
+
 def more_than(needed: Mapping[str, int], own: Mapping[str, int]) -> dict[str, int]:
     """What is needed on each GPU beyond what is there already."""
     return {gpu: max(0, size_bytes - own.get(gpu, 0)) for gpu, size_bytes in needed.items()}

@@ -197,17 +197,28 @@ class Connection(Moves):
             self._forget(request_id)
 
     def stream(
-        self, request: Request, event: type[E], reply: type[R], *, fds: Sequence[int] = (), patient: bool = False
+        self,
+        request: Request,
+        event: type[E],
+        reply: type[R],
+        *,
+        fds: Sequence[int] = (),
+        patient: bool = False,
+        take: Callable[[Descriptors], object] | None = None,
     ) -> Generator[E, None, R]:
         """The events of a request, then its reply. `patient` waits for each of them without limit.
 
-        `fds` are sent with it and stay the caller's.
+        `fds` are sent with it and stay the caller's. `take` gets the descriptors that came with an event, before that,
+        and owns them then; without they are closed.
         """
         request_id = self._ask(request, fds, self._deadline())
         try:
             while True:
                 said, descriptors = self._hear(request_id, None if patient else self._deadline(), request.op)
-                descriptors.close()
+                if take is None or not isinstance(said, Progress):
+                    descriptors.close()
+                else:
+                    take(descriptors)
                 if not isinstance(said, Progress):
                     return self._answer(said, reply)
                 yield of_kind(said.event, event)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 HANDLE_BYTES = 64
 # What a context keeps for the stack of each thread, unless it is told otherwise.
 USUAL_STACK_BYTES = 1024
+_UUID_BYTES = 16
 _OUT_OF_MEMORY = 2  # of CUresult
 _LIMIT_STACK_SIZE = 0  # of CUlimit
 
@@ -39,6 +40,8 @@ class Driver:
         self._show = _bound(library.cuIpcGetMemHandle, ctypes.POINTER(_Handle), pointer)
         self._out = _bound(library.cuMemcpyDtoH_v2, ctypes.c_void_p, pointer, size)
         self._in = _bound(library.cuMemcpyHtoD_v2, pointer, ctypes.c_void_p, size)
+        self._device = _bound(library.cuDeviceGet, ctypes.POINTER(ctypes.c_int), ctypes.c_int)
+        self._uuid = _bound(library.cuDeviceGetUuid_v2, ctypes.c_void_p, ctypes.c_int)
         self._current = _bound(library.cuCtxGetCurrent, ctypes.POINTER(ctypes.c_void_p))
         self._use = _bound(library.cuCtxSetCurrent, ctypes.c_void_p)
         self._limit = _bound(library.cuCtxGetLimit, ctypes.POINTER(size), ctypes.c_int)
@@ -57,6 +60,14 @@ class Driver:
         handle = _Handle()
         _check("cuIpcGetMemHandle", self._show(ctypes.byref(handle), allocation))
         return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
+
+    def uuid_of(self, ordinal: int) -> str:
+        """The GPU that this device of the process is on now, as `nvidia-smi -L` shows it: another one after a move."""
+        device, raw = ctypes.c_int(), ctypes.create_string_buffer(_UUID_BYTES)
+        _check("cuDeviceGet", self._device(ctypes.byref(device), ordinal))
+        _check("cuDeviceGetUuid", self._uuid(raw, device.value))
+        digits = raw.raw.hex()
+        return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
     def context(self) -> int | None:
         """The context that is current in this thread."""

@@ -13,7 +13,7 @@ import os
 import sys
 
 from ..errors import HegmError
-from ..protocol.messages import CudaFacts
+from ..protocol.messages import CudaDevice, CudaFacts
 from .notes import note
 
 TYPE_CHECKING = False
@@ -163,8 +163,31 @@ def facts(
         largest_bytes=max((max(several) for several in sizes.values()), default=0),
         stacks_bytes=sum(_stacks_bytes(torch, device) for device in used),
         padding_bytes=sum(map(padding_bytes, sizes.values())),
+        devices=_devices(torch, used, sizes),
         hazards=tuple(hazards),
     )
+
+
+def _devices(torch: Any, used: list[int], sizes: dict[int, list[int]]) -> tuple[CudaDevice, ...]:
+    """What it has on each of its GPUs, where it is on several; for one the whole says it."""
+    if len(used) < 2:
+        return ()
+    try:
+        from .cuda_driver import Driver
+
+        driver = Driver()
+        return tuple(
+            CudaDevice(
+                uuid=driver.uuid_of(device),
+                size_bytes=sum(sizes.get(device, ())),
+                padding_bytes=padding_bytes(sizes.get(device, [])),
+                reserved_bytes=int(torch.cuda.memory_reserved(device)),
+            )
+            for device in used
+        )
+    except (HegmError, ImportError) as error:
+        note(f"on which GPUs it is now is not known: {error}")
+        return ()
 
 
 def padding_bytes(sizes: list[int]) -> int:

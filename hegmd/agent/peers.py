@@ -40,7 +40,9 @@ class Peers:
         pairs = [(one, other) for one in access.devices() for other in access.devices() if one != other]
         try:
             _have_noted(torch, [pair for pair in pairs if access.is_possible(*pair)])
-            self._parted += [pair for pair in pairs if access.end(*pair)]
+            for pair in pairs:
+                if access.end(*pair):
+                    self._parted.append(pair)  # one by one: what was undone is had again when the next one fails
         except Exception as error:
             self.rejoin()
             why = error.message if isinstance(error, HegmError) else repr(error)

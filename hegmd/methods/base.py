@@ -89,6 +89,8 @@ class Subject:
     rest_bytes: int = 0
     #: Of one on several GPUs: which part of that each of its devices needs, in their order.
     shares_bytes: tuple[int, ...] = ()
+    #: Of one on several GPUs whose storages are carried: room for those of each device, in their order.
+    storage_shares_bytes: tuple[int, ...] = ()
     #: Whether there is not room for all of its storages before its carrier gives memory back.
     in_rounds: bool = False
     #: Whether the room on the GPU that it leaves is to be kept for the way back.
@@ -112,6 +114,17 @@ class Subject:
     def needs(self, place: str | None) -> dict[str, int]:
         """What it needs on each GPU of that place besides its storages."""
         return shared_out(place, self.shares_bytes, self.rest_bytes)
+
+    def storages(self, place: str | None) -> dict[str, int]:
+        """The room for its storages on each GPU of that place. What has come since they were counted may be on any."""
+        more_bytes = max(0, self.storage_room_bytes - sum(self.storage_shares_bytes))
+        shares = tuple([share_bytes + more_bytes for share_bytes in self.storage_shares_bytes])
+        return shared_out(place, shares, self.storage_room_bytes)
+
+    def wholes(self, place: str | None) -> dict[str, int]:
+        """All that it needs on each GPU of that place."""
+        storages = self.storages(place)
+        return {gpu: rest_bytes + storages[gpu] for gpu, rest_bytes in self.needs(place).items()}
 
     @property
     def worker(self) -> Worker:

@@ -62,6 +62,8 @@ class DriverMethod:
         self._neighbours = neighbours
         self._in_hand: set[tuple[int, int]] = set()
         self._standing: set[tuple[int, int]] = set()
+        # Whose storages found no room beside the one that is held for them.
+        self._crowded: set[tuple[int, int]] = set()
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -180,7 +182,7 @@ class DriverMethod:
         rooms = {self._gpus.name_of(uuid): uuid for uuid in uuids}
         needs = dict.fromkeys(rooms, subject.rest_bytes)
         try:
-            await self._room.hold(subject, needs, 0)
+            await self._room.hold(subject, needs, {})
             async with self._gpus.turns(rooms):
                 await self._restore_in_room(subject, rooms, needs, [])
                 await self._steps.unlock(subject)
@@ -267,7 +269,10 @@ class DriverMethod:
     async def making(self, subject: Subject) -> AsyncGenerator[None]:
         """Others there are held still, but not for long: an agent that is stopped in the block makes nobody stand.
 
-        Who cannot be held still may be quicker. Then the bytes wait for the next attempt, and none is lost.
+        Where as much is free besides, the storages are made beside the room that is held for them, and that is let go
+        of afterwards: what is let go of just before is cleared by the driver first, while the job waits. Should that
+        come to nothing, the next attempt has the room. Otherwise it is let go of before, and who cannot be held still
+        may be quicker. Then the bytes wait for the next attempt, and none is lost.
         """
         if subject.gpu is None:
             yield
@@ -278,7 +283,10 @@ class DriverMethod:
             try:
                 await tasks.start(self._make_way, subject, subject.gpu, made)
                 yield
+                await self._room.let_go_for_storages(subject, subject.gpu)
+                self._crowded.discard(subject.who)
             except HegmError as error:  # past the group, which would put it into another
+                self._crowded.add(subject.who)
                 failure = error
             finally:
                 made.set()
@@ -298,8 +306,8 @@ class DriverMethod:
             held = self._memory.of(storages_of(subject))
             others = await self._others(subject, [name for name, uuid in uuids.items() if held.get(uuid)])
             async with self._neighbours.held_still(others, but_for=self._in_hand):
-                for uuid in uuids.values():
-                    await self._memory.give(storages_of(subject), uuid)
+                if subject.who in self._crowded or not await self._room.fits_beside(subject, gpu, CALM_BYTES):
+                    await self._room.let_go_for_storages(subject, gpu)
                 task_status.started()
                 with anyio.move_on_after(self._neighbours.still_s):
                     await made.wait()

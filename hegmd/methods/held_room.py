@@ -16,7 +16,7 @@ import anyio
 from hegmd.errors import HegmError, Refused
 from hegmd.methods.base import NoRoom, Subject
 from hegmd.methods.gpus import Gpus, VideoMemory, rest_of, storages_of
-from hegmd.places import gpus_of, more_than
+from hegmd.places import gpus_of, is_several, more_than
 
 __all__ = ["MIB", "HeldRoom", "no_room"]
 
@@ -32,7 +32,7 @@ class HeldRoom:
         self._memory = memory
         self._gpus = gpus
 
-    async def hold(self, subject: Subject, rests: Mapping[str, int], storage_bytes: int) -> None:
+    async def hold(self, subject: Subject, rests: Mapping[str, int], storages: Mapping[str, int]) -> None:
         """So much for the driver on each of these GPUs, and so much for storages; on all of them or on none."""
         uuids = {gpu: await self._gpus.uuid_of(gpu) for gpu in rests}
         async with self._gpus.turns(rests):
@@ -41,7 +41,7 @@ class HeldRoom:
             try:
                 for gpu, rest_bytes in rests.items():
                     await self._memory.hold(rest_of(subject), uuids[gpu], rest_bytes)
-                    await self._memory.hold(storages_of(subject), uuids[gpu], storage_bytes)
+                    await self._memory.hold(storages_of(subject), uuids[gpu], storages.get(gpu, 0))
             except BaseException as error:
                 with anyio.CancelScope(shield=True):  # one half is no room, and nobody would know of it
                     for uuid in fresh:
@@ -56,7 +56,10 @@ class HeldRoom:
         """So much in all for it to be there; what it has there already counts."""
         missing = more_than(subject.needs(gpu), subject.needs(subject.gpu))
         rests = {name: min(rest_bytes, size_bytes) for name, rest_bytes in missing.items()}
-        await self.hold(subject, rests, min(subject.storage_room_bytes, size_bytes))
+        # One on several GPUs has room for its storages where it is, as long as it is there.
+        own = subject.storages(subject.gpu) if is_several(subject.gpu) else {}
+        storages = more_than(subject.storages(gpu), own)
+        await self.hold(subject, rests, {name: min(room_bytes, size_bytes) for name, room_bytes in storages.items()})
 
     async def keep(self, subject: Subject) -> int:
         """Where it has just been, as far as it can be had: somebody may have been quicker, and the way on is open then.
@@ -66,10 +69,10 @@ class HeldRoom:
         back, onward = subject.needs(subject.gpu), subject.needs(subject.goal)
         again = {gpu: size_bytes for gpu, size_bytes in onward.items() if gpu in back}
         try:
-            await self.hold(subject, again, subject.storage_room_bytes)
+            await self.hold(subject, again, subject.storages(subject.goal))
             if subject.gpu is None or not subject.keeps_room:
                 return 0
-            await self.hold(subject, back, subject.storage_room_bytes)
+            await self.hold(subject, back, subject.storages(subject.gpu))
         except HegmError as error:
             logger.warning("no room is kept on %s for the way back: %s", subject.gpu, error.message)
             return 0
@@ -86,6 +89,20 @@ class HeldRoom:
         """What the driver needs is its own from now on, or whoever's is quicker."""
         for uuid in uuids:
             await self._memory.give(rest_of(subject), uuid)
+
+    async def fits_beside(self, subject: Subject, place: str, spare_bytes: int) -> bool:
+        """Whether on every GPU of that place as much as is held for its storages is free besides, and so much more."""
+        held = self._memory.of(storages_of(subject))
+        if not held:
+            return False
+        free = {gpu.id: gpu.memory_free_bytes or 0 for gpu in (await self._gpus.seen()).gpus}
+        needed = {gpu: held.get(await self._gpus.uuid_of(gpu), 0) + spare_bytes for gpu in gpus_of(place)}
+        return all(free.get(gpu, 0) >= size_bytes for gpu, size_bytes in needed.items())
+
+    async def let_go_for_storages(self, subject: Subject, place: str) -> None:
+        """What is held for its storages there is its own from now on, if it was not before."""
+        for gpu in gpus_of(place):
+            await self._memory.give(storages_of(subject), await self._gpus.uuid_of(gpu))
 
     async def hold_again(self, subject: Subject, rooms: Mapping[str, str], needs: Mapping[str, int]) -> None:
         """What was let go of for nothing, as far as it can be had."""
@@ -120,10 +137,10 @@ class HeldRoom:
 
 def _by_place(subject: Subject, held: Mapping[str, int]) -> Mapping[str, int]:
     """What is held for one on several GPUs, by the places that it is to do with; 0 where some of it is missing."""
-    own = subject.needs(subject.gpu)
+    own = subject.wholes(subject.gpu)
     rooms: dict[str, int] = {}
     for place in (subject.gpu, subject.goal, subject.left):
-        missing = more_than(more_than(subject.needs(place), own), held)
+        missing = more_than(more_than(subject.wholes(place), own), held)
         if place is not None and (place == subject.gpu or any(gpu in held for gpu in missing)):
             rooms[place] = 0 if any(missing.values()) else subject.rest_bytes + subject.storage_room_bytes
     named = {gpu for place in rooms for gpu in gpus_of(place)}

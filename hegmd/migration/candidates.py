@@ -212,6 +212,7 @@ def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, s
         rest_bytes=planned.rest_bytes,
         beside_bytes=planned.beside_bytes,
         shares_bytes=planned.shares_bytes,
+        storage_shares_bytes=planned.storage_shares_bytes,
         overlap_bytes=planned.overlap_bytes,
         rooms={gpu: planned.room_bytes} if gpu else {},
         run=candidate.job if planned.method == RESTART else None,

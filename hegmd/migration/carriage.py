@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hegmd.migration.candidates import Candidate, GpuRoom, Rates, Request, Snapshot
-from hegmd.migration.driver_rules import padding_of, rest_of
+from hegmd.migration.driver_rules import devices_of, padding_of, rest_of
 from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, RESUME, SUSPEND
 from hegmd.migration.wording import gigabytes
 from hegmd.pieces import CONTEXT_BYTES, NEXT_TO_NOTHING_BYTES, ROUND_BYTES, rounds_of, whole_size
@@ -120,8 +120,10 @@ def _against(
     size_bytes = agent.size_bytes or 0
     if not size_bytes:
         yield "its agent vouches for no storages"
-    if len(candidate.gpus) > 1:
-        yield "it is on several GPUs, and all of such a process goes with the driver"
+    if len(candidate.gpus) > 1 and carrier in SHOWN:
+        yield "it is on several GPUs, and the helper copies for one"
+    elif len(candidate.gpus) > 1 and not devices_of(snapshot, candidate):
+        yield "it is on several GPUs, and its agent does not say what it holds on each"
     if "graphs" in told.hazards:
         yield "it has captured CUDA graphs, whose addresses have to stay"
     if carrier in SHOWN:

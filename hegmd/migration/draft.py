@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hegmd.errors import Code
 from hegmd.migration.candidates import Candidate, GpuRoom, Request, Snapshot
 from hegmd.migration.carriage import Choice
+from hegmd.migration.forecast import rooms_of
 from hegmd.migration.operation import RESTART
+from hegmd.places import added
 from hegmd.protocol.operations import PlannedProcess, Reason
 
 
@@ -41,3 +44,27 @@ class Draft:
 def candidate_of(snapshot: Snapshot, pid: int) -> Candidate | None:
     """The process of that pid, if it could be moved at all."""
     return next((candidate for candidate in snapshot.candidates if candidate.pid == pid), None)
+
+
+def room_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
+    """What those that move will take on each GPU, beyond what is held for them by pid."""
+    needed: dict[str, int] = {}
+    for worker in draft.moving:
+        if worker.to is not None and worker.to != worker.gpu:
+            own_bytes = draft.choices.get(worker.pid, Choice("")).target_bytes
+            more_bytes = worker.room_bytes + own_bytes - held.get(worker.pid, 0)
+            places = dict.fromkeys(draft.anywhere.get(worker.pid, (worker.to,)), more_bytes)
+            if worker.shares_bytes and more_bytes > 0:
+                shares_bytes = added(worker.shares_bytes, worker.storage_shares_bytes)
+                places = rooms_of(shares_bytes, worker.gpu, worker.to)
+            for gpu, size_bytes in places.items():
+                needed[gpu] = needed.get(gpu, 0) + size_bytes
+    return needed
+
+
+def left_by_others(draft: Draft, to: str | None) -> GpuRoom | None:
+    """That GPU with what is left there by those that were placed before: of several to one GPU each needs its own."""
+    gpu = draft.gpu(to)
+    if gpu is None or gpu.free_bytes is None:
+        return gpu
+    return gpu.replace(free_bytes=max(0, gpu.free_bytes - room_needed(draft, {}).get(gpu.id, 0)))

@@ -7,12 +7,13 @@ There is no way round them: what loses a job is not done for anybody. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hegmd.errors import DENIED, REFUSED, Code
 from hegmd.migration.candidates import Candidate, GpuRoom, Snapshot
 from hegmd.migration.wording import gigabytes
 from hegmd.pieces import RESTORE_MARGIN_BYTES
+from hegmd.protocol.messages import CudaDevice
 
 # The checkpoint calls of libcuda came with the first of these drivers, restoring onto another GPU with the second.
 CHECKPOINT_DRIVER, MOVE_DRIVER = 570, 580
@@ -143,11 +144,27 @@ def padding_of(candidate: Candidate) -> int:
     return 0 if cuda is None else cuda.padding_bytes
 
 
-def shares_of(candidate: Candidate) -> tuple[int, ...]:
-    """What one on several GPUs needs on each of them, in their order; nothing for one on a single GPU."""
+def devices_of(snapshot: Snapshot, candidate: Candidate) -> tuple[CudaDevice, ...]:
+    """What its agent vouches for on each of its GPUs, in their order; nothing where it is not known of all."""
+    cuda = None if candidate.agent is None else candidate.agent.cuda
+    told = {device.uuid: device for device in cuda.devices} if cuda is not None else {}
+    uuids = {gpu.id: gpu.uuid for gpu in snapshot.gpus}
+    found = [told[uuid] for gpu in candidate.gpus if (uuid := uuids.get(gpu)) in told]
+    return tuple(found) if len(found) == len(candidate.gpus) == len(told) else ()
+
+
+def shares_of(candidate: Candidate, devices: Sequence[CudaDevice] = ()) -> tuple[int, ...]:
+    """What one on several GPUs needs on each of them, in their order; nothing for one on a single GPU.
+
+    Without what it vouches for on these `devices`, and what its allocator keeps there for later.
+    """
     if len(candidate.gpus) < 2:
         return ()
-    return tuple([candidate.shares_bytes.get(gpu, 0) + RESTORE_MARGIN_BYTES for gpu in candidate.gpus])
+    stays_bytes = 0 if candidate.agent is None else sum(item.size_bytes for item in candidate.agent.left_alone)
+    gone = [max(device.size_bytes, device.reserved_bytes - stays_bytes) for device in devices]
+    held = [candidate.shares_bytes.get(gpu, 0) for gpu in candidate.gpus]
+    rests = [max(0, one - other) for one, other in zip(held, gone, strict=True)] if gone else held
+    return tuple([rest_bytes + RESTORE_MARGIN_BYTES for rest_bytes in rests])
 
 
 def major_of(version: str | None) -> int | None:

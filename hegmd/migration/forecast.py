@@ -12,7 +12,7 @@ from hegmd.migration.candidates import Candidate, GpuRoom, Plan, PoolRoom, Snaps
 from hegmd.migration.carriage import PEER
 from hegmd.migration.operation import BY_DRIVER, FORWARD, RESUME, Operation, Worker
 from hegmd.pieces import whole_size
-from hegmd.places import gpus_of, more_than, shared_out
+from hegmd.places import added, gpus_of, more_than, shared_out
 from hegmd.protocol.operations import PlannedProcess
 
 
@@ -42,7 +42,8 @@ def after(snapshot: Snapshot, plan: Plan) -> Snapshot:
     for worker in carried:
         taken_bytes = _taken_bytes(worker)
         for place, sign in ((worker.to, -1), (worker.gpu, 1)):
-            for gpu, size_bytes in shared_out(place, worker.shares_bytes, taken_bytes).items():
+            shares_bytes = added(worker.shares_bytes, worker.storage_shares_bytes)
+            for gpu, size_bytes in shared_out(place, shares_bytes, taken_bytes).items():
                 rooms[gpu] = rooms.get(gpu, 0) + sign * size_bytes
     pool_bytes = 0
     for worker in carried:
@@ -72,7 +73,7 @@ def _rooms_to_take(worker: Worker) -> dict[str, int]:
         return {}
     missing_bytes = max(0, worker.room_bytes - worker.rooms.get(worker.goal, 0))
     if worker.shares_bytes and missing_bytes:
-        return rooms_of(worker.shares_bytes, worker.at, worker.goal)
+        return rooms_of(worker.device_shares_bytes, worker.at, worker.goal)
     return dict.fromkeys(gpus_of(worker.goal), missing_bytes)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hegmd.pieces import RESTORE_MARGIN_BYTES
+from hegmd.places import added
 from hegmd.protocol.record import Record, field
 
 MIGRATE, SUSPEND, RESUME, CHECKPOINT, QUIESCE = "migrate", "suspend", "resume", "checkpoint", "quiesce"
@@ -120,6 +121,9 @@ class Worker(Record):
     shares_bytes: tuple[int, ...] = field(
         "of one on several GPUs: which part of that each of its devices needs, in their order", default=()
     )
+    storage_shares_bytes: tuple[int, ...] = field(
+        "of one on several GPUs whose storages are carried: room for those of each device, in their order", default=()
+    )
     overlap_bytes: int = field(
         "of the room for its storages, what the carrier's own memory on that GPU makes free bit by bit", default=0
     )
@@ -169,6 +173,11 @@ class Worker(Record):
     def carried_bytes(self) -> int:
         """What goes from one place to another: its storages, or all that it has if the driver carries that."""
         return self.size_bytes if self.is_carried else max(0, self.rest_bytes - RESTORE_MARGIN_BYTES)
+
+    @property
+    def device_shares_bytes(self) -> tuple[int, ...]:
+        """Of one on several GPUs: all that each of its devices needs, in their order."""
+        return added(self.shares_bytes, self.storage_shares_bytes)
 
     @property
     def room_bytes(self) -> int:

@@ -372,6 +372,7 @@ class Performer:
             storage_room_bytes=member.room_bytes - member.rest_bytes,
             rest_bytes=member.rest_bytes,
             shares_bytes=member.shares_bytes,
+            storage_shares_bytes=member.storage_shares_bytes,
             in_rounds=member.overlap_bytes > 0,
             keeps_room=member.goal is not None or member.keeps is not None or len(op.workers) > 1,
             elsewhere=member.elsewhere,

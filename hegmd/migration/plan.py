@@ -16,8 +16,8 @@ from hegmd.errors import BUSY, REFUSED
 from hegmd.migration import carriage, driver_rules, outlook, restarting, targets
 from hegmd.migration.candidates import Candidate, GpuRoom, Plan, Request, Snapshot
 from hegmd.migration.carriage import Choice, Refusal
-from hegmd.migration.draft import Draft, candidate_of
-from hegmd.migration.forecast import expected, rooms_of
+from hegmd.migration.draft import Draft, candidate_of, left_by_others, room_needed
+from hegmd.migration.forecast import expected
 from hegmd.migration.members import NVIDIA, can_be_stopped, members_named
 from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, QUIESCE, RESTART, RESUME, SUSPEND, Operation, Worker
 from hegmd.migration.outlook import DRIVER, SIMULATED
@@ -78,7 +78,7 @@ def planned_resume(snapshot: Snapshot, request: Request, op: Operation) -> Plan 
     if draft.workers and not draft.reasons:
         held = {worker.pid: worker.rooms for worker in op.live}
         kept = {planned.pid: held[planned.pid].get(planned.to or "", 0) for planned in draft.workers}
-        _judge_room(draft, _room_needed(draft, kept))
+        _judge_room(draft, room_needed(draft, kept))
     return tuple(draft.reasons) or _plan(draft, RESUME, tuple(members))
 
 
@@ -87,7 +87,7 @@ def planned_return(snapshot: Snapshot, suspended: Plan, to: str) -> Plan | tuple
     pids = tuple([worker.pid for worker in suspended.workers])
     draft = Draft(expected(snapshot), Request(kind=RESUME, pids=pids, to=to))
     draft.workers += [worker.replace(gpu=None, to=to) for worker in suspended.workers]
-    _judge_room(draft, _room_needed(draft, {}))
+    _judge_room(draft, room_needed(draft, {}))
     members = tuple([candidate for candidate in snapshot.candidates if candidate.pid in pids])
     return tuple(draft.reasons) or _plan(draft, RESUME, members)
 
@@ -211,7 +211,7 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuRoom, ...
             draft.against(*reason, pid=candidate.pid, gpu=gpu.id)
         for reason in () if to is None else driver_rules.against_moving(gpu):
             draft.against(*reason, pid=candidate.pid, gpu=gpu.id)
-    choice = carriage.choose_as_asked(draft.snapshot, draft.request, candidate, own[0], _left_by_others(draft, to))
+    choice = carriage.choose_as_asked(draft.snapshot, draft.request, candidate, own[0], left_by_others(draft, to))
     if isinstance(choice, Refusal):
         draft.against(REFUSED, choice.message, choice.hint, pid=candidate.pid)
         return
@@ -219,7 +219,8 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuRoom, ...
     by_driver = choice.carrier == BY_DRIVER
     rest_bytes = driver_rules.rest_of(candidate) + (vouched_bytes if by_driver and candidate.agent is not None else 0)
     stacks_bytes = driver_rules.stacks_of(candidate) if choice.carrier in carriage.SHOWN else 0
-    shares_bytes = driver_rules.shares_of(candidate)
+    devices = () if by_driver or len(candidate.gpus) < 2 else driver_rules.devices_of(draft.snapshot, candidate)
+    shares_bytes = driver_rules.shares_of(candidate, devices)
     rest_bytes = sum(shares_bytes) if shares_bytes else rest_bytes
     for reason in () if stays else driver_rules.against_memory(draft.snapshot, candidate, rest_bytes):
         draft.against(*reason, pid=candidate.pid)
@@ -236,17 +237,10 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuRoom, ...
             rest_bytes=max(0, rest_bytes - stacks_bytes),
             beside_bytes=stacks_bytes + (0 if by_driver else driver_rules.padding_of(candidate)),
             shares_bytes=shares_bytes,
+            storage_shares_bytes=tuple([device.size_bytes + device.padding_bytes for device in devices]),
             overlap_bytes=choice.overlap_bytes,
         )
     )
-
-
-def _left_by_others(draft: Draft, to: str | None) -> GpuRoom | None:
-    """That GPU with what is left there by those that were placed before: of several to one GPU each needs its own."""
-    gpu = draft.gpu(to)
-    if gpu is None or gpu.free_bytes is None:
-        return gpu
-    return gpu.replace(free_bytes=max(0, gpu.free_bytes - _room_needed(draft, {}).get(gpu.id, 0)))
 
 
 def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate | None) -> None:
@@ -275,6 +269,7 @@ def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate | None) 
             rest_bytes=worker.rest_bytes,
             beside_bytes=worker.beside_bytes,
             shares_bytes=worker.shares_bytes,
+            storage_shares_bytes=worker.storage_shares_bytes,
             overlap_bytes=worker.overlap_bytes,
         )
     )
@@ -308,7 +303,7 @@ def _judge_whole(draft: Draft, members: tuple[Candidate, ...]) -> None:
         who = f"process {pids} is" if len(draft.workers) == 1 else f"processes {pids} are"
         draft.against(REFUSED, f"{who} on {where} already", "name another GPU with --to; see hegmctl gpus")
         return
-    _judge_room(draft, _room_needed(draft, {}))
+    _judge_room(draft, room_needed(draft, {}))
     pooled_bytes = sum(draft.choices[worker.pid].pool_bytes for worker in moving)
     _judge_pool(draft, pooled_bytes, _pool_needed(draft))
     for worker in moving:
@@ -320,20 +315,6 @@ def _judge_whole(draft: Draft, members: tuple[Candidate, ...]) -> None:
             why = outlook.left_alone(candidate) if candidate else ""
             message = f"of {gigabytes(whole)} of process {worker.pid}, {gigabytes(worker.left_alone_bytes)} would stay"
             draft.against(REFUSED, message, f"they are left alone because: {why}", pid=worker.pid)
-
-
-def _room_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
-    needed: dict[str, int] = {}
-    for worker in draft.moving:
-        if worker.to is not None and worker.to != worker.gpu:
-            own_bytes = draft.choices.get(worker.pid, Choice("")).target_bytes
-            more_bytes = worker.room_bytes + own_bytes - held.get(worker.pid, 0)
-            places = dict.fromkeys(draft.anywhere.get(worker.pid, (worker.to,)), more_bytes)
-            if worker.shares_bytes and more_bytes > 0:
-                places = rooms_of(worker.shares_bytes, worker.gpu, worker.to)
-            for gpu, size_bytes in places.items():
-                needed[gpu] = needed.get(gpu, 0) + size_bytes
-    return needed
 
 
 def _judge_room(draft: Draft, needed: Mapping[str, int]) -> None:
@@ -378,7 +359,7 @@ def _judge_pool(draft: Draft, carried_bytes: int, needed_bytes: int) -> None:
 
 def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> Plan:
     moving = draft.moving
-    needed = _room_needed(draft, {})
+    needed = room_needed(draft, {})
     world = max((c.agent.world_size or 1 for c in members if c.agent), default=1)
     free = {gpu.id: gpu.free_bytes for gpu in draft.snapshot.gpus if gpu.id in needed and gpu.free_bytes is not None}
     return Plan(

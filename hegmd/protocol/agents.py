@@ -89,6 +89,15 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     )
 
 
+class CudaDevice(Record):
+    """What an agent vouches for on one of its GPUs."""
+
+    uuid: str = field("the GPU that it is on now, by the driver's word")
+    size_bytes: int = field("bytes of the storages that it vouches for there")
+    padding_bytes: int = field("what its allocator takes there more than these have", default=0)
+    reserved_bytes: int = field("what its allocator has there of the driver, cached memory included", default=0)
+
+
 class CudaFacts(Record):
     """What an agent knows of its process's use of CUDA, and of what stands against taking it off its GPU."""
 
@@ -103,6 +112,9 @@ class CudaFacts(Record):
         "what its contexts keep for the stacks of their threads, and are without while storages are out", default=0
     )
     padding_bytes: int = field("what its allocator takes more than its storages have", default=0)
+    devices: tuple[CudaDevice, ...] = field(
+        "what of all this is on each of its GPUs; empty where the driver did not say which these are now", default=()
+    )
     hazards: tuple[str, ...] = field(
         "graphs: CUDA graphs were captured, so addresses must stay; nccl-p2p: live communicators that may use "
         "peer-to-peer; ipc-shared: shared with another process; peer-mapped: mapped for other GPUs; managed memory",

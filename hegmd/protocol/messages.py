@@ -14,7 +14,7 @@ Longer than 400 lines because it is a list.
 
 from __future__ import annotations
 
-from .agents import AgentAttend, AgentDismissed, AgentReport, CudaFacts, LeftAlone, Noted, Order, Place
+from .agents import AgentAttend, AgentDismissed, AgentReport, CudaDevice, CudaFacts, LeftAlone, Noted, Order, Place
 from .operations import Operation, OperationProgress, Plan, Reason, StoryLine, Stray
 from .record import Record, field
 from .requests import REQUESTS, Request
@@ -31,6 +31,7 @@ __all__ = [
     "AgentAttend",
     "AgentDismissed",
     "AgentReport",
+    "CudaDevice",
     "CudaFacts",
     "LeftAlone",
     "Noted",

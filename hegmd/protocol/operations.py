@@ -40,6 +40,10 @@ class PlannedProcess(Record):
     shares_bytes: tuple[int, ...] = field(
         "of one on several GPUs: which part of that each of its devices needs, in their order", default=()
     )
+    storage_shares_bytes: tuple[int, ...] = field(
+        "of one on several GPUs: room for the storages on each of its devices, in their order, where these are carried",
+        default=(),
+    )
     overlap_bytes: int = field(
         "of the room for its storages, what the carrier's own memory there makes free bit by bit", default=0
     )

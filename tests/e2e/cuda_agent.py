@@ -1,24 +1,28 @@
 """A CUDA program with an agent in it, driven by lines: `python -m tests.e2e.cuda_agent SOCKET GPU MIB...`
 
-Obeys the daemon's orders as the real agent does where the daemon copies by itself, over real IPC handles of real pieces
-of (stub) video memory; each piece stands for a storage. PyTorch for CUDA is not to be had in CI, so what finds and
-frees storages is tested on GPUs. Besides the program's lines: `facts NAME=VALUE...` changes what it says of itself,
-`refuse ORDER` and `allow ORDER` what it does, `seen` tells the orders.
+Obeys the daemon's orders as the real agent does, over real IPC handles of real pieces of (stub) video memory, and
+copies by itself where it is told to; each piece stands for a storage. PyTorch for CUDA is not to be had in CI, so what
+finds and frees storages is tested on GPUs. Besides the program's lines: `facts NAME=VALUE...` changes what it says of
+itself, `devices` has it say what it holds on each of its GPUs, `refuse ORDER` and `allow ORDER` what it does, `seen`
+tells the orders.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import secrets
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from hegmctl.connection import Connection, connect
+from hegmctl.wire import Descriptors
 from hegmd.agent.aside import Aside
-from hegmd.agent.cuda_driver import PeerAccess
-from hegmd.protocol.messages import AgentAttend, AgentDismissed, AgentReport, CudaFacts, Noted, Order, Place
+from hegmd.agent.cuda_driver import Driver, PeerAccess
+from hegmd.protocol.messages import AgentAttend, AgentDismissed, AgentReport, CudaDevice, CudaFacts, Noted, Order, Place
 from tests.stubs.cuda.program import MIB, Address, Handle, Program, call, cuda
 
 ALIGNED_BYTES = 512
@@ -40,6 +44,9 @@ class Agent:
         self.token = secrets.token_hex(16)
         self.stays: Aside | None = None
         self.parted: list[tuple[int, int]] = []
+        self.tells_devices = False
+        self.own_fd = -1  # of the memory that it has copied to by itself
+        self.given = Descriptors()
 
     @property
     def held_bytes(self) -> int:
@@ -70,10 +77,10 @@ class Agent:
             parked=self.parked,
             held_bytes=self.held_bytes,
             size_bytes=sum(self.sizes),
-            entrusted=self.held_bytes > 0,
+            entrusted=self.held_bytes > 0 and self.own_fd < 0,
             mark="",
         )
-        for order in connection.stream(about, Order, AgentDismissed, patient=True):
+        for order in connection.stream(about, Order, AgentDismissed, patient=True, take=self._take):
             self.seen.append(order.do)
             report = AgentReport(order=order.order, result="done", boundary=self.boundary)
             if order.do in self.refuses:
@@ -85,9 +92,13 @@ class Agent:
                 except MemoryError as error:
                     lacks_bytes = error.args[0]
                     report = report.replace(result="failed", message="no room", hint="wait", lacks_bytes=lacks_bytes)
+            self.given.close()
             connection.call(report.replace(boundary=self.boundary), Noted)
             if self.stays is not None:
                 return
+
+    def _take(self, given: Descriptors) -> None:
+        self.given = given
 
     # ---- orders -----------------------------------------------------------------------------------------------------
 
@@ -100,8 +111,17 @@ class Agent:
             "held_bytes": self.held_bytes,
             "storages": len(self.sizes),
             "size_bytes": sum(self.sizes),
-            "cuda": CudaFacts(**{**facts, **self.facts}),
+            "cuda": CudaFacts(**{**facts, "devices": tuple(self._devices()), **self.facts}),
         }
+
+    def _devices(self) -> Iterator[CudaDevice]:
+        """What its pieces come to on each of its GPUs, which the driver names as they are now."""
+        for number, ordinal in enumerate(self.program.ordinals if self.tells_devices else ()):
+            yield CudaDevice(uuid=Driver().uuid_of(ordinal), size_bytes=sum(self.sizes[number :: self._count]))
+
+    @property
+    def _count(self) -> int:
+        return len(self.program.ordinals)
 
     def park(self, order: Order) -> dict[str, Any]:
         self.parked, self.boundary = True, max(self.boundary + 1, order.at or 0)
@@ -134,8 +154,11 @@ class Agent:
         return {}
 
     def entrust(self, _: Order) -> dict[str, Any]:
-        """It has no descriptor of its own bytes."""
+        """It has no descriptor of its own bytes, from now on."""
         assert self.held_bytes
+        if self.own_fd >= 0:
+            os.close(self.own_fd)
+            self.own_fd = -1
         return {}
 
     def aside(self, order: Order) -> dict[str, Any]:
@@ -155,6 +178,38 @@ class Agent:
                 call("cuMemFree_v2", piece)
             self.pieces, self.filled = [], 0
         return {"size_bytes": sum(self.sizes), "storages": len(self.sizes)}
+
+    def evacuate(self, order: Order) -> dict[str, Any]:
+        """By copies of its own: one piece after the other, and all are freed when all are there."""
+        assert self.parked
+        self.own_fd, at = os.dup(self.given.numbers()[0]), 0
+        for piece, size_bytes in zip(self.pieces, self.sizes, strict=True):
+            content = ctypes.create_string_buffer(size_bytes)
+            call("cuMemcpyDtoH_v2", content, piece, size_bytes)
+            at += os.pwrite(self.own_fd, content.raw, at)
+        return self.free(order)
+
+    def refill(self, _: Order) -> dict[str, Any]:
+        """From the memory that came with the order, or else its own; made on the GPUs that its devices are on now."""
+        fd, at = [*self.given.numbers(), self.own_fd][0], 0
+        assert fd >= 0
+        with contextlib.ExitStack() as undo:
+            for number, size_bytes in enumerate(self.sizes):
+                call("cuCtxSetCurrent", self.program.contexts[number % self._count])
+                address = Address()
+                if cuda.cuMemAlloc_v2(ctypes.byref(address), size_bytes):
+                    raise MemoryError(sum(self.sizes))
+                self.pieces.append(address.value)
+                undo.callback(lambda: call("cuMemFree_v2", self.pieces.pop()))
+                call("cuMemcpyHtoD_v2", address, os.pread(fd, size_bytes, at), size_bytes)
+                at += size_bytes
+            undo.pop_all()
+        call("cuCtxSetCurrent", self.program.contexts[0])
+        self.filled, self.program.pieces = len(self.pieces), list(self.pieces)
+        if self.own_fd >= 0:
+            os.close(self.own_fd)
+            self.own_fd = -1
+        return {"size_bytes": sum(self.sizes), "storages": len(self.sizes), "held_bytes": 0}
 
     def make(self, order: Order) -> dict[str, Any]:
         """Those that were made and are not filled are shown once more. Raises MemoryError, with none of them made."""
@@ -215,6 +270,9 @@ def main() -> None:
             _say("noted")
         elif command == "allow":
             agent.refuses.pop(arguments[0])
+            _say("noted")
+        elif command == "devices":
+            agent.tells_devices = True
             _say("noted")
         elif command == "seen":
             _say(" ".join(["seen", *agent.seen]))

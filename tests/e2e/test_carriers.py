@@ -203,9 +203,11 @@ def test_a_job_whose_storages_have_no_room_says_so_and_comes_back_when_there_is_
     """
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    with node.agented(0) as program, node.connect() as connection:
+    with node.agented(0, 400, 1, 16) as program, node.connect() as connection:
         watched = Watched(program)
         with node.program(1, 16) as other:
+            # So much less is free that its storages are not made beside their room, but in it.
+            assert other.tell("alloc 3840") == "allocated"
             node.cuda.order(f"error cuCheckpointProcessLock@{other.pid} 600", f"hold cuMemAlloc_v2 {gate}")
             connection.call(Migrate(pids=(watched.pid,), to="gpu1", carrier="host", wait=False), OperationReply)
             with gate.open("w"):  # the agent is about to make the first of them
@@ -220,6 +222,25 @@ def test_a_job_whose_storages_have_no_room_says_so_and_comes_back_when_there_is_
         assert (ended.phase, ended.processes[0].gpu, ended.processes[0].state) == ("undone", "gpu1", "running")
         watched.is_whole()
         only_its_own(node, watched)
+
+
+def test_a_neighbour_that_takes_all_it_can_where_storages_are_made_beside_their_room_gets_none_of_it(
+    node: DrivenNode, tmp_path: Path
+) -> None:
+    """It cannot be held still and is quicker than the agent; the next attempt has the room, and nobody waits for it."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with node.agented(0) as program, node.connect() as connection, node.program(1, 16) as other:
+        watched = Watched(program)
+        node.cuda.order(f"error cuCheckpointProcessLock@{other.pid} 600", f"hold cuMemAlloc_v2 {gate}")
+        connection.call(Migrate(pids=(watched.pid,), to="gpu1", carrier="host", wait=False), OperationReply)
+        with gate.open("w"):
+            node.cuda.mend()
+            node.cuda.order("error cuCheckpointProcessCheckpoint 999")  # so that the way home is closed
+            assert other.tell("grab").startswith("grabbed")
+        ended = at_rest(node)
+        assert (ended.processes[0].gpu, ended.processes[0].state) == ("gpu1", "running")
+        watched.is_whole()
 
 
 def _waiting(connection: Connection) -> told.Wait:

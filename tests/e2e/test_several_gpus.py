@@ -107,6 +107,59 @@ def test_it_is_suspended_and_resumes_elsewhere_also_by_a_daemon_that_was_killed_
         assert holds(node, watched.pid) == {"gpu2": FIRST_BYTES, "gpu1": SECOND_BYTES}
 
 
+def test_its_storages_go_by_its_own_copies_and_room_for_them_is_held_on_each_of_its_gpus(node: DrivenNode) -> None:
+    """All of such a process went with the driver, at a tenth of the speed. What each GPU needs outlives the daemon."""
+    with spread(node) as program:
+        watched = Spread(program)
+        assert program.tell("devices") == "noted"
+        with node.connect() as connection:
+            planned = connection.call(Migrate(pids=(watched.pid,), to="gpu3,gpu2", dry_run=True), OperationReply).plan
+            assert planned is not None
+            worker = planned.workers[0]
+            assert (worker.carrier, worker.storage_shares_bytes) == ("worker", (64 * MIB, 200 * MIB))
+            rests = dict(zip(("gpu3", "gpu2"), worker.shares_bytes, strict=True))
+            assert planned.room_needed_bytes == {"gpu3": rests["gpu3"] + 64 * MIB, "gpu2": rests["gpu2"] + 200 * MIB}
+            migrate(connection, watched.pid, "gpu3,gpu2")
+            watched.is_whole()
+            assert holds(node, watched.pid) == {"gpu3": FIRST_BYTES, "gpu2": SECOND_BYTES}
+            migrate(connection, watched.pid, "gpu3=gpu0")
+            watched.is_whole()
+            suspended = connection.suspend(watched.pid).operation
+            assert suspended is not None
+            assert (suspended.phase, set(node.used().values())) == ("suspended", {0})
+        node.daemon.process.kill()
+        node.daemon.stop()
+        node.daemon.start()
+        node.wait_for_agents(watched.pid)
+        assert at_rest(node).phase == "suspended"
+        with node.connect() as connection:
+            resumed = connection.resume(watched.pid, "gpu2=gpu1").operation
+            assert resumed is not None
+            assert (resumed.phase, resumed.failure, resumed.processes[0].gpu) == ("done", None, "gpu0,gpu1")
+        watched.is_whole()
+        assert holds(node, watched.pid) == {"gpu0": FIRST_BYTES, "gpu1": SECOND_BYTES}
+        seen = program.tell("seen").split()
+        assert (seen.count("evacuate"), seen.count("refill"), seen.count("part")) == (3, 3, 3)
+
+
+def test_a_neighbour_that_takes_all_it_can_gets_none_of_the_room_for_storages_on_several_gpus(
+    node: DrivenNode, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with spread(node) as program, node.program(2) as neighbour, node.connect() as connection:
+        watched = Spread(program)
+        program.tell("devices")
+        node.cuda.order(f"hold step:checkpoint@{watched.pid} {gate}")
+        connection.call(Migrate(pids=(watched.pid,), to="gpu0=gpu2", wait=False), OperationReply)
+        with gate.open("w"):
+            node.cuda.mend()
+            assert neighbour.tell("hoard") == "hoarding"
+        ended = at_rest(node)
+        assert (ended.phase, ended.failure, ended.processes[0].gpu) == ("done", None, "gpu2,gpu1")
+        watched.is_whole()
+
+
 @pytest.mark.parametrize("stage", ["step:lock", "step:checkpoint", "step:restore", "cuCheckpointProcessUnlock"])
 @pytest.mark.parametrize("to", ["gpu1,gpu0", "gpu1=gpu2"])
 def test_a_daemon_that_is_killed_in_the_middle_costs_no_job(

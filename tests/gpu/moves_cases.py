@@ -181,12 +181,6 @@ class Case:
     kept_by: str = MANAGER
     quick: bool = False
 
-    @property
-    def here(self) -> bool:
-        """Whether it can be done on this node: nothing on a stub node copies its storages by itself."""
-        by_worker = self.carrier == "worker" or any(KINDS[kind].carrier == "worker" for kind in self.kinds)
-        return not (on_stub() and by_worker and self.carrier != "driver")
-
 
 def _table() -> dict[str, Case]:
     cases: dict[str, Case] = {}

@@ -71,7 +71,7 @@ class Run:
         chosen = [name for name in CASES if any(_is_meant(name, word) for word in names)]
         if not names:
             chosen = [name for name, case in CASES.items() if case.quick or not quick]
-        left = [name for name in chosen if not self._is_done(name) and CASES[name].here]
+        left = [name for name in chosen if not self._is_done(name)]
         return sorted(left, key=lambda name: CASES[name].kept_by, reverse=True)
 
     def _is_done(self, name: str) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from hegmd.methods.base import Subject
 from hegmd.places import exchange, gpus_of, is_several, more_than, place_of, shared_out
 
 
@@ -25,3 +28,14 @@ def test_what_changes_places_stays_a_permutation_of_all() -> None:
         changed = exchange(["0", "1"], new)
         assert sorted(changed) == sorted(changed.values())
         assert [changed["0"], changed["1"]] == new
+
+
+def test_what_came_since_storages_were_counted_may_be_on_any_gpu_of_several() -> None:
+    plain = partial(Subject, "1", "7", 7, 1, goal=None, left=None, rest_bytes=30)
+    several = plain(gpu="gpu0,gpu1", shares_bytes=(10, 20), storage_room_bytes=107, storage_shares_bytes=(60, 40))
+    assert several.storages("gpu2,gpu3") == {"gpu2": 67, "gpu3": 47}
+    assert several.wholes("gpu0,gpu1") == {"gpu0": 77, "gpu1": 67}
+    by_driver = plain(gpu="gpu0,gpu1", shares_bytes=(10, 20))
+    assert by_driver.wholes("gpu0,gpu1") == {"gpu0": 10, "gpu1": 20}
+    single = plain(gpu="gpu0", storage_room_bytes=5)
+    assert (single.storages("gpu0"), single.storages(None), single.wholes("gpu1")) == ({"gpu0": 5}, {}, {"gpu1": 35})

@@ -1,8 +1,7 @@
 """Stands in for every training on a stub node: `STEPS MIB [fact=NAME=VALUE] pace=SECONDS digest=STEPS gpus=N`.
 
 A CUDA program by the driver's functions alone; under `hegmctl run` it has the model agent in it, which really stops it
-at a boundary. It does not copy by itself, so the worker carrier is left out there. With HEGM_TEST_UNLIKE, what it says
-under `hegmctl run` is not what it says otherwise.
+at a boundary. With HEGM_TEST_UNLIKE, what it says under `hegmctl run` is not what it says otherwise.
 """
 
 from __future__ import annotations
@@ -55,6 +54,8 @@ class StandingAgent(Agent):
         return told
 
     def release(self, order: Order) -> dict[str, Any]:
+        if order.restored:  # by the driver, with all its pieces: nobody else can open these
+            self.facts["expandable"] = True
         return self.withdraw(order)
 
 
@@ -67,6 +68,7 @@ def main() -> None:
     agent: StandingAgent | None = None
     if "HEGM_RUN" in os.environ:
         agent = StandingAgent(program)
+        agent.tells_devices = len(program.ordinals) > 1
         agent.facts = dict(_fact(value) for name, value in given if name == "fact")
         threading.Thread(target=agent.attend, args=(os.environ["HEGM_SOCKET"],), daemon=True).start()
     pause = threading.Event()

@@ -79,7 +79,7 @@ class Program:
         for context, ordinal in zip(self.contexts, ordinals):  # noqa: B905 - runs on Python 3.9 too
             call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
         call("cuCtxSetCurrent", self.contexts[0])
-        self.ordinal = ordinals[0]
+        self.ordinals, self.ordinal = ordinals, ordinals[0]
         self.counter = self.allocate(COUNTER_BYTES)
         call("cuMemcpyHtoD_v2", self.counter, bytes(COUNTER_BYTES), COUNTER_BYTES)
         self.make()
