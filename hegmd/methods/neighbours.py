@@ -4,6 +4,9 @@ Between letting go of room and the driver's taking it for a restore, whoever all
 job that is to be restored would be lost for good. The driver's own lock holds a process's CUDA calls for that moment,
 some tenths of a second, and nothing else of it. Who cannot be locked quickly is left alone, and told of.
 
+Whoever is stopped by a signal, before or while it is asked about, is not waited for, since the driver would be: it
+stands anyhow, and is asked again when it goes on. Nobody else's helper is ended for it.
+
 A lock outlives whoever took it. So who is to be locked is on disk before, with whose restore it is for, and the next
 run of the daemon lets go of those that it finds there: not before that restore is over, which the driver goes on with
 by itself. Who cannot be unlocked is tried again until it is certain, and counts as held until then.
@@ -22,7 +25,9 @@ import anyio
 import anyio.to_thread
 
 from hegmd.errors import HegmError
-from hegmd.helper.link import DriverFailed, HelperLost, Link
+from hegmd.helper.link import Answer, DriverFailed, HelperLost, Link
+from hegmd.methods.sight import Patience
+from hegmd.methods.watching import watch
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +38,8 @@ LOCK_S = 0.1
 # Storages of 32 GiB are made in some milliseconds.
 STILL_S = 2.0
 _DEADLINE_S = 10.0
+# None of these calls moves any bytes, and each is over within milliseconds of its limit.
+_PATIENCE = Patience(look_s=0.5, stopped_s=0.5, floor_s=5.0, times=0.0, quiet_s=5.0)
 _UNLOCK_WITHIN_S = 30.0
 _AGAIN_S = 1.0
 # A state is answered when no step is under way any more; a restore goes at 8 GB/s, or 1 at worst.
@@ -176,7 +183,12 @@ class Neighbours:
             while self.may_be_there(who):
                 try:
                     if not self.is_stopped(who[0]):
-                        await self._helper.call("state", {"pid": who[0]}, deadline_s=_STEP_OVER_S)
+                        await self._helper.call(
+                            "state",
+                            {"pid": who[0]},
+                            deadline_s=2 * _STEP_OVER_S,
+                            watch=lambda: watch("state", who[0], Patience(floor_s=_STEP_OVER_S)),
+                        )
                         return
                 except HelperLost as error:
                     logger.warning("whether process %d is being restored is asked again: %s", who[0], error.message)
@@ -211,7 +223,7 @@ class Neighbours:
         """One that somebody else has locked stays theirs; where it is not certain, it may be ours, or go on."""
         try:
             locked.append(who)
-            await self._helper.call("lock", {"pid": who[0], "timeout_s": LOCK_S}, deadline_s=_DEADLINE_S)
+            await self._ask("lock", who, timeout_s=LOCK_S)
             if not await self._is_locked(who):  # what is said to be done is looked at
                 locked.remove(who)
                 loose.append(who)
@@ -227,17 +239,25 @@ class Neighbours:
     async def _unlock(self, who: Who) -> bool:
         """Whether it is certain that it is not held still by us any more."""
         try:
-            if not self.is_there(who) or not await self._is_locked(who):
+            if not self.is_there(who):
                 return True
-            await self._helper.call("unlock", {"pid": who[0]}, deadline_s=_DEADLINE_S)
+            if self.is_stopped(who[0]):
+                return False
+            if not await self._is_locked(who):
+                return True
+            await self._ask("unlock", who)
             return not await self._is_locked(who)
         except HegmError as error:
             logger.warning("process %d may still be held still: %s", who[0], error.message)
             return False
 
     async def _is_locked(self, who: Who) -> bool:
-        answer = await self._helper.call("state", {"pid": who[0]}, deadline_s=_DEADLINE_S)
-        return bool(answer.values["state"] == "locked")
+        return bool((await self._ask("state", who)).values["state"] == "locked")
+
+    async def _ask(self, op: str, who: Who, **args: object) -> Answer:
+        return await self._helper.call(
+            op, {"pid": who[0], **args}, deadline_s=_DEADLINE_S, watch=lambda: watch(op, who[0], _PATIENCE)
+        )
 
     async def _note(self, whom: dict[Who, Who | None]) -> None:
         self._noted = whom  # before anything is waited for: whoever notes next goes on from here

@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import anyio
-import anyio.to_thread
 
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
-from hegmd.helper.link import DriverFailed, HelperLost, Link, Stuck
+from hegmd.helper.link import DriverFailed, HelperLost, Link
 from hegmd.log import fields
 from hegmd.methods.base import Subject
 from hegmd.methods.gpus import Gpus
 from hegmd.methods.neighbours import Neighbours
-from hegmd.methods.sight import Patience, Work, look_at
+from hegmd.methods.sight import Patience
+from hegmd.methods.watching import watch
 
 __all__ = ["CHECKPOINTED", "FAILED", "LOCKED", "RUNNING", "Steps", "Untrue", "step_s"]
 
@@ -148,21 +148,10 @@ class Steps:
             op,
             {"pid": subject.pid, **(args or {})},
             deadline_s=longest_s(subject.rest_bytes),
-            watch=lambda: self._watch(op, subject.pid, expected_s),
+            watch=lambda: watch(op, subject.pid, self._patience, expected_s=expected_s, free_bytes=self._free_bytes),
         )
         logger.info("%s of process %d", op, subject.pid, extra=fields(pid=subject.pid, values=dict(answer.values)))
         return answer.values
-
-    async def _watch(self, op: str, pid: int, expected_s: float) -> Stuck:
-        """Look until it comes to nothing; whoever has an answer before that cancels this."""
-        work = Work(op, pid, expected_s, self._patience, anyio.current_time())
-        while True:
-            await anyio.sleep(self._patience.look_s)
-            free_bytes = await self._free_bytes()
-            seen = await anyio.to_thread.run_sync(look_at, pid, free_bytes)
-            stuck = work.judge(seen, anyio.current_time())
-            if stuck is not None:
-                return stuck
 
     async def _free_bytes(self) -> int | None:
         """On all GPUs together, as far as their driver says it now."""

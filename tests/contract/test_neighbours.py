@@ -7,10 +7,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import pytest
 
 from hegmd.helper.link import Link
 from hegmd.methods.neighbours import FILE_NAME, Neighbours
+from hegmd.methods.sight import is_stopped
 from hegmd.processes.procfs import Unreadable, Vanished, read_start
 from tests.contract.helped import Owner, ask, linked
 from tests.stubs.cuda.node import CudaNode
@@ -126,3 +129,55 @@ async def test_where_that_is_not_wanted_nobody_is_held_still(node: CudaNode, own
         async with neighbours.held_still([who(owner)]):
             assert owner.ask("alloc 1") == "allocated"
     assert not node.calls("cuCheckpointProcessLock")
+
+
+async def test_one_that_was_stopped_while_it_was_held_still_cost_everybody_the_helper_until_it_went_on(
+    node: CudaNode, owner: Owner, other: Owner, tmp_path: Path
+) -> None:
+    """How it stood was asked once a second, and each question ended the helper after ten."""
+    async with linked(node) as link, anyio.create_task_group() as tasks:
+        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
+        tasks.start_soon(neighbours.run)
+        async with neighbours.held_still([who(owner)]):
+            helper = link.pid
+            owner.pause()
+        assert (tmp_path / FILE_NAME).exists(), "that it may stand is on disk until it is let go"
+        asked = len(node.calls("cuCheckpointProcessGetState"))
+        for _ in range(3):
+            assert await _state(link, other) == "running"
+        assert len(node.calls("cuCheckpointProcessGetState")) == asked + 3, "it was asked about all the same"
+        owner.go_on()
+        with anyio.fail_after(20):
+            await neighbours.let_be(who(owner))
+        assert await _state(link, owner) == "running"
+        assert link.pid == helper
+        tasks.cancel_scope.cancel()
+
+
+async def test_one_that_is_stopped_in_the_moment_in_which_it_is_locked_counts_as_one_that_goes_on(
+    node: CudaNode, owner: Owner, other: Owner, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    async with linked(node) as link, anyio.create_task_group() as tasks:
+        neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)
+        tasks.start_soon(neighbours.run)
+        helper = (await link.start())["pid"]
+        node.order(f"hold cuCheckpointProcessLock@{owner.pid} {gate}")
+
+        async def stop() -> None:
+            file = await anyio.to_thread.run_sync(gate.open, "w")
+            owner.pause()
+            file.close()
+
+        tasks.start_soon(stop)
+        async with neighbours.held_still([who(owner), who(other)]) as loose:
+            assert loose == [who(owner)]
+            assert await _state(link, other) == "locked"
+        assert link.pid == helper
+        node.mend()
+        owner.go_on()
+        with anyio.fail_after(20):
+            await neighbours.let_be(who(owner))
+        assert await _state(link, owner) == "running"
+        tasks.cancel_scope.cancel()
