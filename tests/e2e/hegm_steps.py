@@ -19,8 +19,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 PATIENCE_S = 120.0
@@ -51,7 +51,7 @@ for epoch in range({EPOCHS}):
 class Steps:
     """One launcher, its training, and the record of what was answered."""
 
-    def __init__(self, programs: Sequence[str], folder: Path, environ: dict[str, str]) -> None:
+    def __init__(self, programs: Sequence[str], folder: Path, environ: dict[str, str], *, hasty: bool) -> None:
         self._launcher, self._ctrl = programs[0].split(), programs[1].split()
         self._folder = folder
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -64,8 +64,10 @@ class Steps:
             "HEGM_LOG_LEVEL": "QUIET",
             "HEGM_CTRL_CHECKPOINT_TIMEOUT": str(PATIENCE_S),
         }
+        self._hasty = hasty
         self.record: list[Any] = []
         self.batches: list[str] = []
+        self._known_worker = ""
 
     def run(self) -> None:
         script = self._folder / "train.py"
@@ -103,12 +105,25 @@ class Steps:
         self._post("/nothing", {})
         self._post("/resume", {"all": True})
         self._tell("resume", "--all")
+        if self._hasty:
+            self._ask_at_once(worker)
         self._train(1, begins=True)
         self._let_train(EPOCHS * BATCHES)
         while self._line():
             pass
         process.wait(PATIENCE_S)
         self._note("how the launcher ends", process.returncode)
+
+    def _ask_at_once(self, before: int) -> None:
+        """Once more, while the training has not even begun again; not in the record, since HeGM is not asked so."""
+        recorded = len(self.record)
+        deadline = monotonic() + PATIENCE_S
+        while self._registered() in (None, before):
+            assert monotonic() < deadline, "no worker was started again"
+        self._while_it_trains(lambda: self._tell("checkpoint", "--pid", str(self._registered())))
+        assert self.record.pop()[1] == [0, "PID WORKER: checkpoint-ready"]
+        self._tell("resume", "--all")
+        del self.record[recorded:]
 
     # ---- the training -----------------------------------------------------------------------------------------------
 
@@ -144,6 +159,12 @@ class Steps:
     def _worker(self) -> int:
         return int((self._folder / f"checkpoint/.workers/{self._process.pid}").read_text())
 
+    def _registered(self) -> int | None:
+        try:
+            return self._worker()
+        except OSError:
+            return None  # between two of them
+
     # ---- the record -------------------------------------------------------------------------------------------------
 
     def _tell(self, *words: str) -> None:
@@ -168,18 +189,21 @@ class Steps:
     def _note(self, what: str, found: Any) -> None:
         text = json.dumps([what, found])
         names = {str(self._process.pid): "LAUNCHER"}
-        with suppress(OSError):  # between two of them
-            self._known_worker = str(self._worker())
+        registered = self._registered()
+        self._known_worker = self._known_worker if registered is None else str(registered)
         names[self._known_worker] = "WORKER"
         for number, name in sorted(names.items(), key=lambda pair: -len(pair[0])):
             text = text.replace(number, name)
         self.record.append(json.loads(text))
 
 
-def steps(programs: Sequence[str], environ: dict[str, str]) -> Steps:
-    """`hegm-launcher` and `hegm-ctrl`, as they are named, with all that they have answered."""
+def steps(programs: Sequence[str], environ: dict[str, str], *, hasty: bool = False) -> Steps:
+    """`hegm-launcher` and `hegm-ctrl`, as they are named, with all that they have answered.
+
+    Hasty, one more checkpoint is asked for before the training has come back to where it was.
+    """
     with tempfile.TemporaryDirectory(prefix="hegm-steps-") as folder:
-        made = Steps(programs, Path(folder), environ)
+        made = Steps(programs, Path(folder), environ, hasty=hasty)
         made.run()
     return made
 
