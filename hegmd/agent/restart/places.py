@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
     from typing import Any
 
-# The agent, and what of hegmd it has with it: its own loops, in its own thread, are none of the script's.
+# The agent, and what of hegmd it has with it: its own loops, in its own thread, are none of the script's. And its face.
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + "/"
+_FACE = os.path.dirname(os.path.dirname(_OURS)) + "/hegm/"
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + "/"
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 #: Packages whose frames are looked through wherever they are installed.
@@ -38,7 +39,7 @@ def is_of_script(code: CodeType) -> bool:
     path = code.co_filename
     known = _judged.get(path)
     if known is None:
-        package = _package_of(path)
+        package = "" if path.startswith((_OURS, _FACE)) else _package_of(path)
         seen = package not in LOOKED_THROUGH and path not in FILES_LOOKED_THROUGH
         known = _judged[path] = seen and (package != "" or is_users(path))
     return known
@@ -56,7 +57,7 @@ def is_users(path: object) -> bool:
         return False
     if path.startswith("<"):
         return path in ("<string>", "<stdin>") or path.startswith("<ipython")
-    if path.startswith((_OURS, _STANDARD_LIBRARY)) or _package_of(path):
+    if path.startswith((_OURS, _FACE, _STANDARD_LIBRARY)) or _package_of(path):
         return False
     return path.endswith((".py", ".pyc", ".pyw")) or "." not in path.rpartition("/")[2]
 
