@@ -1,4 +1,4 @@
-"""A Python that has imported PyTorch once and forks for each training script that it is told to run.
+"""A Python that has imported PyTorch, and what else it is told to, and forks for each training script.
 
 Reads a JSON object a line: the script, its environment, where its output goes, the boundary at which it leaves its
 state and where. Answers each with the exit status. With an agent, the agent is mounted in the child as the injected
@@ -30,6 +30,8 @@ _STEADY = np.float64(0)  # NumPy is imported: scripts of their own import it too
 def main() -> None:
     torch.set_num_threads(1)
     warm_up()
+    for name in sys.argv[1:]:
+        import_module(name)
     for line in sys.stdin:
         wanted = json.loads(line)
         child = os.fork()

@@ -29,13 +29,13 @@ class Ended:
 
 
 class Restarts:
-    """A Python with PyTorch in it, and a folder for what its scripts write. Ended with the context."""
+    """A Python with PyTorch and those modules in it, and a folder for its scripts' output. Ended with the context."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *modules: str) -> None:
         self._folder = folder
         self._runs = 0
         self._process = subprocess.Popen(
-            [sys.executable, str(PRELOADED)],
+            [sys.executable, str(PRELOADED), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -12,7 +12,7 @@ import os
 import sys
 
 from ..notes import note
-from . import given, iterations, readiness
+from . import frameworks, given, iterations, readiness
 from .leaving import end_unrestored
 from .places import path_of, script_frames
 from .shadows import Entering, Shadows
@@ -67,6 +67,7 @@ def expect(loaders: Any) -> None:
         except OSError as error:
             end_unrestored([f"the state cannot be had: {error}"])
         _due = Due()
+        frameworks.resuming.expect()
         os.register_at_fork(after_in_child=_forget_in_child)
         import atexit
 

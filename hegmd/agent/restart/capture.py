@@ -11,7 +11,7 @@ import gc
 import sys
 
 from .. import life
-from . import contents, generators, iterations, readiness
+from . import contents, frameworks, generators, iterations, readiness
 from .holdings import (
     GENERATOR,
     MODULE,
@@ -75,8 +75,17 @@ class _Taking:
 
     def _placed(self, place: Place, frame: FrameType | None) -> dict[str, Any]:
         driver = readiness.asked_iterator(frame)
+        theirs = frameworks.Taking(place.frames)
+        self.state[frameworks.KEY] = theirs.state
+        self.refusals += [Refusal(what, hint) for what, hint in theirs.against]
+        if theirs.read is not None:
+            number = self._number_of(theirs.read[0])
+            if number is not None:
+                self._numbers[number] = theirs.read[1]
         loops: list[dict[str, Any]] = []
         for index, loop in enumerate(place.loops):
+            if frameworks.is_own(place.frames[loop.depth]):
+                continue
             is_asked = place.at_head and index == len(place.loops) - 1
             look = look_into(loop.iterator, 0 if is_asked else 1, self._number_of)
             if is_asked and look["kind"] == "zip" and driver is not None:
@@ -164,6 +173,7 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
         reasons += [f"{saved['names'][0]}: {why}" for why in _unfit(found, saved["content"], references)]
     optimizers = [found.thing for _saved, found in pairs.values() if found.kind == OPTIMIZER]
     reasons += said_by_script.misfits(state[KEY], optimizers)
+    reasons += frameworks.resuming.misfits(state[frameworks.KEY])
     if reasons:
         raise DoesNotFit(reasons)
     for kind in (MODULE, OPTIMIZER, SCHEDULER, SCALER, STATEFUL, TENSOR, GENERATOR):
@@ -171,6 +181,7 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
             if found.kind == kind:
                 _put(found, saved["content"])
     said_by_script.put_back(state[KEY], optimizers)
+    frameworks.resuming.put_back(state[frameworks.KEY])
     generators.set_shared(state["shared"])
 
 

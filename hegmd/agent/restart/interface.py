@@ -42,6 +42,17 @@ def replayed(loader: Any) -> bool:
     return bool(getattr(loader, _REPLAY, False))
 
 
+def meet(name: str, action: Callable[[Any], object]) -> None:
+    """Have something done with a module of that name, now or as soon as it was imported."""
+    module = sys.modules.get(name)
+    if module is not None:
+        action(module)
+        return
+    # Not imported by a statement: it imports this room when there is something to train with.
+    mount = __import__(f"{__name__.rpartition('.restart.')[0]}.mount", fromlist=["FrameworkFinder"])
+    sys.meta_path.insert(0, mount.FrameworkFinder({name: action}))
+
+
 class Said:
     """What one script has said. `state` gives the state that it was restarted with, while that is not put back."""
 
@@ -111,13 +122,7 @@ class Said:
         if self._counts:
             return
         self._counts = True
-        module = sys.modules.get("torch.optim.optimizer")
-        if module is not None:
-            self.count_in(module)
-        else:
-            # Not by an import statement: the agent's mount comes to this module by way of what it mounts.
-            mount = __import__(f"{__name__.rpartition('.restart.')[0]}.mount", fromlist=["FrameworkFinder"])
-            sys.meta_path.insert(0, mount.FrameworkFinder({"torch.optim.optimizer": self.count_in}))
+        meet("torch.optim.optimizer", self.count_in)
 
     def count_in(self, module: Any) -> Any:
         """Have that module's optimizers counted; what takes the hook away again, or None."""

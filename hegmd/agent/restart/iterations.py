@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from _thread import get_ident
 
-from . import generators
+from . import frameworks, generators
 from .unfit import DoesNotFit, Refusal
 from .worker_seeds import Seeds
 
@@ -298,7 +298,8 @@ def signature_of(loader: Any) -> dict[str, Any]:
 
 def generators_of(loader: Any) -> list[Any]:
     """The generators of a loader and its samplers that are objects of the script's."""
-    return list(generators.held_by([loader, *_samplers_of(loader._index_sampler)]))
+    samplers = [found for found in _samplers_of(loader._index_sampler) if not frameworks.reseeds(found)]
+    return list(generators.held_by([loader, *samplers]))
 
 
 def _samplers_of(sampler: Any) -> list[Any]:

@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 
+from . import frameworks
 from .bytecode import loops_of
 from .stack import iterators_of
 
@@ -25,11 +26,9 @@ _FACE = os.path.dirname(os.path.dirname(_OURS)) + "/hegm/"
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + "/"
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 #: Packages whose frames are looked through wherever they are installed.
-LOOKED_THROUGH = {"torch", "tqdm"}
+LOOKED_THROUGH = {"accelerate", "torch", "tqdm"}
 #: Files whose frames are, such as those of a program that runs scripts within itself.
 FILES_LOOKED_THROUGH: set[str] = set()
-#: Packages whose loops are brought to their place by hooks of their own: their `while` loops are no reason against.
-PLACED_OTHERWISE: set[str] = set()
 
 _judged: dict[str, bool] = {}
 
@@ -136,7 +135,7 @@ class Place:
         """The `while` loops that it is in, as steps with their lines."""
         found: list[tuple[str, str, int, int]] = []
         for frame, (module, function, first, _line) in zip(self.frames, self.path):
-            if module.split(".")[0] not in PLACED_OTHERWISE:
+            if not frameworks.is_own(frame):
                 lines = loops_of(frame.f_code).whiles_around(frame.f_lasti)
                 found.extend([(module, function, first, line) for line in lines])
         return found
@@ -185,6 +184,12 @@ def _rest_of_range(iterator: Any, given: int) -> list[int]:
 def _look_into_generator(generator: Any, given: int, loader_of: Any) -> dict[str, Any]:
     """One of what is looked through gives what the one iterator in it gives; of the script's own nothing is known."""
     if not is_of_script(generator.gi_code):
+        ahead = frameworks.look_ahead(generator)
+        if ahead is not None:
+            number = loader_of(ahead[0])
+            if number is None:
+                return {"kind": "other", "name": "loader of accelerate's of a kind that is not known"}
+            return {"kind": "loader", "number": number, "given": given + ahead[1]}
         if generator.gi_running:
             loops = iterators_of(generator.gi_frame)
             return {"kind": "through", "of": look_into(loops[-1][1], given, loader_of) if loops else {"kind": "first"}}

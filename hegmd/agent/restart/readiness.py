@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from ..notes import note
-from . import iterations
+from . import frameworks, iterations
 from .bytecode import loops_of
 from .places import Place, Unreadable, is_of_script, look_into, said
 from .stack import caller
@@ -57,6 +57,10 @@ def _progress_of(iterator: object) -> Any:
 
 def refusals_of(place: Place, *, is_driven: bool) -> Iterator[Refusal]:
     """Why there could be no going on from here. `is_driven` says that a loader is being asked for a batch."""
+    theirs = frameworks.against(place.frames)
+    if theirs is not None:
+        yield from (Refusal(what, hint, passes=passes) for what, hint, passes in theirs)
+        return
     chain = chain_of(place)
     if not place.frames:
         yield Refusal("no frame of the script's is under way in the thread that trains", _LATER, passes=True)
@@ -112,7 +116,7 @@ class Approach:
         refused = list(refusals_of(place, is_driven=_is_driven(frame)))
         if not any(found.passes for found in refused):
             return True
-        if not place.at_head and place.loops and sys.gettrace() is None:
+        if not place.at_head and place.loops and sys.gettrace() is None and not frameworks.is_own(place.frames[-1]):
             self._go_to_head(place)
         return False
 

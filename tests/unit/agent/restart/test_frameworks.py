@@ -1,0 +1,43 @@
+"""Loops of frameworks that are not known are a reason against a restart, never passed over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from hegmd.agent.restart import frameworks
+
+
+def _frame_in(module: str, call: Callable[[], Any] | None = None) -> FrameType:
+    """A frame of a function of that module."""
+    names: dict[str, Any] = {"__name__": module, "call": call or (lambda: sys._getframe(1))}
+    exec("def loop():\n    return call()", names)
+    frame: FrameType = names["loop"]()
+    return frame
+
+
+def test_a_script_of_its_own_is_nobodys_business_here() -> None:
+    assert frameworks.against([_frame_in("__main__"), _frame_in("timm.models")]) is None
+    taking = frameworks.Taking([_frame_in("__main__")])
+    assert (taking.against, taking.read) == ([], None)
+
+
+def test_lightning_is_refused_with_a_way_out() -> None:
+    for module in ("lightning.pytorch.loops.fit_loop", "pytorch_lightning.loops.fit_loop"):
+        ((what, hint, passes),) = frameworks.against([_frame_in("__main__"), _frame_in(module)]) or []
+        assert "Lightning" in what
+        assert "ckpt_path" in hint
+        assert not passes
+
+
+def test_frames_of_transformers_that_train_nothing_are_as_any_others() -> None:
+    assert frameworks.against([_frame_in("transformers.generation.utils")]) is None
+
+
+def test_a_generator_of_accelerates_that_is_not_known_has_no_place() -> None:
+    names: dict[str, Any] = {"__name__": "accelerate.data_loader"}
+    exec("def __iter__(self):\n    yield 1", names)
+    assert frameworks.look_ahead(names["__iter__"](None)) == (None, 0)
+    assert frameworks.look_ahead(number for number in (1, 2)) is None
