@@ -24,6 +24,7 @@ class BothDesks:
         self._files = files
         self._meet = meet
         self._daemon: Desk | None = None
+        self._lent: Start | None = None  # what the daemon has it started with
 
     def turn(self, now: float, pid: int | None) -> float | None:
         """Look after both."""
@@ -36,11 +37,15 @@ class BothDesks:
         """The command runs, by whosever wish."""
         if self._daemon is None:
             self._daemon = self._meet()
+        if self._lent is not None:
+            self._files.settle(self._lent.command, self._lent.environ)
+            self._lent = None
         self._files.started(pid)
         self._daemon.started(pid)
 
     def not_started(self, why: str) -> None:
         """It could not be, as one of them wanted."""
+        self._lent = None
         if self._daemon is not None and self._files.wanted() is None:
             self._daemon.not_started(why)
         else:
@@ -48,9 +53,12 @@ class BothDesks:
 
     def wanted(self) -> Start | GiveUp | None:
         """What either wants while no command runs."""
+        from hegmctl.supervising import Start
+
         wanted = self._files.wanted()
         if wanted is None and self._daemon is not None:
             wanted = self._daemon.wanted()
+            self._lent = wanted if isinstance(wanted, Start) else None
         return wanted
 
     def ended(self, status: int, *, told: int | None) -> bool:

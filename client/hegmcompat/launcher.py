@@ -25,6 +25,8 @@ from hegmd.errors import EXTERNAL, HegmError, Refused
 
 COMMAND = "command"
 _OTHERS = ".other"
+# What tells a worker of the state that this one start is from.
+_OF_ONE_START = ("HEGM_STATE", "HEGM_STATE_FD", "HEGM_RESTART")
 _COMMAND_BYTES = 1 << 20
 _ZIP = b"PK"  # what a file of torch.save begins with
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -141,6 +143,11 @@ class Launcher:
         """Whether the worker that has ended, or runs, has saved its state here."""
         return private_files.identity(self._state) not in (None, self._before)
 
+    def settle(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """It runs elsewhere from now on, and goes on there from its files too."""
+        self.command = list(command)
+        self.environ = {name: value for name, value in environ.items() if name not in _OF_ONE_START}
+
     def left_to_daemon(self) -> None:
         """It has ended, and what comes next is another's to say."""
         workers.unregister(self._at.folder, self._pid)
@@ -181,7 +188,7 @@ class Launcher:
     def _prepared(self, environ: Mapping[str, str]) -> dict[str, str]:
         made = dict(environ)
         prepare(made, find_endpoint(None, made).path, None, made.get("HEGM_GPU"))
-        for name in ("HEGM_STATE", "HEGM_STATE_FD", "HEGM_CTRL_TOKEN"):
+        for name in (*_OF_ONE_START, "HEGM_CTRL_TOKEN"):
             made.pop(name, None)
         made["HEGM_CHECKPOINT_PATH"] = str(self._state)
         made["HEGM_EXIT_CODE"] = str(self._at.exit_code)

@@ -99,6 +99,25 @@ def test_a_worker_that_left_for_the_daemon_is_the_daemons(tmp_path: Path) -> Non
     assert both.daemon.heard[-1] == "not started no such file"
 
 
+def test_where_the_daemon_has_it_started_it_also_goes_on_from_its_file(tmp_path: Path) -> None:
+    """Started again with what it had at first, it would be back on the GPU that it was moved away from."""
+    both = _Both(tmp_path, _Daemon(expects=True))
+    both.desks.ended(99, told=None)
+    elsewhere = {"HIP_VISIBLE_DEVICES": "GPU-1", "HEGM_STATE_FD": "7", "HEGM_RESTART": "12"}
+    both.daemon.start = Start(["python-for-amd", "train.py"], elsewhere)
+    both.desks.wanted()
+    both.desks.started(4712)
+    both.daemon.expects, both.daemon.start = False, None
+    both.state.write_bytes(b"state")
+    both.desks.ended(99, told=None)
+    both.lock.unlink()
+    both.desks.turn(101.0, None)
+    wanted = both.desks.wanted()
+    assert isinstance(wanted, Start)
+    assert list(wanted.command) == ["python-for-amd", "train.py"]
+    assert dict(wanted.environ) == {"HIP_VISIBLE_DEVICES": "GPU-1", "HEGM_STATE": str(both.state)}
+
+
 def test_a_state_in_the_file_counts_whatever_the_daemon_expects(tmp_path: Path) -> None:
     both = _Both(tmp_path, _Daemon(expects=True))
     both.state.write_bytes(b"state")
