@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import stat
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -414,8 +415,10 @@ def _size_bytes(root: Path, path: str) -> int:
     """
     fd = os.open(root / path.lstrip("/"), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if os.readlink(f"/proc/self/fd/{fd}").removeprefix(str(root).rstrip("/")) != path:
+        status = os.fstat(fd)
+        found = os.readlink(f"/proc/self/fd/{fd}").removeprefix(str(root).rstrip("/"))
+        if found != path or stat.S_ISLNK(status.st_mode):
             raise OSError(ELOOP, "a link leads elsewhere now")
-        return os.fstat(fd).st_size
+        return status.st_size
     finally:
         os.close(fd)

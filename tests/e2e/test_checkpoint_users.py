@@ -102,6 +102,15 @@ def test_a_user_has_a_job_in_an_image_and_back_with_every_loss_the_same(daemon: 
         assert status == 0, done
         assert job.process.wait(ENDS_WITHIN_S) == -9
         assert {os.stat(each).st_uid for each in (images / "one").rglob("*")} == {BOB}
+        losses = folder / "job" / "losses"
+        losses.rename(folder / "job" / "were")
+        (folder / "secret").write_text("x" * 4711)
+        (folder / "secret").chmod(0o600)
+        losses.symlink_to(folder / "secret")
+        refused = said(job, BOB, "restore", "--dry-run", str(images / "one"))[1]["error"]
+        assert "a link leads elsewhere now" in refused["message"]  # and not how large root's file is
+        assert "4711" not in refused["message"]
+        (folder / "job" / "were").rename(losses)
         status, done = said(job, BOB, "restore", str(images / "one"))
         assert status == 0, done
         assert job.output() == expected

@@ -136,6 +136,30 @@ def _lines(path: Path) -> int:
         return 0
 
 
+async def test_a_dump_that_took_longer_than_its_deadline_was_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And with it, one time in twelve, a process of the job. It is told of instead, as long as it takes."""
+    stand_in, goes_on = tmp_path / "criu", tmp_path / "goes-on"
+    os.mkfifo(goes_on)
+    stand_in.write_text(f"#!/bin/sh\ncat {goes_on} > {tmp_path}/dumped\n")
+    stand_in.chmod(0o755)
+    with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:
+        assert busy.line() == "ready"
+        needs = busy.needs()
+        async with anyio.create_task_group() as tasks:
+            criu = Criu(str(stand_in), "4.2.1")
+            tasks.start_soon(
+                lambda: runs.dump(criu, busy.pid, images, needs, leave_stopped=False, in_unit=False, is_long_s=0.01)
+            )
+            while len([each for each in caplog.messages if "it is not cut off" in each]) < 2:
+                await anyio.lowlevel.checkpoint()
+            fd = os.open(goes_on, os.O_WRONLY)
+            os.write(fd, b"done")
+            os.close(fd)
+    assert _text(tmp_path / "dumped") == "done"
+
+
 async def test_criu_is_spared_by_the_kernel_while_it_dumps(tmp_path: Path) -> None:
     """CRIU that is killed for its memory in the middle of a process can take that process with it."""
     stand_in = tmp_path / "criu"

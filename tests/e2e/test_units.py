@@ -125,23 +125,30 @@ def test_bytes_with_a_name_outlive_the_units_end_in_the_daemons_sandbox(machine:
 HAND_OFF = """
 import anyio, json, os, sys
 from hegmd.criu import runs
+from hegmd.criu.credentials import credentials_in
+from hegmd.criu.guise import rights_missing, to_dump, to_restore
 from hegmd.criu.needs import needs_of
 from hegmd.criu.population import end_all, population_of
 from hegmd.criu.program import Criu
 from hegmd.criu.tree import read_tree
 
 async def main():
-    program, version, unit, pid, folder, output = sys.argv[1:]
-    criu, pid = Criu(program, version), int(pid)
-    needs = needs_of(read_tree(pid))
+    program, version, unit, pid, folder, output, uid = sys.argv[1:]
+    criu, pid, uid = Criu(program, version), int(pid), int(uid)
+    tree = read_tree(pid)
+    needs = needs_of(tree)
     assert not needs.reasons, needs.reasons
+    lacking = rights_missing(frozenset({uid}), as_user=uid != 0, in_unit=True)
+    assert lacking is None, lacking.message
     images = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    await runs.dump(criu, pid, images, needs, leave_stopped=True, in_unit=True)
+    guise = to_dump(tree, ()) if uid else None
+    await runs.dump(criu, pid, images, needs, leave_stopped=True, in_unit=True, guise=guise)
     end_all(population_of(needs.pids))
     to = os.open(output, os.O_WRONLY | os.O_APPEND)
     outlets = {outlet.key: to for outlet in needs.outlets}
     more = {"description": "training, restored", "outlets": outlets}
-    await runs.restore(criu, images, needs, log_dir_fd=images, unit_name=unit, **more)
+    guise = to_restore(credentials_in(images), uid) if uid else None
+    await runs.restore(criu, images, needs, log_dir_fd=images, unit_name=unit, guise=guise, **more)
     print(json.dumps([outlet.key.split(":")[0] for outlet in needs.outlets]))
 
 anyio.run(main)
@@ -158,24 +165,27 @@ raise SystemExit(7)
 """
 
 
+@pytest.mark.parametrize("uid", [0, 1], ids=["root's", "a user's"])
 def test_a_job_of_a_unit_is_dumped_from_the_sandbox_and_restored_as_a_unit_that_systemctl_shows(
-    machine: SystemdNode,
+    machine: SystemdNode, uid: int
 ) -> None:
     """Its output was a socket of the journal's, which is led into a file; nothing of the sandbox sticks to it."""
     criu = criu_or_skip()
     begun = machine.journal_cursor()
-    machine.run("systemd-run", "--quiet", "--unit=waiting", "--collect", sys.executable, "-c", WAITING)
+    folder, name = f"/run/image-{uid}", f"waiting-{uid}"
+    as_whom = [f"--uid={uid}", f"--gid={uid}"] if uid else []
+    machine.run("systemd-run", "--quiet", f"--unit={name}", *as_whom, "--collect", sys.executable, "-c", WAITING)
     machine.wait_for_journal("ready", after=begun)
-    pid = machine.show("waiting.service", "MainPID")
-    (machine.root / "run/image").mkdir()
-    (machine.root / "run/image/said").touch()
+    pid = machine.show(f"{name}.service", "MainPID")
+    (machine.root / folder[1:]).mkdir(mode=0o700)
+    (machine.root / folder[1:] / "said").touch()
     options = ["--quiet", "--wait", "--pipe", "--collect", *confinement(), f"--setenv=PYTHONPATH={ROOT}"]
     # A descriptor leads to the mount that it was opened in, and the sandbox's are read-only.
-    options += ["--property=ReadWritePaths=/run/image"]
-    unit = "hegm-job-waiting.service"
+    options += [f"--property=ReadWritePaths={folder}"]
+    unit = f"hegm-job-{name}.service"
     done = machine.run(
         *("systemd-run", *options, sys.executable, "-c", HAND_OFF, criu.path, criu.version),
-        *(unit, pid, "/run/image", "/run/image/said"),
+        *(unit, pid, folder, f"{folder}/said", str(uid)),
     )
     assert done.stdout == '["socket"]\n'
     assert machine.show(unit, "MainPID") == pid
@@ -183,9 +193,10 @@ def test_a_job_of_a_unit_is_dumped_from_the_sandbox_and_restored_as_a_unit_that_
     assert "training, restored" in machine.run("systemctl", "status", unit).stdout
     status = (machine.root / "proc" / pid / "status").read_text()
     assert "Seccomp:\t0\n" in status
+    assert f"Uid:\t{uid}\t{uid}\t{uid}\t{uid}\n" in status
     assert unit in (machine.root / "proc" / pid / "cgroup").read_text()
     ended = machine.journal_cursor()
     machine.run("kill", "-USR1", pid)
     machine.wait_for_journal(unit, "status=7", after=ended)
-    assert (machine.root / "run/image/said").read_text() == "ended\n"
+    assert (machine.root / folder[1:] / "said").read_text() == "ended\n"
     assert not (machine.root / "proc" / pid).exists()
