@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from hegmd.agent_orders import AgentAway
 from hegmd.concert import Progress, in_concert, parts_of
 from hegmd.criu import runs
 from hegmd.criu.dumped import dumped_processes
-from hegmd.criu.guise import closed_to, rights_missing, to_dump
+from hegmd.criu.guise import Guise, closed_to, rights_missing, to_dump, worn_by_root
 from hegmd.criu.needs import Needs, needs_of
 from hegmd.criu.node import describe
 from hegmd.criu.population import Population, end_all, let_go, population_of
@@ -43,6 +44,7 @@ from hegmd.migration.operation import Handoff as Wish
 from hegmd.migration.operation import Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.pool import Key, Pool
+from hegmd.pool_names import parse_name
 from hegmd.protocol.images import ImageWorker, Manifest
 from hegmd.protocol.operations import Reason
 from hegmd.workers import Worker, Workers
@@ -122,19 +124,22 @@ class Handoff:
             reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
         root, tree = await self._looks.at(lambda tell: _tree_of(pids, tell), name="hegmd-tree")
         needs = needs_of(tree, gpu_pids=pids, agent_sockets=self._agent_sockets)
-        reasons += [*needs.reasons, *self._lacking(tree, rights)]
+        guise = await self._looks.at(lambda _: _guise(tree, needs, rights), name="hegmd-guise")
+        reasons += [*needs.reasons, *self._lacking(tree, guise)]
         reasons += await self._looks.at(lambda _: _not_theirs(tree, needs, rights), name="hegmd-theirs")
         criu_bytes = 0
         try:
             criu_bytes = await run_detached(lambda _: sum(map(_anonymous_bytes, tree.pids)), name="hegmd-memory")
-            await self._images().require_room(path, rights, criu_bytes=criu_bytes, bytes_of_gpus=size_bytes)
+            await self._images().require_room(
+                path, rights, criu_bytes=criu_bytes, bytes_of_gpus=size_bytes, apart=guise is not None
+            )
         except HegmError as error:
             reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
         return Looked(root, tree.member(root).start_ticks, criu_bytes, tuple(reasons))
 
-    def _lacking(self, tree: Tree, rights: Rights) -> Iterator[Reason]:
+    def _lacking(self, tree: Tree, guise: Guise | None) -> Iterator[Reason]:
         uids = frozenset(member.uid for member in tree.members)
-        missing = rights_missing(uids, as_user=rights.uid != 0, in_unit=self._in_unit)
+        missing = rights_missing(uids, as_user=guise is not None, in_unit=self._in_unit)
         if missing is not None:
             yield missing
 
@@ -151,9 +156,11 @@ class Handoff:
         began = anyio.current_time()
         try:
             criu = await self._criu()
-            lent = await self._images().lend(wish.path, _rights(wish))
+            tree, needs = await self._look_at_tree(op, wish, self._agent_sockets)
+            guise = await self._looks.at(lambda _: _guise(tree, needs, _rights(wish)), name="hegmd-guise")
+            lent = await self._images().lend(wish.path, _rights(wish), apart=guise is not None)
             await self._step_aside(op, wish)
-            manifest = await self._write(op, wish, lent, criu, on_progress)
+            manifest = await self._write(op, wish, lent, criu, guise, on_progress)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 if lent is not None:
@@ -164,17 +171,28 @@ class Handoff:
         if wish.leave_running:
             await self._go_on(op, wish)
 
-    async def _write(self, op: Operation, wish: Wish, lent: Lent, criu: Criu, on_progress: Progress) -> Manifest:
-        tree = await self._looks.at(lambda tell: read_tree(wish.root_pid, tell=tell), name="hegmd-tree")
+    async def _look_at_tree(self, op: Operation, wish: Wish, sockets: Collection[str]) -> tuple[Tree, Needs]:
+        try:
+            tree = await self._looks.at(lambda tell: read_tree(wish.root_pid, tell=tell), name="hegmd-tree")
+        except ProcessLookupError as error:
+            raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "see the log of the job") from error
         if tree.member(wish.root_pid).start_ticks != wish.root_ticks:
             raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "see the log of the job")
-        needs = needs_of(tree, gpu_pids=[member.pid for member in op.live])
+        return tree, needs_of(tree, gpu_pids=[member.pid for member in op.live], agent_sockets=sockets)
+
+    async def _write(
+        self, op: Operation, wish: Wish, lent: Lent, criu: Criu, guise: Guise | None, on_progress: Progress
+    ) -> Manifest:
+        """The agents have stepped aside: what the tree needs now is what CRIU is told."""
+        tree, needs = await self._look_at_tree(op, wish, ())
         theirs = self._looks.at(lambda _: _not_theirs(tree, needs, _rights(wish)), name="hegmd-theirs")
         against = [*needs.reasons, *await theirs]
         if against:
             raise Refused("\n".join(reason.message for reason in against), against[0].hint)
         attending = {member.pid: self._told(member) for member in op.live}
-        node = await self._write_side_by_side(op, wish, lent, criu, (tree, needs), on_progress)
+        if guise != await self._looks.at(lambda _: _guise(tree, needs, _rights(wish)), name="hegmd-guise"):
+            raise Refused("the job has got other rights meanwhile", "ask again when it starts no programs")
+        node = await self._write_side_by_side(op, wish, lent, criu, (tree, needs, guise), on_progress)
         dumped = await run_detached(lambda _: dumped_processes(lent.criu_dir_fd), name="hegmd-dumped")
         _require_no_more(dumped, tree, _rights(wish))
         manifest = composed(
@@ -186,15 +204,22 @@ class Handoff:
             meeting=str(self._places.folder),
             attending=attending,
             bystanders=[worker.token for worker in await self._bystanders(op, wish)],
+            as_user=guise is not None,
             node=node,
         )
         return await lent.finish(manifest)
 
     async def _write_side_by_side(
-        self, op: Operation, wish: Wish, lent: Lent, criu: Criu, taken: tuple[Tree, Needs], on_progress: Progress
+        self,
+        op: Operation,
+        wish: Wish,
+        lent: Lent,
+        criu: Criu,
+        taken: tuple[Tree, Needs, Guise | None],
+        on_progress: Progress,
     ) -> Mapping[str, object]:
         """CRIU's files and the bytes; meanwhile what a node has to have in common with this one is looked at."""
-        tree, needs = taken
+        tree, needs, guise = taken
         node: dict[str, object] = {}
         progress_of = parts_of(on_progress)
 
@@ -209,9 +234,7 @@ class Handoff:
                 needs,
                 leave_stopped=not wish.leave_running,
                 in_unit=self._in_unit,
-                guise=None
-                if wish.uid == 0
-                else await run_detached(lambda _: to_dump(tree, wish.groups), name="hegmd-guise"),
+                guise=guise,
             )
 
         out = [
@@ -410,6 +433,17 @@ def _anonymous_bytes(pid: int) -> int:
     return 0
 
 
+def _guise(tree: Tree, needs: Needs, rights: Rights) -> Guise | None:
+    """Whose rights CRIU has; None for root's. Blocks."""
+    return worn_by_root(_without_pieces(tree), needs) if rights.uid == 0 else to_dump(tree, rights.groups)
+
+
+def _without_pieces(tree: Tree) -> Tree:
+    """The tree as it will be when the agents have closed what they had of the pool, whose files are the daemon's."""
+    kept = (each for each in tree.descriptors if parse_name(os.path.basename(each.path)) is None)
+    return replace(tree, descriptors=tuple(kept))
+
+
 def _not_theirs(tree: Tree, needs: Needs, rights: Rights) -> list[Reason]:
     """Against an image whose reader would get what is not theirs, or that CRIU cannot make with a user's rights."""
     if rights.uid == 0:
@@ -423,7 +457,7 @@ def _not_theirs(tree: Tree, needs: Needs, rights: Rights) -> list[Reason]:
     return [
         *(_not_theirs_reason(member, rights) for member in strange),
         *needs.only_by_root,
-        *closed_to(tree, rights.uid, frozenset(gids)),
+        *closed_to(_without_pieces(tree), rights.uid, frozenset(gids)),
     ]
 
 

@@ -41,6 +41,7 @@ def composed(  # noqa: PLR0913 - what it is composed of, each by its name
     meeting: str,
     attending: Mapping[int, ImageWorker],
     bystanders: Sequence[str] = (),
+    as_user: bool = False,
     node: Mapping[str, object] | None = None,
 ) -> Manifest:
     """The manifest; what the writer of images knows by itself is left to it. `attending`: what agents told, by pid;
@@ -74,6 +75,7 @@ def composed(  # noqa: PLR0913 - what it is composed of, each by its name
             "lockstep": op.lockstep,
             "meeting": meeting,
             "bystanders": list(bystanders),
+            "as_user": as_user,
             "needs": needs.plain(),
             "all_gpus": [[gpu.id, gpu.uuid] for gpu in known.values()],
         },

@@ -38,7 +38,7 @@ from hegmd.detached import Looks, run_detached
 from hegmd.errors import BUSY, DENIED, REFUSED, TIMEOUT, UNAVAILABLE, HegmError
 from hegmd.external import Rights
 from hegmd.half_revived import HalfRevived
-from hegmd.image.images import Image, Images
+from hegmd.image.images import Image, Images, is_of_user
 from hegmd.inventory import NodeSnapshot
 from hegmd.manifests import candidates_in, meeting_in, needs_in, revived, tokens_in
 from hegmd.meeting import MeetingPlaces
@@ -174,7 +174,8 @@ class Reviving:
                 message="this node has its images restored by root alone (images.restored_by)",
                 hint="have root restore it",
             )
-        missing = rights_missing(frozenset({rights.uid}), as_user=rights.uid != 0, in_unit=self._in_unit)
+        as_user = rights.uid != 0 or is_of_user(manifest)
+        missing = rights_missing(frozenset({rights.uid}), as_user=as_user, in_unit=self._in_unit)
         if missing is not None:
             yield missing
         for process in manifest.processes if rights.uid != 0 else ():
@@ -293,7 +294,7 @@ class Reviving:
         manifest = image.manifest
         dir_fd = await image.private_criu_dir()
         guise: Guise | None = None
-        if rights.uid != 0:
+        if rights.uid != 0 or is_of_user(manifest):
             guise = await run_detached(lambda _: _guise_for(dir_fd, rights), name="hegmd-credentials")
         with _log_folder() as log_dir_fd:
             return await runs.restore(
@@ -356,12 +357,20 @@ def _log_folder() -> Generator[int]:
 
 
 def _guise_for(dir_fd: int, rights: Rights) -> Guise:
-    """Whose rights CRIU has. Raises HegmError unless every thread comes back with rights that the caller has."""
+    """Whose rights CRIU has. Raises HegmError unless every thread comes back with rights that the caller has.
+
+    For root these are a user's: the image was made so.
+    """
     found = credentials_in(dir_fd)
-    reasons = list(beyond(found, rights.uid, frozenset({rights.gid, *rights.groups})))
-    if reasons:
-        raise HegmError(DENIED, "\n".join(reason.message for reason in reasons), reasons[0].hint)
-    return to_restore(found, rights.uid)
+    uid, gids = rights.uid, frozenset({rights.gid, *rights.groups})
+    if uid == 0:
+        uid = max(found[0].uids)
+        gids = frozenset().union(*(each.gids.union(each.groups) for each in found))
+    reasons = list(beyond(found, uid, gids))
+    if reasons or uid == 0:
+        what = "\n".join(reason.message for reason in reasons) or "the image is said to be a user's, and is root's"
+        raise HegmError(DENIED, what, "use another image, or make it anew")
+    return to_restore(found, uid)
 
 
 def _taken(needs: Needs) -> Iterator[Reason]:

@@ -1,12 +1,13 @@
 """Whose rights CRIU has: those of who asks, and what CRIU cannot do without.
 
-For root it is root. For anybody else it has that user, the group and groups of the job, and two capabilities: to
-choose process numbers and look at what is mapped (CAP_CHECKPOINT_RESTORE), and to give up what the job did not have
-(CAP_SETPCAP). CRIU opens the files of a job by their paths, makes those anew that had no name, binds sockets and takes
-old ones away, and whoever owns a folder on such a path can have put a link there. With the user's own rights it gets
-nowhere where the user could not: the kernel looks at each of these when it is done, which nothing could that looks
-before or after. What is run for a user is CRIU's code alone; the capabilities are gone before the job's own code runs,
-and nobody may trace a process that has them.
+For a user it has that user, the group and groups of the job, and two capabilities: to choose process numbers and look
+at what is mapped (CAP_CHECKPOINT_RESTORE), and to give up what the job did not have (CAP_SETPCAP). For root it has the
+same of the job's own user, where one user has all of the job and that is enough, and else root's rights. CRIU opens
+the files of a job by their paths, makes those anew that had no name, binds sockets and takes old ones away, and whoever
+owns a folder on such a path can have put a link there. With the user's own rights it gets nowhere where the user could
+not: the kernel looks at each of these when it is done, which nothing could that looks before or after. What is run for
+a user is CRIU's code alone; the capabilities are gone before the job's own code runs, and nobody may trace a process
+that has them.
 
 Rejected: to have root's CRIU held (--action-script post-restore) until every open file was found to be the one of
 that name. By then root has opened devices, made and unlinked files and changed owners by paths of the user's.
@@ -23,11 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hegmd.criu.credentials import Credentials
+from hegmd.criu.needs import Needs
 from hegmd.criu.tree import Descriptor, Tree
 from hegmd.errors import DENIED, REFUSED, HegmError
 from hegmd.protocol.operations import Reason
 
-__all__ = ["Guise", "closed_to", "rights_missing", "to_dump", "to_restore"]
+__all__ = ["Guise", "closed_to", "rights_missing", "to_dump", "to_restore", "worn_by_root"]
 
 CAP_SETPCAP, CAP_SYS_PTRACE, CAP_SYS_RESOURCE, CAP_CHECKPOINT_RESTORE = 8, 19, 24, 40
 _NAMES = {
@@ -53,6 +55,16 @@ class Guise:
         """As the attendant is told."""
         groups, capabilities = (",".join(map(str, each)) for each in (self.groups, self.capabilities))
         return f"{self.uid}:{self.gid}:{groups}:{capabilities}"
+
+
+def worn_by_root(tree: Tree, needs: Needs) -> Guise | None:
+    """The job's own user for root who asks, where that is enough for all of the job; None: it takes root's CRIU."""
+    root = tree.member(tree.root)
+    is_whole = all((each.uid, each.gid, each.groups) == (root.uid, root.gid, root.groups) for each in tree.members)
+    is_plain = root.uid != 0 and is_whole and not any(each.is_guarded for each in tree.members)
+    if not is_plain or needs.only_by_root or any(closed_to(tree, root.uid, frozenset({root.gid, *root.groups}))):
+        return None
+    return to_dump(tree, root.groups)
 
 
 def to_dump(tree: Tree, groups: tuple[int, ...], *, proc_root: str = "/proc") -> Guise:

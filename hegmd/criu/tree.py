@@ -40,6 +40,7 @@ class Member:
     threads: int = 1
     uid: int = 0
     gid: int = 0
+    groups: tuple[int, ...] = ()  # further ones
     is_confined: bool = False  # by a filter of system calls
     is_guarded: bool = False  # the kernel keeps its memory from its own user
     namespaces: tuple[tuple[str, str], ...] = ()
@@ -182,6 +183,7 @@ def _member(proc: Path, pid: int) -> Member | None:
         threads=int(status.get("Threads", "1")),
         uid=uids[0],
         gid=gids[0],
+        groups=tuple(int(each) for each in status.get("Groups", "").split()),
         is_confined=status.get("Seccomp", "0") == "2",
         is_guarded=_is_guarded(process, uids) or set(gids) != {gids[0]},
         namespaces=_namespaces(process),

@@ -1,14 +1,17 @@
 """The daemon's side of images: one that is being written, one that was opened, and the private place between both.
 
-Three hands touch bytes. The caller's own hand writes and reads the image, so nothing happens that the caller could not
-do. CRIU is root's, and must neither write into a directory that a caller could put links into nor read files that a
-caller could change: where the caller is not who the daemon is, CRIU has a folder of the daemon's own, and the daemon's
-hand sums what CRIU wrote there before the caller's hand copies it, or copies what it will read and sums the copy. The
-manifest is composed here, from these sums, and signed. That costs a copy of CRIU's files, which have no video memory in
-them; what was rejected is to lend a directory of the caller's to root, which fails on file systems where root is nobody
-(NFS), and on those that the caller runs (FUSE), and would have to be given back after every crash.
+Three hands touch bytes. The caller's own hand writes and reads the image, so nothing happens that the caller could
+not do. CRIU must neither write into a directory that a caller could put links into nor read files that a caller could
+change: where the caller is not who the daemon is, or CRIU has not the caller's rights, CRIU has a folder of the
+daemon's own, and the daemon's hand sums what CRIU wrote there before the caller's hand copies it, or copies what it
+will read and sums the copy. The manifest is composed here, from these sums, and signed. That costs a copy of CRIU's
+files, which have no video memory in them; what was rejected is to lend a directory of the caller's to root, which
+fails on file systems where root is nobody (NFS), and on those that the caller runs (FUSE), and would have to be given
+back after every crash.
 
 Belongs to the event loop. `Images.run` has to be running. Whoever has a Lent or an Image ends it, in any case.
+
+Longer than 400 lines because an image that is made and one that is opened are to be read against one another.
 """
 
 from __future__ import annotations
@@ -246,7 +249,9 @@ class Images:
         for earlier in self._private.parent.glob(f"{_EARLIER}*"):
             await run_detached(partial(_remove, earlier), name="private images")
 
-    async def require_room(self, path: str, rights: Rights, *, criu_bytes: int, bytes_of_gpus: int) -> None:
+    async def require_room(
+        self, path: str, rights: Rights, *, criu_bytes: int, bytes_of_gpus: int, apart: bool = False
+    ) -> None:
         """Raise HegmError unless an image of about that size could be made there now: before anybody is stopped for it.
 
         Zeros take no room, so what is refused here might just have fitted; half of an image is of no use to anybody.
@@ -258,13 +263,22 @@ class Images:
             with anyio.CancelScope(shield=True):
                 await _let_go(hand, None, None)
         require_bytes(os.path.dirname(path), criu_bytes + bytes_of_gpus, int(answer.values["free_bytes"]))
-        if self._is_other(rights):
+        if apart or self._is_other(rights):
             status = await run_detached(lambda _: os.statvfs(self._private), name="private images")
             require_bytes(str(self._private), criu_bytes, status.f_bavail * status.f_frsize)
 
-    async def lend(self, path: str, rights: Rights) -> Lent:
-        """A new image at that path, with the caller's rights. Raises HegmError, with nothing there."""
-        hand, own, private = await self._begin(rights)
+    async def lend(self, path: str, rights: Rights, *, apart: bool = False) -> Lent:
+        """A new image at that path, with the caller's rights. Raises HegmError, with nothing there.
+
+        With `apart` CRIU writes into a private place in any case, because it is to have other rights than the caller.
+        """
+        hand = await self._hands.start(rights)
+        try:
+            own, private = await self._private_for(rights, apart=apart)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await _let_go(hand, None, None)
+            raise
         lent = Lent(path, rights, self._key, hand, own, private)
         try:
             await lent.begin()
@@ -275,13 +289,16 @@ class Images:
 
     async def open(self, path: str, rights: Rights) -> Image:
         """The image at that path, with the caller's rights. Raises HegmError: broken, cut, foreign, too new, in use."""
-        hand, own, private = await self._begin(rights)
+        hand = await self._hands.start(rights)
+        own: Hand | None = None
+        private: Private | None = None
         try:
             answer = await hand.call("open", {"path": path})
             with answer.fds:
                 data, seal = bytes(answer.values["manifest"]), bytes(answer.values["seal"])
                 manifest = read_manifest(path, data, seal)
                 self._require_ours(path, data, seal, manifest, rights)
+                own, private = await self._private_for(rights, apart=is_of_user(manifest))
                 (criu_dir_fd,) = answer.fds.take()
             return Image(path, manifest, hand, criu_dir_fd, own, private)
         except BaseException:
@@ -326,17 +343,16 @@ class Images:
                 {"path": path, "uid": manifest.uid},
             )
 
-    async def _begin(self, rights: Rights) -> tuple[Hand, Hand | None, Private | None]:
-        hand = await self._hands.start(rights)
-        if not self._is_other(rights):
-            return hand, None, None
-        own: Hand | None = None
+    async def _private_for(self, rights: Rights, *, apart: bool) -> tuple[Hand | None, Private | None]:
+        """The daemon's own hand and place, where CRIU is not to meet the caller's directory."""
+        if not apart and not self._is_other(rights):
+            return None, None
+        own = await self._hands.start(None)
         try:
-            own = await self._hands.start(None)
-            return hand, own, Private(self._private)
+            return own, Private(self._private)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await _let_go(hand, own, None)
+                await _let_go(None, own, None)
             raise
 
     @staticmethod
@@ -349,7 +365,12 @@ def _remove(folder: Path, _: object) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _let_go(hand: Hand, own: Hand | None, private: Private | None) -> None:
+def is_of_user(manifest: Manifest) -> bool:
+    """Whether CRIU has made it with the rights of the job's user, and brings it back with these."""
+    return bool((manifest.more or {}).get("as_user"))
+
+
+async def _let_go(hand: Hand | None, own: Hand | None, private: Private | None) -> None:
     for each in (hand, own):
         if each is not None:
             each.let_go()

@@ -42,6 +42,13 @@ def daemon(folder: Path) -> Iterator[RunningDaemon]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What nobody has disturbed."""
+    with HandedJob(tmp_path_factory.mktemp("alone") / "job", None) as job:
+        return job.output()
+
+
 def said(job: HandedJob, uid: int, *words: str) -> tuple[int, dict[str, Any]]:
     """The status and the last words of hegmctl, asked by that user."""
     ran = subprocess.run(
@@ -86,32 +93,33 @@ def test_nobody_but_root_takes_or_restores_what_is_not_theirs(daemon: RunningDae
         assert job.losses
 
 
-def test_a_user_has_a_job_in_an_image_and_back_with_every_loss_the_same(daemon: RunningDaemon, folder: Path) -> None:
-    """Without root's help: CRIU has this user's rights on both ways."""
+@pytest.mark.parametrize("asker", [BOB, 0], ids=["by its user", "by root"])
+def test_a_users_job_goes_into_an_image_and_back_with_its_own_rights_and_every_loss_the_same(
+    daemon: RunningDaemon, folder: Path, asker: int, expected: list[str]
+) -> None:
+    """CRIU has this user's rights on both ways, whoever asks: no link of theirs leads it to what is root's."""
     missing = rights_missing(frozenset({BOB}), as_user=True, in_unit=False)
     if missing is not None:
         pytest.skip(missing.message)
-    with HandedJob(folder / "alone", None) as alone:
-        expected = alone.output()
     with HandedJob(folder / "job", daemon.socket_path, uid=BOB) as job:
         job.await_steps(20)
         images = folder / "images"
-        images.mkdir()
-        os.chown(images, BOB, BOB)
-        status, done = said(job, BOB, "checkpoint", str(job.pid), str(images / "one"))
-        assert status == 0, done
+        images.mkdir(mode=0o700)
+        os.chown(images, asker, asker)
+        status, done = said(job, asker, "checkpoint", str(job.pid), str(images / "one"))
+        assert status == 0, done.get("operation", done).get("failure", done)
         assert job.process.wait(ENDS_WITHIN_S) == -9
-        assert {os.stat(each).st_uid for each in (images / "one").rglob("*")} == {BOB}
-        losses = folder / "job" / "losses"
-        losses.rename(folder / "job" / "were")
+        assert {os.stat(each).st_uid for each in (images / "one").rglob("*")} == {asker}
+        losses, were = folder / "job" / "losses", folder / "job" / "were"
+        losses.rename(were)
         (folder / "secret").write_text("x" * 4711)
         (folder / "secret").chmod(0o600)
         losses.symlink_to(folder / "secret")
-        refused = said(job, BOB, "restore", "--dry-run", str(images / "one"))[1]["error"]
+        refused = said(job, asker, "restore", "--dry-run", str(images / "one"))[1]["error"]
         assert "a link leads elsewhere now" in refused["message"]  # and not how large root's file is
         assert "4711" not in refused["message"]
-        (folder / "job" / "were").rename(losses)
-        status, done = said(job, BOB, "restore", str(images / "one"))
-        assert status == 0, done
+        were.rename(losses)
+        status, done = said(job, asker, "restore", str(images / "one"))
+        assert status == 0, done.get("operation", done).get("failure", done)
         assert job.output() == expected
         assert not list((folder / "state" / "images").iterdir())

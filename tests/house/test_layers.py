@@ -165,7 +165,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.meeting": ("hegmd.errors",),
     "hegmd.manifests": (*GROUND, "hegmd.criu", "hegmd.migration"),
     "hegmd.lock_files": ("hegmd.errors",),
-    "hegmd.handoff": (*MOVING, *IMAGED, "hegmd.lock_files"),
+    "hegmd.handoff": (*MOVING, *IMAGED, "hegmd.lock_files", "hegmd.pool_names"),
     "hegmd.half_revived": (*GROUND, "hegmd.criu", "hegmd.detached", "hegmd.pool", "hegmd.units"),
     "hegmd.reviving": (*MOVING, *IMAGED, "hegmd.half_revived", "hegmd.pieces"),
     "hegmd.outlets": ("hegmd.criu.ends", "hegmd.errors"),

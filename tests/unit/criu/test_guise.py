@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hegmd.criu.credentials import Credentials
-from hegmd.criu.guise import Guise, closed_to, rights_missing, to_dump, to_restore
+from hegmd.criu.guise import Guise, closed_to, rights_missing, to_dump, to_restore, worn_by_root
+from hegmd.criu.needs import needs_of
 from hegmd.criu.tree import Descriptor, Member, Tree, read_tree
 from hegmd.errors import HegmError
 
@@ -90,3 +92,23 @@ def test_groups_and_filters_of_a_process_are_seen() -> None:
     status = Path("/proc/self/status").read_text().splitlines()
     assert member.gid == os.getgid()
     assert member.is_confined == ("Seccomp:\t2" in status)
+
+
+def test_roots_criu_had_roots_rights_among_the_files_of_a_users_job() -> None:
+    """A link in the place of one of them led to any file, once root brought that job back."""
+    plain = job()
+    (member,) = plain.members
+    alike = replace(member, pid=5, parent=4)
+    both = replace(plain, members=(member, alike))
+    assert worn_by_root(both, needs_of(both)) == to_dump(both, ())
+    for other in (
+        replace(alike, uid=0),
+        replace(alike, gid=0),
+        replace(alike, groups=(27,)),
+        replace(alike, is_guarded=True),
+        replace(alike, is_confined=True),  # CRIU cannot take a filter of system calls with a user's rights
+    ):
+        mixed = replace(plain, members=(member, other))
+        assert worn_by_root(mixed, needs_of(mixed)) is None
+    roots = replace(plain, members=(replace(member, uid=0),))
+    assert worn_by_root(roots, needs_of(roots)) is None
