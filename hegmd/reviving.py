@@ -365,7 +365,7 @@ def _guise_for(dir_fd: int, rights: Rights) -> Guise:
     uid, gids = rights.uid, frozenset({rights.gid, *rights.groups})
     if uid == 0:
         uid = max(found[0].uids)
-        gids = frozenset().union(*(each.gids.union(each.groups) for each in found))
+        gids = frozenset(gid for each in found for gid in (*each.gids, *each.groups))
     reasons = list(beyond(found, uid, gids))
     if reasons or uid == 0:
         what = "\n".join(reason.message for reason in reasons) or "the image is said to be a user's, and is root's"
