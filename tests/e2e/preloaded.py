@@ -100,16 +100,17 @@ def mount(at: int | None, into: str | None) -> None:
     mounting._meet_optimizer(sys.modules["torch.optim.optimizer"])
     mounting._meet_loader(sys.modules["torch.utils.data.dataloader"])
     if at is not None and into is not None:
-        threading.Thread(target=leave, args=(life.gate(), at, into), daemon=True).start()
+        quiesce, readiness = import_module("_hegm.agent.quiesce"), import_module("_hegm.agent.restart.readiness")
+        changed = threading.Event()
+        gate = life.gate()
+        gate.on_change = changed.set
+        gate.ask(quiesce.Asked(quiesce.PARK, at=at, fits=readiness.fits_of(gate)))
+        threading.Thread(target=leave, args=(gate, changed, into), daemon=True).start()
 
 
-def leave(gate: Any, at: int, into: str) -> None:
-    """In a thread beside the training, as the agent's own is: park it there or soon after, save, and leave."""
-    quiesce, errors = import_module("_hegm.agent.quiesce"), import_module("_hegm.errors")
-    leaving, readiness = import_module("_hegm.agent.restart.leaving"), import_module("_hegm.agent.restart.readiness")
-    changed = threading.Event()
-    gate.on_change = changed.set
-    gate.ask(quiesce.Asked(quiesce.PARK, at=at, fits=readiness.fits_of(gate)))
+def leave(gate: Any, changed: threading.Event, into: str) -> None:
+    """In a thread beside the training, as the agent's own is: once it is parked, save its state and leave."""
+    errors, leaving = import_module("_hegm.errors"), import_module("_hegm.agent.restart.leaving")
     while not gate.parked:
         changed.wait()
         changed.clear()

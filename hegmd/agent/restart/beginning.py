@@ -13,6 +13,7 @@ import sys
 
 from ..notes import note
 from . import frameworks, given, iterations, readiness
+from .baseline import note_place
 from .leaving import end_unrestored
 from .places import path_of, script_frames
 from .shadows import Entering, Shadows
@@ -221,7 +222,9 @@ def _begin(loader: Any, frame: FrameType, make: Callable[[Any], Any]) -> Any:
     global _passes  # noqa: PLW0603 - they are numbered
     _passes += 1
     readiness.is_news = True
-    path = path_of(script_frames(frame))
+    frames = script_frames(frame)
+    path = path_of(frames)
+    note_place(path, frames)
     source = _due or _resting
     if source is not None:
         iterator = source.again(loader, path, _passes, make)

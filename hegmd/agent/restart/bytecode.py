@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _VERSION: tuple[int, ...] = tuple(sys.version_info[:2])
 _GENERATORS = 0x20 | 0x80 | 0x200  # inspect's CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR
 _ENDS = frozenset(("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"))
+_MOST_TARGETS = 32
+_BEFORE_TARGETS = frozenset(("UNPACK_SEQUENCE", "UNPACK_EX", "EXTENDED_ARG", "NOP", "CACHE"))
 _ALWAYS = frozenset(("JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"))
 
 
@@ -80,6 +82,18 @@ class Loops:
             if name.startswith(("STORE_", "JUMP", "POP_", "RETURN", "DELETE_", "FOR_ITER")):
                 return None
         return None
+
+    def targets(self) -> set[str]:
+        """The variables that `for` loops of this code set."""
+        found: set[str] = set()
+        for index, head in enumerate(self._list):
+            if head.opname == "FOR_ITER":
+                for following in self._list[index + 1 : index + 1 + _MOST_TARGETS]:
+                    if following.opname.startswith("STORE_"):
+                        found.update(_names_of(following.argval))
+                    elif following.opname not in _BEFORE_TARGETS:
+                        break
+        return found
 
     def whiles_around(self, offset: int) -> tuple[int, ...]:
         """The lines where `while` loops begin that the instruction is in, the outermost first."""
@@ -166,6 +180,11 @@ class Loops:
                 start, next_line = next(following)
             lines[found.offset] = line
         return lines
+
+
+def _names_of(argument: Any) -> tuple[str, ...]:
+    """One variable, or two where an instruction sets as many."""
+    return tuple(argument) if type(argument) is tuple else (str(argument),)
 
 
 def _have_argument() -> int:

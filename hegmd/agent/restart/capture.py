@@ -12,6 +12,7 @@ import sys
 
 from .. import life
 from . import contents, frameworks, generators, iterations, readiness
+from .baseline import Baseline, baseline_of, refusal_of
 from .holdings import (
     GENERATOR,
     MODULE,
@@ -58,6 +59,7 @@ class _Taking:
         self.state: dict[str, Any] = {"form": FORM, "python": sys.version.split()[0]}
         self._ident = ident
         self._numbers: dict[int, int] = {}
+        self._baseline: Baseline | None = None
         try:
             place = Place(frame)
         except Unreadable as error:
@@ -98,6 +100,7 @@ class _Taking:
                 self._refuse(f"the while loop at {said(step)} goes by variables of the script's own", _BY_HAND)
         self.refusals += readiness.refusals_of(place, is_driven=driver is not None)
         number = self._number_of(driver) if driver is not None else None
+        self._baseline = baseline_of(place.path if number is None else iterations.path_of_pass(driver))
         return {"path": place.path, "loops": loops, "driver": number}
 
     def _number_of(self, iterator: object) -> int | None:
@@ -147,11 +150,24 @@ class _Taking:
 
     # ---- what has a state -------------------------------------------------------------------------------------------
 
+    def _chosen(self, holdings: Holdings) -> Iterator[Holding]:
+        """What goes along: what a restarted script will hold too, of tensors those that have been written to."""
+        for found in holdings.list:
+            if found.kind == TENSOR:
+                if self._baseline is not None and self._baseline.was_written_to(found):
+                    yield found
+            elif self._baseline is None or not self._baseline.is_later(found):
+                yield found
+            elif found.kind != MODULE or contents.has_tensors(found.thing):
+                self.refusals.append(refusal_of(found))
+
     def _hold(self, place: Place) -> None:
         holdings = Holdings(place.frames)
+        baseline = self._baseline
+        self.state["lost"] = [] if baseline is None else baseline.changed(place.frames)
         if not holdings.is_whole:
             self._refuse("the script holds more objects than are looked through", "hold less in lists and dictionaries")
-        carried = [found for found in holdings.list if found.kind != TENSOR]
+        carried = [found for found in self._chosen(holdings) if not _is_in_optimizer(found, holdings)]
         references = _references(dict(enumerate(carried)))
         self.state["holdings"] = [
             {"kind": found.kind, "names": found.names, "content": _taken(found, references)} for found in carried
@@ -161,12 +177,17 @@ class _Taking:
         self.refusals += [Refusal(what, hint) for what, hint in against]
 
 
+def _is_in_optimizer(found: Holding, holdings: Holdings) -> bool:
+    """Whether it is a tensor that goes along with an optimizer or with a module."""
+    return found.kind == TENSOR and id(found.thing) in holdings.tensors_elsewhere()
+
+
 def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     """Set everything in the script, which is at its place; `frame` is the training thread's. Raises DoesNotFit."""
     if state["form"] != FORM:
         raise DoesNotFit([f"the state has form {state['form']}, and this release reads form {FORM}"])
     frames = Place(frame).frames
-    here = [found for found in Holdings(frames).list if found.kind != TENSOR]
+    here = Holdings(frames).list
     pairs, reasons = _matched(state["holdings"], here)
     references = _references({index: found for index, (_saved, found) in pairs.items()})
     for saved, found in pairs.values():
@@ -195,6 +216,8 @@ def _taken(found: Holding, references: dict[int, Any]) -> Any:
         return contents.take_optimizer(found.thing, references)
     if found.kind == GENERATOR:
         return generators.read(found.thing)
+    if found.kind == TENSOR:
+        return contents.take_tensor(found.thing)
     return contents.loose(found.thing.state_dict())
 
 
@@ -203,6 +226,8 @@ def _unfit(found: Holding, content: Any, references: dict[int, Any]) -> list[str
         return contents.unfit_module(found.thing, content)
     if found.kind == OPTIMIZER:
         return contents.unfit_optimizer(found.thing, content, references)
+    if found.kind == TENSOR:
+        return contents.unfit_tensor(found.thing, content[0])
     return []
 
 
@@ -213,6 +238,9 @@ def _put(found: Holding, content: Any) -> None:
         contents.put_optimizer(found.thing, content)
     elif found.kind == GENERATOR:
         generators.set_to(found.thing, content)
+    elif found.kind == TENSOR:
+        tensor, gradient, requires = content
+        contents.put_tensor(found.thing, tensor, gradient, requires=requires)
     else:
         found.thing.load_state_dict(contents.owned(content))
 

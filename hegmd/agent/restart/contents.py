@@ -72,6 +72,11 @@ def put_module(module: Any, taken: Any) -> None:
             inner.set_extra_state(owned(taken["extra"][name]))
 
 
+def has_tensors(module: Any) -> bool:
+    """Whether it has any parameters or buffers: a loss function has none, for instance."""
+    return next(_tensors_of(module), None) is not None
+
+
 def names_in(module: Any) -> Iterator[tuple[str, Any]]:
     """The module's parameters with their names; one that is in several places has the first one's."""
     yield from module.named_parameters()
@@ -111,8 +116,7 @@ def take_optimizer(optimizer: Any, references: dict[int, Any]) -> dict[str, Any]
             reference = references.get(id(parameter))
             if reference is None:
                 reference = ("own", len(own))
-                gradient = parameter.grad if parameter.is_leaf else None
-                own.append((parameter.detach(), gradient, bool(parameter.requires_grad)))
+                own.append(take_tensor(parameter))
             named.append((*reference, parameter.device.type))
             states.append(loose(dict(optimizer.state[parameter])) if parameter in optimizer.state else None)
         options = {name: loose(value) for name, value in group.items() if name not in ("params", "param_names")}
@@ -183,6 +187,11 @@ def _moved(state: Any, was_on: str, device: Any) -> Any:
 
 
 # ---- tensors and the rest -------------------------------------------------------------------------------------------
+
+
+def take_tensor(tensor: Any) -> tuple[Any, Any, bool]:
+    """A tensor that is in no module, and its gradient."""
+    return tensor.detach(), tensor.grad if tensor.is_leaf else None, bool(tensor.requires_grad)
 
 
 def put_tensor(tensor: Any, saved: Any, gradient: Any, *, requires: bool) -> None:

@@ -72,6 +72,16 @@ class Holdings:
         self.list = [found for found in self._held.values() if id(found.thing) not in inside]
         del self._left, self._seen
 
+    def tensors_elsewhere(self) -> set[int]:
+        """Those that go along with a module or an optimizer."""
+        found: set[int] = set()
+        for held in self.list:
+            if held.kind == MODULE:
+                found.update(id(tensor) for tensor in (*held.thing.parameters(), *held.thing.buffers()))
+            elif held.kind == OPTIMIZER:
+                found.update(id(tensor) for group in held.thing.param_groups for tensor in group["params"])
+        return found
+
     def _look(self, name: str, thing: Any, depth: int) -> None:
         if is_a(thing, *_LEAVES):
             return

@@ -276,6 +276,12 @@ def followed(iterator: object) -> Iteration | None:
     return found if found is not None and found.iterator() is iterator else None
 
 
+def path_of_pass(iterator: object) -> Any:
+    """Where in the script the pass began that this iterator makes."""
+    found = followed(iterator)
+    return None if found is None else found.path
+
+
 def all_followed() -> list[Iteration]:
     """Every pass whose iterator lives, in the order in which they began."""
     return sorted(

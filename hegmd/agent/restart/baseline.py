@@ -1,0 +1,106 @@
+"""What a script held when it first came to a place: what it will hold there again when it is run anew.
+
+By this it is told what a state can have and what is the script's own: a model that was made since has nobody to go to
+in a restarted script; a tensor that was there and has been written to since is carried along; a variable that has
+another value now is one that begins anew. Holds names, numbers and weak references, and nothing of the script's alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from ..notes import note
+from .bytecode import loops_of
+from .holdings import TENSOR, Holding, Holdings
+from .kinds import is_a
+from .places import step_of
+from .unfit import Refusal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+    from typing import Any
+
+#: Places that are remembered. A script has a loop for training and some for evaluation.
+MOST_PLACES = 16
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_SIZED = (list, dict, set, bytearray)
+_known: dict[Any, Baseline] = {}
+
+
+def note_place(path: Any, frames: list[FrameType]) -> None:
+    """The script is there; remember it the first time. Never raises."""
+    if path in _known or len(_known) >= MOST_PLACES:
+        return
+    try:
+        _known[path] = Baseline(frames)
+    except Exception as error:  # noqa: BLE001 - the edge to the script, whose objects may be anything
+        note(f"what the script holds is not known: {error!r}")
+
+
+def baseline_of(path: Any) -> Baseline | None:
+    """What was remembered of this place."""
+    return _known.get(path)
+
+
+class Baseline:
+    """One place, the first time."""
+
+    def __init__(self, frames: list[FrameType]) -> None:
+        self._kinds: dict[str, str] = {}
+        self._tensors: dict[str, tuple[Any, int]] = {}
+        for found in Holdings(frames).list:
+            for name in found.names:
+                self._kinds[name] = found.kind
+            if found.kind == TENSOR:
+                self._tensors[found.names[0]] = (weakref.ref(found.thing), found.thing._version)
+        self._variables = {name: _print_of(value) for name, value in _variables(frames)}
+
+    def is_later(self, found: Holding) -> bool:
+        """Whether nothing of its kind was held under any of its names."""
+        return all(self._kinds.get(name) != found.kind for name in found.names)
+
+    def was_written_to(self, found: Holding) -> bool:
+        """Whether this tensor was there and has been changed in place since."""
+        for name in found.names:
+            tensor, version = self._tensors.get(name, (None, 0))
+            if tensor is not None and tensor() is found.thing:
+                return bool(found.thing._version != version)
+        return False
+
+    def changed(self, frames: list[FrameType]) -> list[str]:
+        """The script's own variables that have another value now; not those that its loops set."""
+        by_loops = {(step_of(frame)[1], name) for frame in frames for name in loops_of(frame.f_code).targets()}
+        now = {name: _print_of(value) for name, value in _variables(frames)}
+        return [
+            f"{name[1]} in {name[0]}()" if name[0] != "<module>" else name[1]
+            for name, before in self._variables.items()
+            if name in now and name not in by_loops and now[name] != before
+        ]
+
+
+def refusal_of(found: Holding) -> Refusal:
+    """That it was made since the script first came here."""
+    name = found.names[0]
+    return Refusal(
+        f"{name}, a {type(found.thing).__qualname__}, was made after the first batch, and a restarted script would not "
+        "have it where it goes on",
+        "make it before the loop, or keep what is in it with hegm.keep(name, get, set)",
+    )
+
+
+def _variables(frames: list[FrameType]) -> Iterator[tuple[tuple[str, str], Any]]:
+    for frame in frames:
+        for name, value in list(frame.f_locals.items()):
+            if not name.startswith("__"):
+                yield (frame.f_code.co_name, name), value
+
+
+def _print_of(value: Any) -> Any:
+    """By which a change of it is seen, without holding it: plain values by themselves, collections by their length."""
+    if is_a(value, *_PLAIN):
+        return value
+    if is_a(value, *_SIZED):
+        return (type(value).__name__, len(value))
+    return None
