@@ -14,6 +14,7 @@ import sys
 from ..notes import note
 from . import frameworks, given, iterations, readiness
 from .baseline import note_place
+from .interface import said
 from .leaving import end_unrestored
 from .places import path_of, script_frames
 from .shadows import Entering, Shadows
@@ -89,6 +90,8 @@ class Due:
         shadows = Shadows(self._needed, end_unrestored)
         shadows.cast()
         self._undo.append(shadows.lift)
+        said.enumerate_loader = lambda loader: enumerate(loader, self._needed("enumerate", caller()) or 0)
+        self._undo.append(lambda: setattr(said, "enumerate_loader", enumerate))
 
     def watch_batches(self, module: Any) -> None:
         """Be asked before any loader's iterator is."""
@@ -111,7 +114,9 @@ class Due:
             end_unrestored(["this PyTorch has no hooks before optimizers' steps (2.0 has)"])
 
         def before_step(*_args: object) -> None:
-            end_unrestored(["an optimizer was about to step before the script came to where it was", *self.said()])
+            end_unrestored(
+                ["an optimizer was about to step before the script came to where it was", *self.not_entered()]
+            )
 
         self._undo.append(register(before_step).remove)
 
@@ -174,7 +179,7 @@ class Due:
             self._state = state
         return state
 
-    def said(self) -> list[str]:
+    def not_entered(self) -> list[str]:
         return (
             []
             if self._entering is None
@@ -240,4 +245,4 @@ def _forget_in_child() -> None:
 
 def _end_of_script() -> None:
     if _due is not None:
-        end_unrestored(["the script ended before it came to where it was", *_due.said()])
+        end_unrestored(["the script ended before it came to where it was", *_due.not_entered()])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from _thread import get_ident
 
-from . import frameworks, generators
+from . import frameworks, generators, streams
 from .unfit import DoesNotFit, Refusal
 from .worker_seeds import Seeds
 
@@ -30,6 +30,7 @@ class Iteration:
         "_creation",
         "_first",
         "_seeds",
+        "_stream",
         "base",
         "gathered",
         "given_states",
@@ -55,6 +56,7 @@ class Iteration:
         self._creation: Any = None
         self._first: Any = None
         self._seeds: Seeds | None = None
+        self._stream = streams.stream_of(loader)
 
     # ---- as it begins -----------------------------------------------------------------------------------------------
 
@@ -65,7 +67,7 @@ class Iteration:
         if before is not None:
             self._go_on_from(before, kept)
             iterator = make(loader)
-        elif loader.num_workers > 0:
+        elif loader.num_workers > 0 and self._stream is None:
             iterator = self._make_with_workers(loader, make)
         else:
             iterator = make(loader)
@@ -123,14 +125,15 @@ class Iteration:
             "first": self._first,
             "workers": self._workers_states(delivered),
             "now": _beginning(self.gathered, iterator._index_sampler, of_sampler=True),
+            "stream": None if self._stream is None else self._stream.taken(iterator),
         }
 
     def refusals(self, given: int) -> list[Refusal]:
         """Why it could not be made again as it is."""
         iterator = self.iterator()
         found: list[Refusal] = []
-        if type(iterator._dataset_kind).__name__ != "int" or iterator._dataset_kind != 0:
-            found.append(Refusal(*_ITERABLE))
+        if self._stream is not None:
+            return self._stream.refusals(given, iterator)
         if self.sent and not getattr(iterator, "_in_order", True):
             found.append(Refusal("a loader gives batches in the order in which its workers finish them", _IN_ORDER))
         if self.sent and None in self._workers_states(iterator._num_yielded - given):
@@ -172,7 +175,7 @@ class Iteration:
             raise DoesNotFit([_unlike(taken, self.signature)])
         self._before, self._creation, self._first = taken["before"], taken["creation"], taken["first"]
         _set_beginning(self.gathered, loader, self._creation or self._before)
-        if loader.num_workers > 0:
+        if loader.num_workers > 0 and self._stream is None:
             iterator = self._again_with_workers(loader, taken, make)
         else:
             iterator = self._again_alone(loader, taken, make)
@@ -180,9 +183,15 @@ class Iteration:
         return iterator
 
     def _again_alone(self, loader: Any, taken: Any, make: Callable[[Any], Any]) -> Any:
+        if self._stream is not None:
+            self._stream.prepare(taken["stream"])
         iterator = make(loader)
         if self._first is None:
             _Starting.stand_in(iterator, self)
+            return iterator
+        if self._stream is not None:
+            _set_states(self.gathered, self._first)
+            self._stream.go_on(iterator, taken["stream"], taken["delivered"])
             return iterator
         _set_states(self.gathered, self._first)
         _skip(iterator, taken["delivered"])
@@ -259,10 +268,6 @@ class _Starting:
 
 
 _followed: dict[int, Iteration] = {}
-_ITERABLE = (
-    "a loader reads an iterable dataset that cannot say where it is",
-    "give the dataset state_dict and load_state_dict, or, if it gives the same each time, set HEGM_REPLAY=1",
-)
 _IN_ORDER = "let the loader keep their order (in_order=True)"
 _OUTER_DRAWS = (
     "a batch of an outer loop is in use, and its dataset draws random numbers, so that it cannot be loaded again",
