@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
+    from .quiesce import Gate
+
 # The operation from whose state this process is to go on, as its supervisor says.
 OPERATION = "HEGM_RESTART"
 # Set by a supervisor: without one nobody would start the process again.
@@ -36,6 +38,17 @@ def weigh() -> Weight:
     """What the state comes to now, at a boundary. Raises HegmError where this process cannot be restarted at all."""
     size_bytes, refusals = _part("leaving").weigh()
     return Weight(int(size_bytes), tuple([str(refused) for refused in refusals]))
+
+
+def fits_of(gate: Gate) -> Callable[[], bool]:
+    """What the gate asks at each boundary so as to park where a restart can go on from. Raises HegmError."""
+    found: Callable[[], bool] = _part("readiness").fits_of(gate)
+    return found
+
+
+def stands_well() -> bool:
+    """Whether the parked training stands at such a place. Raises HegmError."""
+    return not any(found.passes for found in _part("capture").capture()[1])
 
 
 def save(fd: int, progress: Callable[[int], None]) -> int:

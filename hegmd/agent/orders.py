@@ -186,7 +186,9 @@ class Orders:
     def _park(self, order: Order, _fd: int | None) -> None:
         """The last one counts: another boundary may be named while one is waited for, or while the thread stands."""
         at = order.at or 0
-        if self._gate.parked and self._pending is None and (not order.exact or self._gate.count == at):
+        fits = departing.fits_of(self._gate) if order.leaving else None
+        goes_on = fits is not None and self._gate.parked and not departing.stands_well()
+        if self._gate.parked and not goes_on and self._pending is None and (not order.exact or self._gate.count == at):
             self._done(order.order)
             return
         if self._carrying.out is not None:
@@ -197,11 +199,11 @@ class Orders:
             self._failed(before.order, refusal("another boundary to park at was named", "nothing needs to be done"))
         self._wait_for(order, order.limit_s)
         self._found = None
-        if self._gate.parked and self._gate.count >= at:
+        if self._gate.parked and self._gate.count >= at and not goes_on:
             return
-        self._gate.ask_on(Asked(PARK, at=at))
+        self._gate.ask_on(Asked(PARK, at=at, fits=fits))
         # Ranks: whoever has passed that boundary must not stop at the next, where the others would never come.
-        if order.exact and self._gate.count >= at and not self._gate.parked:
+        if order.exact and self._gate.count >= at and not self._gate.parked and not goes_on:
             self._pending = None
             self._gate.withdraw()
             passed = f"boundary {at} was passed before the order to park at it came"

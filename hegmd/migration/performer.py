@@ -206,7 +206,7 @@ class Performer:
         if exact:
             worker.parked = False  # one that stands at an earlier boundary goes on to this one
         try:
-            await worker.order("park", at=effect.at, limit_s=limit_s, exact=exact)
+            await worker.order("park", at=effect.at, limit_s=limit_s, exact=exact, leaving=member.restarts)
         except OrderFailed as error:
             if effect.at is not None and worker.boundary >= effect.at:
                 return events.Overran(**_ends(effect), boundary=worker.boundary)

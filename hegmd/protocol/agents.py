@@ -26,6 +26,11 @@ class Order(Record):
     exact: bool = field(
         "park: only at the boundary with that count; fails at once, stopping nobody, if it was passed", default=False
     )
+    leaving: bool = field(
+        "park: where a restarted script could go on from: at that boundary, or soon after it, at the head of a loop "
+        "that trains",
+        default=False,
+    )
     size_bytes: int | None = field(
         "make: at most so many bytes of storages this time, but one at least; nil for all that are out", default=None
     )

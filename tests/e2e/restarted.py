@@ -5,14 +5,18 @@ Owns the Python that forks for them and their files. What is compared is up to t
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgpack
 from typing_extensions import Self
+
+from hegmd.agent.restart import plain
 
 PRELOADED = Path(__file__).with_name("preloaded.py")
 LEFT_STATUS = 99
@@ -74,6 +78,15 @@ class Restarts:
                 break
             state = into
         return output.read_text(), ends
+
+    def left(self, *argv: str, at: int) -> Any:
+        """The state that the script leaves at that boundary."""
+        into = self._new("state")
+        importlib.import_module("torch")  # which a state with tensors is read beside
+        ended = self._run(argv, self._new("output"), agent=True, at=at, into=into)
+        assert ended.status == LEFT_STATUS, ended.errors
+        with into.open("rb") as file:
+            return plain.read(file.fileno())
 
     def _new(self, what: str) -> Path:
         self._runs += 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.agented import SCRIPTS
-from tests.e2e.restarted import LEFT_STATUS, REFUSED_STATUS, Restarts
+from tests.e2e.restarted import LEFT_STATUS, REFUSED_STATUS, UNRESTORED_STATUS, Restarts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts")]
 
@@ -30,6 +30,8 @@ def restarts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restarts]:
         pytest.param("no_loader.py", (50, 1), id="no-loader-and-so-from-the-middle-of-the-body-to-the-loop"),
         pytest.param("evaluated.py", (3, 12, 13), id="asked-in-an-evaluation-it-stands-in-the-next-epoch"),
         pytest.param("evaluated.py", (1, 11), id="scaler-schedules-averages-and-generators"),
+        pytest.param("tensors.py", (12, 2, 6), id="tensors-of-the-scripts-own-and-zipped-loaders-without-a-name"),
+        pytest.param("streams.py", (3, 11), id="streams-that-say-where-they-are-or-are-read-again"),
     ],
 )
 def test_training_goes_on_bit_for_bit(restarts: Restarts, tmp_path: Path, script: str, at: tuple[int, ...]) -> None:
@@ -50,3 +52,94 @@ def test_what_cannot_go_on_exactly_is_refused_and_said(restarts: Restarts, scrip
     _output, ends = restarts.restarted(str(SCRIPTS / script), at=(20,))
     assert [ended.status for ended in ends] == [REFUSED_STATUS]
     assert why in ends[0].errors
+
+
+TRAINING = """
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+starts = Path(sys.argv[1], "starts")
+start = int(starts.read_text()) if starts.exists() else 0
+starts.write_text(str(start + 1))
+torch.manual_seed(3)
+model = torch.nn.Linear(4, {width})
+optimizer = torch.optim.Adam(model.parameters())
+loader = DataLoader(TensorDataset(torch.randn(12, 4)), batch_size=4)
+
+
+def train(epochs):
+    for epoch in {epochs}:
+        for (rows,) in loader:
+            model(rows).pow(2).mean().backward()
+            optimizer.step()
+            {after}
+            print("step", flush=True)
+
+
+{body}
+"""
+
+
+def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
+    """A script with these parts, and the folder that it counts its starts in."""
+    usual = {"width": "2", "epochs": "range(epochs)", "after": "pass", "body": "train(4)"}
+    script = tmp_path / "script.py"
+    script.write_text(TRAINING.format(**{**usual, **parts}))
+    return str(script), str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        (
+            {"after": "globals().setdefault('late', torch.nn.Linear(1, 1))"},
+            "late, a Linear, was made after the first",
+        ),
+        ({"body": "train(1)\ntrain(3)"}, "has trained before the one at line"),
+        ({"epochs": "['a', 'b', 'c']"}, "goes over a tuple_iterator, whose place cannot be set"),
+        ({"body": "while start < 2:\n    train(3)"}, "the while loop at line 27 of __main__ goes by variables"),
+        ({"after": "optimizer.state[model.weight]['f'] = print"}, "__main__.optimizer.states[0].f is a function"),
+    ],
+    ids=["made-later", "trained-before", "a-list", "a-while-loop", "a-function-in-the-state"],
+)
+def test_what_a_restarted_script_would_not_have_is_refused(
+    restarts: Restarts, tmp_path: Path, parts: dict[str, str], why: str
+) -> None:
+    output, ends = restarts.restarted(*written(tmp_path, **parts), at=(7,))
+    assert [ended.status for ended in ends] == [REFUSED_STATUS], ends[0].errors
+    assert why in ends[0].errors
+    assert set(output.split()) == {"step"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ({"width": "2 + start"}, "weight has the shape (3, 4) and had (2, 4)"),
+        ({"body": "train(4 - start * 2)"}, "a loop that had range(1, 4) left goes over range(0, 2)"),
+        ({"body": "loader = DataLoader(loader.dataset, batch_size=4 - start)\ntrain(4)"}, "batch_size was 4 and is 3"),
+        ({"body": "if start == 0:\n    train(4)"}, "the script ended before it came to where it was"),
+        ({"body": "if start:\n    optimizer.step()\ntrain(4)"}, "an optimizer was about to step before"),
+        ({"body": "if start:\n    del model\ntrain(4)"}, "model"),
+    ],
+    ids=["another-model", "fewer-epochs", "another-loader", "no-such-loop", "a-step-of-its-own", "no-model"],
+)
+def test_a_state_that_does_not_fit_ends_the_script_before_any_step(
+    restarts: Restarts, tmp_path: Path, parts: dict[str, str], why: str
+) -> None:
+    output, ends = restarts.restarted(*written(tmp_path, **parts), at=(6,))
+    assert [ended.status for ended in ends] == [LEFT_STATUS, UNRESTORED_STATUS], [ended.errors for ended in ends]
+    assert why in ends[1].errors
+    assert output.split() == ["step"] * 4
+
+
+def test_what_begins_anew_is_in_the_state_by_name(restarts: Restarts, tmp_path: Path) -> None:
+    """The script's own variables: known to be changed since the first batch, and not kept."""
+    body = (
+        "count, names = 0, []\nfor epoch in range(3):\n    for (rows,) in loader:\n        model(rows).sum().backward()"
+    )
+    body += "\n        optimizer.step()\n        count += 1\n        names.append(count)"
+    state = restarts.left(*written(tmp_path, body=body), at=5)
+    assert sorted(state["lost"]) == ["count", "names"]

@@ -90,7 +90,7 @@ class Due:
         shadows = Shadows(self._needed, end_unrestored)
         shadows.cast()
         self._undo.append(shadows.lift)
-        said.enumerate_loader = lambda loader: enumerate(loader, self._needed("enumerate", caller()) or 0)
+        said.enumerate_loader = self._enumerate
         self._undo.append(lambda: setattr(said, "enumerate_loader", enumerate))
 
     def watch_batches(self, module: Any) -> None:
@@ -161,6 +161,10 @@ class Due:
         _arrived()
         note("the state is back")
         note_restarted()
+
+    def _enumerate(self, loader: Any) -> Any:
+        """What `hegm.resumable` gives meanwhile."""
+        return enumerate(loader, self._needed("enumerate", caller()) or 0)
 
     def _needed(self, name: str, frame: FrameType) -> Any:
         self._read()

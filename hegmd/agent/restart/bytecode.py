@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 
+from .kinds import is_a
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -184,7 +186,7 @@ class Loops:
 
 def _names_of(argument: Any) -> tuple[str, ...]:
     """One variable, or two where an instruction sets as many."""
-    return tuple(argument) if type(argument) is tuple else (str(argument),)
+    return argument if is_a(argument, tuple) else (str(argument),)
 
 
 def _have_argument() -> int:

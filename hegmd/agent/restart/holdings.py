@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 
-from . import generators
+from . import frameworks, generators
 from .kinds import is_a
 from .places import is_users_module
 
@@ -156,7 +156,7 @@ def _beginnings(frames: list[FrameType]) -> Iterator[tuple[str, Any, int]]:
 
 
 def _ways_on(name: str, thing: Any, kind: str | None) -> Iterator[tuple[str, Any]]:
-    if kind in (SCHEDULER, SCALER, GENERATOR, STATEFUL, TENSOR):
+    if kind in (SCHEDULER, SCALER, GENERATOR, STATEFUL, TENSOR) or frameworks.reseeds(thing):
         return
     if is_a(thing, dict):
         if len(thing) <= _LONGEST:

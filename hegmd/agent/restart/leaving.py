@@ -25,15 +25,19 @@ UNRESTORED_STATUS = 98
 
 
 def weigh() -> tuple[int, list[Refusal]]:
-    """How many bytes the state comes to, and what stands against a restart. The training thread is at a boundary."""
+    """How many bytes the state comes to, and what stands against a restart, but for what is over by itself.
+
+    The training thread is at a boundary.
+    """
     from . import plain
     from .capture import capture
 
     state, refusals = capture()
+    lasting = [found for found in refusals if not found.passes]
     try:
-        return plain.size_bytes(state), refusals
+        return plain.size_bytes(state), lasting
     except plain.NotPlain as error:
-        return 0, [*refusals, _not_plain(state, error)]
+        return 0, [*lasting, _not_plain(state, error)]
 
 
 def save(
@@ -100,7 +104,7 @@ def _named(state: dict[str, Any], path: str) -> str:
     """The path in the state in the script's words, as far as it is about something that the script holds."""
     import re
 
-    match = re.match(r"\\.?\[?'?holdings'?\]?\[(\d+)\](.*)", path)
+    match = re.match(r"holdings\[(\d+)\](?:\.content)?(.*)", path)
     if match is None:
         return path
     return f"{state['holdings'][int(match[1])]['names'][0]}{match[2]}"

@@ -41,8 +41,8 @@ def note_step(frame: FrameType | None) -> None:
 
 
 def chain_of(place: Place) -> tuple[Any, ...]:
-    """The loops that a place is in, from the outermost, as they are known in another process."""
-    return tuple((*place.path[loop.depth][:3], loop.line) for loop in place.loops)
+    """The loops that a place is in, from the outermost, each with the calls by which its function was come to."""
+    return tuple((place.path[: loop.depth], (*place.path[loop.depth][:3], loop.line)) for loop in place.loops)
 
 
 def positions_of(place: Place) -> tuple[Any, ...]:
@@ -69,14 +69,16 @@ def refusals_of(place: Place, *, is_driven: bool) -> Iterator[Refusal]:
     if not _trained or not chain:
         return
     if not any(trained[: len(chain)] == chain for trained in _trained):
-        yield Refusal(f"the loop at {said(chain[-1])} does not train, and is within one that does", _LATER, passes=True)
+        yield Refusal(
+            f"the loop at {said(chain[-1][1])} does not train, and is within one that does", _LATER, passes=True
+        )
         return
     positions = positions_of(place)
     for trained, was in list(_trained.items()):
         common = _common(trained, chain)
         if common == len(chain) or common == len(trained):
             continue
-        over = f"the loop at {said(trained[-1])} has trained before the one at {said(chain[-1])}"
+        over = f"the loop at {said(trained[-1][1])} has trained before the one at {said(chain[-1][1])}"
         if common == 0:
             yield Refusal(f"{over}, and would do so again", "give each a script of its own, or put them in one loop")
         elif was[:common] == positions[:common]:
