@@ -191,3 +191,8 @@ def _bare(line: str) -> str:
 def first_error(log: str) -> str | None:
     """The first thing that CRIU calls an error; None when there is none."""
     return next((_bare(line) for line in log.splitlines() if _is_error(line)), None)
+
+
+def had_left_overs(log: str) -> bool:
+    """Whether a restore has failed for files of one before it that was cut off, and has taken them away."""
+    return "Can't create ghost regfile: File exists" in log and "Unlink remap" in log

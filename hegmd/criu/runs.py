@@ -31,7 +31,7 @@ import anyio.lowlevel
 
 from hegmd.apart import start_apart
 from hegmd.concert import accompanied
-from hegmd.criu.complaints import failure
+from hegmd.criu.complaints import failure, had_left_overs
 from hegmd.criu.guise import Guise
 from hegmd.criu.needs import Needs
 from hegmd.criu.orders import (
@@ -141,13 +141,29 @@ async def restore(  # noqa: PLR0913 - what it takes, each by its name
 
     `outlets` gives descriptors of this process's for the keys of outlets that are not to lead to /dev/null. The log
     goes into `log_dir_fd`. Raises HegmError, and then nothing of the tree is left; the same on cancellation.
+
+    A CRIU that was killed leaves files in the places of the job's deleted ones. The next fails for them, and takes them
+    away as it ends: so it is tried once more then.
     """
+    files = {key: place_of(fd) for key, fd in (outlets or {}).items()}
+    words = [*folder(IMAGES_FD, images_dir_fd), *folder(LOGS_FD, log_dir_fd), *_worn(guise), *opened(needs, files)]
+    words += ["--", *restore_order(criu.path, needs, as_user=guise is not None)]
+    once = partial(_restore_once, words, needs, log_dir_fd, unit_name, description, deadline_s)
+    try:
+        return await once()
+    except HegmError:
+        if not had_left_overs(_log(log_dir_fd, RESTORE_LOG)):
+            raise
+        logger.info("a restore that was cut off had left files, which are gone by now; once more")
+        return await once()
+
+
+async def _restore_once(
+    words: Sequence[str], needs: Needs, log_dir_fd: int, unit_name: str | None, description: str, deadline_s: float
+) -> Revived:
     started = time.monotonic()
     await _take_numbers(needs)
     root = str(needs.pids[0])
-    words = [*folder(IMAGES_FD, images_dir_fd), *folder(LOGS_FD, log_dir_fd), *_worn(guise)]
-    words += opened(needs, {key: place_of(fd) for key, fd in (outlets or {}).items()})
-    words += ["--", *restore_order(criu.path, needs, as_user=guise is not None)]
     attendant = Population({})
     if unit_name is not None:
         await _restore_in_unit([root, *words], unit_name, description, log_dir_fd, deadline_s)

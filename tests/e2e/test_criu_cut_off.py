@@ -9,11 +9,13 @@ from pathlib import Path
 
 import anyio
 import anyio.lowlevel
+import psutil
 import pytest
 
 from hegmd.criu import runs
-from hegmd.criu.population import let_go, population_of
+from hegmd.criu.population import end_all, let_go, population_of
 from hegmd.criu.program import Criu
+from hegmd.errors import HegmError
 from tests.e2e.agented import environment
 from tests.e2e.real_criu import criu_or_skip, directory, ended_after, job, pipe, python, tell
 
@@ -117,6 +119,60 @@ async def test_a_restore_that_is_cancelled_leaves_nothing_of_the_job(tmp_path: P
             await runs.restore(criu, images, needs, log_dir_fd=logs, unit_name=None, outlets=outlets)
             tell(busy.pid)
             assert said.readline() == "goes on\n"
+
+
+async def test_criu_that_is_killed_in_a_restore_leaves_nothing_of_the_job_and_an_image_that_restores(
+    tmp_path: Path,
+) -> None:
+    """What it left was a file in the place of a deleted one, for which the next restore failed."""
+    criu = criu_or_skip()
+    with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:
+        assert busy.line() == "ready"
+        needs = busy.needs()
+        await runs.dump(criu, busy.pid, images, needs, leave_stopped=True, in_unit=False)
+        end_all(population_of(needs.pids))
+        busy.gone()
+        with ended_after(needs.pids), directory(tmp_path / "logs") as logs:
+            failures: list[HegmError] = []
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_kill_criu_when, Path(f"/proc/{busy.pid}"))
+                try:
+                    await runs.restore(criu, images, needs, log_dir_fd=logs, unit_name=None)
+                except HegmError as error:
+                    failures.append(error)
+                tasks.cancel_scope.cancel()
+            assert "CRIU's restore" in failures[0].message
+            assert population_of(needs.pids).start_ticks == {}
+        with ended_after(needs.pids), directory(tmp_path / "logs") as logs, pipe() as (said, output):
+            outlets = {outlet.key: output for outlet in needs.outlets}
+            await runs.restore(criu, images, needs, log_dir_fd=logs, unit_name=None, outlets=outlets)
+            tell(busy.pid)
+            assert said.readline() == "goes on\n"
+
+
+async def _kill_criu_when(is_there: Path) -> None:
+    """As soon as it has made the job's first process, which has the number that the job had."""
+    while not is_there.exists():  # noqa: ASYNC240 - in memory
+        await anyio.lowlevel.checkpoint()
+    for each in psutil.process_iter(["cmdline"]):
+        words = each.info["cmdline"] or []
+        if "tend" in words and is_there.name in words:
+            for program in each.children():
+                program.kill()
+
+
+async def test_criu_that_is_killed_before_it_dumps_leaves_a_job_that_goes_on(tmp_path: Path) -> None:
+    stand_in = tmp_path / "criu"
+    stand_in.write_text("#!/bin/sh\nkill -9 $$\n")
+    stand_in.chmod(0o755)
+    with job(python(BUSY)) as busy, directory(tmp_path / "image") as images:
+        assert busy.line() == "ready"
+        with pytest.raises(HegmError, match="CRIU's dump"):
+            await runs.dump(
+                Criu(str(stand_in), "4.2.1"), busy.pid, images, busy.needs(), leave_stopped=True, in_unit=False
+            )
+        tell(busy.pid)
+        assert busy.line() == "goes on"
 
 
 async def _cancel_when(scope: anyio.CancelScope, is_there: Path) -> None:
