@@ -15,6 +15,7 @@ from tests.bench import (
     bench_agent,
     bench_blackout,
     bench_carrier,
+    bench_checkpoint,
     bench_clients,
     bench_hegmctl,
     bench_idle,
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "parking": bench_parking.run,
     "blackout": bench_blackout.run,
     "image": bench_image.run,
+    "checkpoint": bench_checkpoint.run,
     "state": bench_state.run,
 }
 

@@ -42,7 +42,7 @@ def run() -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="hegm-") as folder, RunningDaemon(Path(folder)) as daemon:
         path = Path(folder) / "losses"
         with _job(daemon, path) as pid:
-            moves = [_operation(daemon, "migrate", str(pid), "--to", f"gpu{1 - at % 2}") for at in range(MOVES)]
+            moves = [operation(daemon, "migrate", str(pid), "--to", f"gpu{1 - at % 2}") for at in range(MOVES)]
         times = [float(line.split()[2]) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
     batch_ms = 1e3 * statistics.median(later - earlier for earlier, later in pairwise(times))
     blackouts_ms = [1e3 * move["blackout_s"] for move in moves]
@@ -59,23 +59,28 @@ def _job(daemon: RunningDaemon, path: Path) -> Iterator[int]:
     """The script under `hegmctl run` on gpu0, from when the daemon shows it there; its pid."""
     words = ["run", "--gpu", "gpu0", "--", sys.executable, str(SCRIPT), MORE_STEPS_THAN_IT_LIVES]
     with path.open("w") as losses:
-        job = subprocess.Popen([sys.executable, "-m", "hegmctl", *words], env=_environment(daemon), stdout=losses)
+        job = subprocess.Popen([sys.executable, "-m", "hegmctl", *words], env=environment_for(daemon), stdout=losses)
     try:
-        deadline = time.monotonic() + SHOWS_UP_WITHIN_S
-        with connect(str(daemon.socket_path)) as hegmd:
-            while not any(process.pid == job.pid and process.gpus for process in hegmd.processes().processes):
-                if time.monotonic() > deadline or job.poll() is not None:
-                    raise RuntimeError(f"the training does not show up on its GPU: {daemon.log_text()}")
+        shown_on_gpu(daemon, job)
         yield job.pid
     finally:
         job.kill()
         job.wait()
 
 
-def _operation(daemon: RunningDaemon, *words: str) -> dict[str, Any]:
+def shown_on_gpu(daemon: RunningDaemon, job: subprocess.Popen[bytes]) -> None:
+    """Wait until the daemon shows it on its GPU. Raises RuntimeError."""
+    deadline = time.monotonic() + SHOWS_UP_WITHIN_S
+    with connect(str(daemon.socket_path)) as hegmd:
+        while not any(process.pid == job.pid and process.gpus for process in hegmd.processes().processes):
+            if time.monotonic() > deadline or job.poll() is not None:
+                raise RuntimeError(f"the training does not show up on its GPU: {daemon.log_text()}")
+
+
+def operation(daemon: RunningDaemon, *words: str) -> dict[str, Any]:
     """How it ended, which has to be well."""
     command = [sys.executable, "-m", "hegmctl", *words, "--json"]
-    done = subprocess.run(command, env=_environment(daemon), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment_for(daemon), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"hegmctl {' '.join(words)}: {done.stdout}{done.stderr}")
     daemon.read_notices()
@@ -83,7 +88,8 @@ def _operation(daemon: RunningDaemon, *words: str) -> dict[str, Any]:
     return ended
 
 
-def _environment(daemon: RunningDaemon) -> dict[str, str]:
+def environment_for(daemon: RunningDaemon) -> dict[str, str]:
+    """A plain environment with the daemon in it."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("HEGM_")}
     paths = f"{ROOT}{os.pathsep}{ROOT / 'client'}"
     return plain | {"HEGM_SOCKET": str(daemon.socket_path), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
