@@ -54,10 +54,13 @@ def run() -> list[Row]:
 
 def _rows(daemon: RunningDaemon, name: str, place: Path) -> list[Row]:
     folder = Path(tempfile.mkdtemp(dir=place, prefix="hegm-bench-"))
-    stood_s, left_s, ended_s, back_s = [], [], [], []
+    stood_s: list[float] = []
+    left_s: list[float] = []
+    ended_s: list[float] = []
+    back_s: list[float] = []
     try:
         with _job(daemon) as job:
-            size_bytes = 0
+            size_bytes = 0.0
             for at in range(ROUNDS):
                 image = str(folder / f"left-{at}")
                 took_s, left = timed(daemon, "checkpoint", "--leave-running", str(job.pid), image)
