@@ -267,8 +267,8 @@ def ask(question: str) -> str | None:
     """What the person at the terminal answers; None if there is nobody to be asked."""
     if not (_is_terminal(sys.stderr) and _is_terminal(sys.stdin)):
         return None
-    _write_error(question, end="")
-    try:
+    try:  # from the first letter on: whoever sees the question may have no patience left
+        _write_error(question, end="")
         return sys.stdin.readline()
     except (OSError, KeyboardInterrupt):
         return None

@@ -315,7 +315,7 @@ def test_a_second_ctrl_c_leaves_it_going(daemon: FakeDaemon) -> None:
         terminal.process.send_signal(signal.SIGINT)
         terminal.until(lambda lines: lines[-1] == QUESTION)
         assert terminal.end(signal.SIGINT) == -signal.SIGINT
-        assert any("operation 7 goes on" in line for line in terminal.picture.lines)
+        assert any("operation 7 goes on" in line for line in terminal.picture.lines), terminal.picture.raw[-300:]
     assert not _asked_to_cancel(daemon)
 
 
