@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import struct
+import sys
 from time import monotonic
 
 from .. import __version__
@@ -81,6 +82,7 @@ class Channel:
         """What a launcher may ask for by a signal, where there is one."""
         if not os.environ.get(LAUNCHER):
             return None
+        launched.warn_of_another(sys.modules)
         REQUEST.on_change = self.wake
         return launched.Departure(REQUEST, self._gate, self._orders, launched.Restarts(self._gate), os.environ)
 

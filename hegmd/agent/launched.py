@@ -153,6 +153,12 @@ class Departure:
         self._orders.take_up()
 
 
+def warn_of_another(modules: Mapping[str, object]) -> None:
+    """HeGM's own package loads itself into every Python of its environment, and takes SIGUSR1 and the builtins."""
+    if "hegm._config" in modules:
+        say("HeGM's own package is in this Python as well, and both take hold of the training: pip uninstall hegm")
+
+
 def say(text: str) -> None:
     """A line for whoever watches the training, in HeGM's form."""
     try:

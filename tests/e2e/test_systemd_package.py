@@ -262,7 +262,8 @@ def test_staged_under_another_prefix_it_touches_nothing_else(source: Path, deb: 
     unit = (stage / "etc/systemd/system/hegmd.service").read_text()
     assert "ExecStart=/opt/gpu/bin/hegmd\n" in unit
     assert "/usr/bin/hegmd" not in unit
-    assert (stage / "opt/gpu/bin/hegmctl").resolve() == stage / "opt/gpu/lib/hegm/bin/hegmctl"
+    for program in ("hegmctl", "hegm-launcher", "hegm-ctrl"):
+        assert (stage / f"opt/gpu/bin/{program}").resolve() == stage / f"opt/gpu/lib/hegm/bin/{program}"
     assert (stage / "opt/gpu/lib/hegm/bin/hegmctl").read_text().startswith("#!/opt/gpu/lib/hegm/bin/python3 -IB\n")
     assert (stage / "etc/hegm/hegmd.toml").exists()
     subprocess.run(["packaging/uninstall.sh"], cwd=source, env=environment, check=True, capture_output=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.agent.launched import Departure, write_whole
+from hegmd.agent.launched import Departure, warn_of_another, write_whole
 from hegmd.agent.launcher_signal import Request
 from hegmd.agent.orders import Orders
 from hegmd.agent.quiesce import Gate
@@ -207,6 +207,13 @@ def test_a_training_that_was_let_go_by_somebody_else_is_asked_again(made: Callab
     training.departure.tick()
     training.reach_boundary()
     training.wait_until_parked()
+
+
+def test_hegms_own_package_beside_ours_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
+    warn_of_another({"hegm": object(), "hegm.interface": object()})  # ours
+    assert capfd.readouterr().err == ""
+    warn_of_another({"hegm": object(), "hegm._config": object()})
+    assert "pip uninstall hegm" in capfd.readouterr().err
 
 
 def test_a_link_in_the_place_of_the_state_is_not_followed(tmp_path: Path) -> None:
