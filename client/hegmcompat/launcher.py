@@ -180,6 +180,7 @@ class Launcher:
         self._iteration += 1
         self._debug(f"[Launcher] ---- iteration {self._iteration} ----")
         self._debug(f"[Launcher] Spawning: {' '.join(self.command)}")
+        private_files.remove_unfinished(self._state)
         environ = dict(self.environ)
         if private_files.identity(self._state) is not None:
             environ["HEGM_STATE"] = str(self._state)

@@ -16,6 +16,7 @@ from hegmd.errors import EXTERNAL, HegmError, Refused
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_HEX = frozenset("0123456789abcdef")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -59,6 +60,20 @@ def write(path: Path, data: bytes | memoryview) -> None:
             with suppress(OSError):
                 os.unlink(unnamed, dir_fd=folder)
             raise
+
+
+def remove_unfinished(path: Path) -> None:
+    """What is left of files that were to get that name, by processes that were killed before. For when none runs."""
+    with suppress(OSError):
+        for name in os.listdir(path.parent):
+            if _is_unfinished(name, path.name):
+                with suppress(OSError):
+                    (path.parent / name).unlink()
+
+
+def _is_unfinished(name: str, wanted: str) -> bool:
+    begins = f".{wanted}-"
+    return name.startswith(begins) and len(name) == len(begins) + 16 and set(name[len(begins) :]) <= _HEX
 
 
 @contextmanager

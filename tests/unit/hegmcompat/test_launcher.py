@@ -114,6 +114,16 @@ def test_a_worker_that_ends_in_its_own_way_ends_the_launcher_so(tmp_path: Path, 
         assert launcher.end() == (status, "")
 
 
+def test_what_a_killed_worker_had_begun_to_write_does_not_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in (".state.pt-0123456789abcdef", ".state.pt-notes", "state.pt-0123456789abcdef"):
+        (folder / name).touch()
+    with launched(tmp_path, f"ls -A {folder}", HEGM_CHECKPOINT_PATH=str(folder / "state.pt")) as launcher:
+        found = {launcher.line() for _ in range(3)}
+    assert found == {".state.pt-notes", "command", "state.pt-0123456789abcdef"}
+
+
 def test_an_exit_with_99_and_no_state_is_the_workers_own(tmp_path: Path) -> None:
     """HeGM's launcher would wait for a controller, and then start from the beginning."""
     with launched(tmp_path, "exit 99") as launcher:
