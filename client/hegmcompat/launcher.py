@@ -102,7 +102,6 @@ class Launcher:
     def started(self, pid: int) -> None:
         """A worker runs: say so where hegm-ctrl looks."""
         self._next = None
-        self._before = private_files.identity(self._state)
         try:
             workers.register(self._at.folder, self._pid, pid)
         except (OSError, HegmError) as error:
@@ -151,6 +150,7 @@ class Launcher:
     def left_to_daemon(self) -> None:
         """It has ended, and what comes next is another's to say."""
         workers.unregister(self._at.folder, self._pid)
+        self._before = private_files.identity(self._state)
 
     def close(self) -> None:
         """The end: nobody waits behind the lock any more."""
@@ -181,6 +181,8 @@ class Launcher:
         self._debug(f"[Launcher] ---- iteration {self._iteration} ----")
         self._debug(f"[Launcher] Spawning: {' '.join(self.command)}")
         private_files.remove_unfinished(self._state)
+        # Now, while no worker runs: once one does it may have saved its state already.
+        self._before = private_files.identity(self._state)
         environ = dict(self.environ)
         if private_files.identity(self._state) is not None:
             environ["HEGM_STATE"] = str(self._state)

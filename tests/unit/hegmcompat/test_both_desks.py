@@ -88,6 +88,18 @@ def test_a_state_in_the_file_is_held_behind_a_lock_without_a_connection(both: _B
     assert both.desks.wanted() is None
 
 
+def test_a_worker_that_had_saved_its_state_before_its_start_was_told_of_was_taken_for_one_without(both: _Both) -> None:
+    """What is new was told by a look after the start, so that a quick worker's state was old already."""
+    both.state.write_bytes(b"state")
+    assert both.desks.ended(99, told=None)
+    both.lock.unlink()
+    both.desks.turn(101.0, None)
+    both.state.unlink()
+    both.state.write_bytes(b"a later state")
+    both.desks.started(4712)
+    assert both.desks.ended(99, told=None)
+
+
 def test_a_worker_that_left_for_the_daemon_is_the_daemons(tmp_path: Path) -> None:
     both = _Both(tmp_path, _Daemon(expects=True))
     assert both.desks.ended(99, told=None)
