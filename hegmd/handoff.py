@@ -23,7 +23,7 @@ import anyio
 from hegmd.agent_orders import AgentAway
 from hegmd.concert import Progress, in_concert, parts_of
 from hegmd.criu import runs
-from hegmd.criu.dumped import dumped_processes
+from hegmd.criu.dumped import dumped_processes, strangers
 from hegmd.criu.guise import Guise, closed_to, rights_missing, to_dump, worn_by_root
 from hegmd.criu.needs import Needs, needs_of
 from hegmd.criu.node import describe
@@ -474,12 +474,8 @@ def _not_theirs_reason(member: Process, rights: Rights) -> Reason:
 
 
 def _require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> None:
-    """Raise HegmError if there is more in the image than was looked at: somebody who came, or has got other rights.
-
-    Root may have anybody's memory; but a process that the manifest does not name would be nobody's after a restore.
-    """
-    strange = sorted(pid for pid, is_open in dumped.items() if pid not in tree.pids or not (is_open or rights.uid == 0))
-    if strange:
+    """Raise HegmError if there is more in the image than was looked at: somebody who came, or has got other rights."""
+    if strange := strangers(dumped, tree.pids, may_read_all=rights.uid == 0):
         raise HegmError(
             DENIED if rights.uid != 0 else REFUSED,
             f"process {strange[0]} has come to the job while its image was made, or has got other rights",

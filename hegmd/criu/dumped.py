@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import re
 import struct
+from collections.abc import Collection, Mapping
 
 from hegmd.errors import UNAVAILABLE, HegmError
 
-__all__ = ["dumped_processes", "is_open"]
+__all__ = ["dumped_processes", "is_open", "strangers"]
 
 _NAME = re.compile(r"mm-(\d+)\.img")
 _HEAD = struct.Struct("<III")  # of all images, of this kind, and the message's length
@@ -38,6 +39,14 @@ def dumped_processes(dir_fd: int) -> dict[int, bool]:
             UNAVAILABLE, message, "have root make the image, and report this with CRIU's version"
         ) from error
     return found
+
+
+def strangers(dumped: Mapping[int, bool], known: Collection[int], *, may_read_all: bool) -> list[int]:
+    """Who is in an image and was not looked at before, or may not be read by whoever gets it.
+
+    Root may read anybody; but a process that the manifest does not name would be nobody's once it has come back.
+    """
+    return sorted(pid for pid, is_readable in dumped.items() if pid not in known or not (is_readable or may_read_all))
 
 
 def is_open(data: bytes) -> bool:

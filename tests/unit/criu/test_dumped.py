@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.criu.dumped import dumped_processes, is_open
+from hegmd.criu.dumped import dumped_processes, is_open, strangers
 from hegmd.errors import HegmError
 
 HEAD = (0x54564319, 0x57492820)
@@ -49,3 +49,11 @@ def _of(folder: Path) -> dict[int, bool]:
         return dumped_processes(fd)
     finally:
         os.close(fd)
+
+
+def test_a_process_that_was_forked_just_before_the_freeze_was_nobodys_after_a_restore() -> None:
+    """Root's images had it, and their manifests did not: no operation, unit or undoing knew of it."""
+    dumped = {4: True, 5: False, 6: True}
+    assert strangers(dumped, {4, 5}, may_read_all=True) == [6]
+    assert strangers(dumped, {4, 5}, may_read_all=False) == [5, 6]
+    assert strangers(dumped, {4, 5, 6, 7}, may_read_all=True) == []
