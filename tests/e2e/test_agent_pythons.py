@@ -59,6 +59,67 @@ def daemon() -> Iterator[RunningDaemon]:
         yield running
 
 
+# Loops of every kind around a look at the stack; what was found is printed, and has to be the same for all.
+LOOPS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from hegmd.agent.restart import places, stack
+
+
+class Asked:
+    def __init__(self):
+        self.left = 2
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        place = places.Place(sys._getframe(1))
+        looks = [places.look_into(loop.iterator, 0, lambda found: None) for loop in place.loops]
+        numbers = [list(range(*look["rest"])) if look["kind"] == "range" else look.get("index") for look in looks]
+        print(place.at_head, numbers, [sorted(loop.names & {"range", "enumerate"}) for loop in place.loops])
+        return self.left
+
+
+def train(rows):
+    for epoch in range(4):
+        with open("/dev/null"):
+            try:
+                for step, row in enumerate(rows, 7):
+                    [step for _ in range(2)]
+            finally:
+                seen = lambda: (epoch, rows)
+        if epoch == 1:
+            rows = Asked()
+
+
+def passing(rows):
+    for row in rows:
+        yield row
+
+
+print(stack.can_read())
+train(Asked())
+for _ in range(3, 0, -1):
+    for row in passing(Asked()):
+        pass
+    break
+"""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_loops_are_read_from_the_stack_of_any_python(name: str) -> None:
+    found = [
+        subprocess.run([python, "-c", LOOPS, str(ROOT)], capture_output=True, text=True, check=True).stdout
+        for python in (sys.executable, find_python(name))
+    ]
+    assert found[0].startswith("True\nTrue [[1, 2, 3], 7] [['range'], ['enumerate']]\n")
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_boundaries_are_counted_and_stopped_at_by_any_python(name: str, socket_path: Path, expected: str) -> None:
     python = find_python(name)

@@ -155,7 +155,8 @@ class Due:
         given.forget()
         self._state = {"place": {"driver": None}}
         self._awaited = None
-        self._passes = [taken for taken in self._passes if taken["rests"]]
+        iterations.resting[:] = [taken for taken in self._passes if taken["rests"]]
+        self._passes = iterations.resting  # one list: what is not begun again goes into the next state as it is
         while self._undo:
             self._undo.pop()()
         _arrived()

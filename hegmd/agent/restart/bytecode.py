@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _VERSION: tuple[int, ...] = tuple(sys.version_info[:2])
 _GENERATORS = 0x20 | 0x80 | 0x200  # inspect's CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR
 _ENDS = frozenset(("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"))
+_STATEMENTS = ("STORE_", "JUMP_", "POP_", "FOR_ITER", "END_FOR", "RETURN_", "DELETE_", "RESUME", "RERAISE")
 _MOST_TARGETS = 32
 _BEFORE_TARGETS = frozenset(("UNPACK_SEQUENCE", "UNPACK_EX", "EXTENDED_ARG", "NOP", "CACHE"))
 _ALWAYS = frozenset(("JUMP_FORWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"))
@@ -84,6 +85,17 @@ class Loops:
             if name.startswith(("STORE_", "JUMP", "POP_", "RETURN", "DELETE_", "FOR_ITER")):
                 return None
         return None
+
+    def names_before(self, head: Head) -> set[str]:
+        """The names that are used between the `for` of that loop and its body: what it goes over is made of them."""
+        found: set[str] = set()
+        for index in range(self._at[head.offset] - 1, -1, -1):
+            name = self._list[index].opname
+            if name.startswith(_STATEMENTS):
+                break
+            if name.startswith("LOAD_"):
+                found.update(found_name for found_name in _names_of(self._list[index].argval))
+        return found
 
     def targets(self) -> set[str]:
         """The variables that `for` loops of this code set."""

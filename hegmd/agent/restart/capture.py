@@ -27,7 +27,7 @@ from .holdings import (
 from .interface import KEY
 from .interface import said as said_by_script
 from .kinds import is_a
-from .places import Place, Unreadable, look_into, said
+from .places import Loop, Place, Unreadable, look_into, said
 from .unfit import DoesNotFit, Refusal
 
 TYPE_CHECKING = False
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 FORM = 1
+#: Names that call `range` and `enumerate` for the script.
+_ALSO = {"range": {"trange", "tnrange"}, "enumerate": {"resumable", "tenumerate"}}
 _BY_HAND = "keep what it goes by with hegm.keep(name, get, set), or write it as a for loop over range() or a loader"
 
 
@@ -94,6 +96,7 @@ class _Taking:
                 look = self._look_into_zip(loop.iterator, driver)
             self._note_loaders(look)
             needs = list(self._needs(look, place.path[loop.depth], loop.line))
+            self._check_names(needs, loop, place.path[loop.depth])
             loops.append({"depth": loop.depth, "line": loop.line, "needs": needs})
         if not said_by_script.keeps:
             for step in place.whiles():
@@ -102,6 +105,14 @@ class _Taking:
         number = self._number_of(driver) if driver is not None else None
         self._baseline = baseline_of(place.path if number is None else iterations.path_of_pass(driver))
         return {"path": place.path, "loops": loops, "driver": number}
+
+    def _check_names(self, needs: list[tuple[str, Any]], loop: Loop, step: Any) -> None:
+        """Only what is made in the head of a loop can be made otherwise there."""
+        for name in {name for name, _value in needs} - loop.names:
+            if not loop.names & _ALSO[name]:
+                where = said((*step[:3], loop.line))
+                what = f"the loop at {where} goes over what was made before it, whose place cannot be set"
+                self._refuse(what, f"write {name}(...) in the head of the loop")
 
     def _number_of(self, iterator: object) -> int | None:
         found = iterations.followed(iterator)
@@ -147,6 +158,8 @@ class _Taking:
             rests = given is None and bool(found.sent) and iterator._persistent_workers and not iterator._task_info
             self.refusals += found.refusals(given or 0)
             yield {**found.taken(given or 0), "number": found.number, "rests": rests}
+        # Numbers of this process's passes are none of theirs.
+        yield from ({**taken, "number": -1} for taken in iterations.resting)
 
     # ---- what has a state -------------------------------------------------------------------------------------------
 

@@ -268,6 +268,8 @@ class _Starting:
 
 
 _followed: dict[int, Iteration] = {}
+#: Workers that were at rest between two passes when the state was taken, and have not been asked for the next one yet.
+resting: list[dict[str, Any]] = []
 _IN_ORDER = "let the loader keep their order (in_order=True)"
 _OUTER_DRAWS = (
     "a batch of an outer loop is in use, and its dataset draws random numbers, so that it cannot be loaded again",

@@ -105,12 +105,13 @@ class Unreadable(Exception):
 class Loop:
     """A `for` loop that the thread is in. `depth` counts the script's frames from the outermost."""
 
-    __slots__ = ("depth", "iterator", "line")
+    __slots__ = ("depth", "iterator", "line", "names")
 
-    def __init__(self, depth: int, line: int, iterator: Any) -> None:
+    def __init__(self, depth: int, line: int, iterator: Any, names: set[str]) -> None:
         self.depth = depth
         self.line = line
         self.iterator = iterator
+        self.names = names  # that are used where it says what it goes over
 
 
 class Place:
@@ -127,7 +128,8 @@ class Place:
             iterators = iterators_of(found)
             if iterators is None:
                 raise Unreadable(f"frames of Python {sys.version.split()[0]} cannot be read")
-            self.loops.extend(Loop(depth, head.line, iterator) for head, iterator in iterators)
+            names_before = loops_of(found.f_code).names_before
+            self.loops.extend(Loop(depth, head.line, iterator, names_before(head)) for head, iterator in iterators)
         last = self.frames[-1] if self.frames else None
         self.at_head = last is not None and loops_of(last.f_code).is_head(last.f_lasti)
 

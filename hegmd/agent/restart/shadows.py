@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+_BARS = "tqdm."  # whose trange calls range for the script
+
+
 class Entering:
     """The loops of a place that are still to be entered."""
 
@@ -107,7 +110,7 @@ class Shadows:
 
     def cast_on(self, module: Any) -> None:
         """Into this one, if it is of the script."""
-        if module is None or module in self._modules or not is_users_module(module):
+        if module is None or module in self._modules or not (is_users_module(module) or _is_of_bars(module)):
             return
         self._modules.append(module)
         for name, shadow in self._names.items():
@@ -132,7 +135,7 @@ class Shadows:
             spec = self._found_by_others(name, path, target)
         finally:
             self._sought.discard(name)
-        if spec is not None and is_users(spec.origin):
+        if spec is not None and (is_users(spec.origin) or name.startswith(_BARS)):
             self._follow(spec)
         return spec
 
@@ -176,6 +179,10 @@ class Shadows:
         if len(rest) > len(whole) or whole[len(whole) - len(rest) :] != rest:
             self._end([f"a loop that had {rest!r} left goes over {whole!r}"])
         return rest
+
+
+def _is_of_bars(module: Any) -> bool:
+    return str(getattr(module, "__name__", "")).startswith(_BARS)
 
 
 def _go_on(need: int, iterable: Any, start: int = 0) -> Any:  # what it began at is in what it is at

@@ -32,7 +32,8 @@ def main():
     loader = DataLoader(
         TensorDataset(torch.randn(40, 8)), batch_size=4, shuffle=True, generator=shuffler, drop_last=True
     )
-    held_out = DataLoader(TensorDataset(torch.randn(24, 8)), batch_size=6, shuffle=True)
+    held_out = TensorDataset(torch.randn(24, 8))
+    held_out = DataLoader(held_out, batch_size=6, shuffle=True, num_workers=1, persistent_workers=True)
     for epoch in range(4):
         for index, (rows,) in enumerate(loader, 1):
             with torch.autocast("cpu", dtype=torch.bfloat16):
