@@ -58,6 +58,7 @@ test-gpu: ## the tests that need real GPUs (PYTHON=python3: by a Python that has
 bench: ## measure what needs no GPU, beside the budgets
 	@tools/setup.sh dev
 	@$(PYTHON) -m tests.bench
+	@if [ -d build/hegm-0.3.3 ]; then $(PYTHON) -m tests.bench.restarts; fi
 
 bench-chaos: ## 100,000 seeded lives of the migration machine, and every damage to a journal (SEEDS=N FIRST=N)
 	@tools/setup.sh dev

@@ -60,19 +60,14 @@ GAVE_UP_STATUS = 98
 
 
 class Start:
-    """How the command is to be started: its words, its environment, and descriptors that it inherits.
+    """How the command is to be started: its words, its environment, and the descriptor of the state, if any."""
 
-    `state` is that of the state, if any, and `lock` one that is only held open for as long as anything of it lives.
-    """
+    __slots__ = ("command", "environ", "state")
 
-    __slots__ = ("command", "environ", "keep")
-
-    def __init__(
-        self, command: Sequence[str], environ: Mapping[str, str], state: int | None = None, lock: int | None = None
-    ) -> None:
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], state: int | None = None) -> None:
         self.command = command
         self.environ = environ
-        self.keep = tuple([fd for fd in (state, lock) if fd is not None])
+        self.state = state
 
 
 class GiveUp:
@@ -116,7 +111,7 @@ class Supervisor:
         return end_like(self._over)
 
     def _start(self, wanted: Start, signals: Signals) -> None:
-        self._child = start(wanted.command, wanted.environ, mask=signals.before, keep=wanted.keep)
+        self._child = start(wanted.command, wanted.environ, mask=signals.before, keep=wanted.state)
         self._told = None
         self._desk.started(self._child.pid)
 

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.agented import SCRIPTS
 from tests.e2e.restarted import LEFT_STATUS, REFUSED_STATUS, UNRESTORED_STATUS, Restarts
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts")]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts"), pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")

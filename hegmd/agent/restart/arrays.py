@@ -29,7 +29,7 @@ MOST_ELEMENTS = 2**62
 _NUMPY_KINDS = frozenset("biufcSUmM")
 _NUMPY_ORDERS = frozenset("<>|")
 _LAST_CHARACTER = 0x10FFFF
-_ATTRIBUTE = "_hegm_was_on"
+WAS_ON = "_hegm_was_on"
 
 
 def module(name: str) -> Any:
@@ -160,13 +160,13 @@ def _tensor_in(torch: Any, storages: list[Any], places: list[tuple[int, int]], d
         if not (dtype.is_floating_point or dtype.is_complex):
             raise Damaged(f"a tensor of {kind} wants a gradient")
         tensor.requires_grad_(True)
-    setattr(tensor, _ATTRIBUTE, device_named(where))
+    setattr(tensor, WAS_ON, device_named(where))
     return tensor
 
 
 def was_on(tensor: Any) -> Any:
     """The torch device that a tensor was on when it was written; it lies in the file's memory now."""
-    return getattr(tensor, _ATTRIBUTE, tensor.device)
+    return getattr(tensor, WAS_ON, tensor.device)
 
 
 def dtype_named(name: str) -> Any:

@@ -214,6 +214,7 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
         for saved, found in pairs.values():
             if found.kind == kind:
                 _put(found, saved["content"])
+    contents.make_copies()
     said_by_script.put_back(state[KEY], optimizers)
     frameworks.resuming.put_back(state[frameworks.KEY])
     generators.set_shared(state["shared"])

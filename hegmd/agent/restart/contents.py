@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict
 
+from . import arrays, carriage
 from .kinds import is_a
 
 TYPE_CHECKING = False
@@ -56,7 +57,7 @@ def put_module(module: Any, taken: Any) -> None:
     here = dict(_tensors_of(module))
     with torch.no_grad():
         for name, tensor, requires in taken["tensors"]:
-            here[name].copy_(tensor)
+            _copy(here[name], tensor)
             if here[name].is_leaf and here[name].requires_grad != requires:
                 here[name].requires_grad_(requires)
     for name, tensor in here.items():
@@ -158,7 +159,7 @@ def put_optimizer(optimizer: Any, taken: Any) -> None:
     for group, before in zip(optimizer.param_groups, taken["groups"]):
         for name, value in before["options"].items():
             if isinstance(group.get(name), torch.Tensor) and is_a(value, torch.Tensor):
-                group[name].copy_(value)
+                _copy(group[name], value)
             else:
                 group[name] = owned(value)
         for parameter, (where, key, device) in zip(group["params"], before["params"]):
@@ -176,7 +177,7 @@ def _moved(state: Any, was_on: str, device: Any) -> Any:
     """What was beside its parameter is beside it again; counts that were on the CPU stay there."""
     torch: Any = sys.modules["torch"]
     if is_a(state, torch.Tensor):
-        return state.to(device, copy=True) if state.device.type == was_on else state.to("cpu", copy=True)
+        return _made(state, device if arrays.was_on(state).type == was_on else "cpu")
     if is_a(state, dict):
         if set(state) == {_COUNTER}:
             return _counter(state[_COUNTER])
@@ -198,7 +199,7 @@ def put_tensor(tensor: Any, saved: Any, gradient: Any, *, requires: bool) -> Non
     """Copy into a tensor that is in no module."""
     torch: Any = sys.modules["torch"]
     with torch.no_grad():
-        tensor.copy_(saved)
+        _copy(tensor, saved)
     if tensor.is_leaf:
         if tensor.requires_grad != requires:
             tensor.requires_grad_(requires)
@@ -225,7 +226,7 @@ def loose(value: Any) -> Any:
 def owned(value: Any) -> Any:
     """The same with memory of its own: what is read from a state file lies in the file."""
     if hasattr(value, "untyped_storage"):
-        return value.clone()
+        return _made(value, _device_like(arrays.was_on(value)))
     if hasattr(value, "tobytes") and hasattr(value, "copy"):
         return value.copy()
     if is_a(value, dict):
@@ -242,7 +243,43 @@ def _counter(counts: dict[Any, int]) -> Counter[Any]:
 
 
 def _like(torch: Any, tensor: Any, gradient: Any) -> Any:
-    return torch.empty_like(tensor, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+    return _copy(torch.empty_like(tensor, dtype=gradient.dtype, requires_grad=False), gradient)
+
+
+def _device_like(was_on: Any) -> Any:
+    """A device of the kind that a tensor was on, where this process has one: it may be another one's number now."""
+    torch: Any = sys.modules["torch"]
+    if was_on.type == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return "cpu"
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------
+
+_SMALL_BYTES = 1 << 16
+_waiting: list[tuple[Any, Any]] = []
+
+
+def _copy(target: Any, saved: Any) -> Any:
+    """Have the tensor filled by `make_copies`."""
+    _waiting.append((saved, target))
+    return target
+
+
+def _made(saved: Any, device: Any) -> Any:
+    """A tensor of its own on that device, filled by `make_copies` if it is large."""
+    torch: Any = sys.modules["torch"]
+    if saved.numel() * saved.element_size() < _SMALL_BYTES:
+        return saved.detach().to(device, copy=True).requires_grad_(saved.requires_grad)
+    made = torch.empty_strided(saved.shape, saved.stride(), dtype=saved.dtype, device=device)
+    return _copy(made, saved).requires_grad_(saved.requires_grad)
+
+
+def make_copies() -> None:
+    """Fill all tensors that wait for it: at once, which is quicker than one by one. Raises HegmError."""
+    waiting = _waiting[:]
+    _waiting.clear()
+    carriage.fill(waiting)
 
 
 def _unlike(name: str, here: Any, there: Any) -> list[str]:

@@ -1,0 +1,50 @@
+"""What an optimizer holds goes back to where it was kept: beside its parameter, or on the CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from hegmd.agent.restart import arrays, contents, plain
+
+
+class Optimizer:
+    """As much of one as is looked at; making a real one has PyTorch import its compiler."""
+
+    def __init__(self, device: str) -> None:
+        parameter = torch.nn.Parameter(torch.ones(3, device=device))
+        self.param_groups: list[dict[str, Any]] = [{"params": [parameter], "lr": 0.1}]
+        self.state = {parameter: {"momentum_buffer": torch.full((3,), 2.0), "step": torch.tensor(7.0)}}
+
+
+def test_moments_of_a_gpu_went_to_the_cpu_when_they_were_put_back() -> None:
+    """A tensor that was read lies in the file's memory; where it was is not where it is. `meta` plays the GPU here."""
+    taken = contents.take_optimizer(Optimizer("cpu"), {})
+    fd = os.memfd_create("state", os.MFD_CLOEXEC)
+    try:
+        plain.write(fd, taken)
+        found = plain.read(fd)
+    finally:
+        os.close(fd)
+    (((where, key, _device),),) = (group["params"] for group in found["groups"])
+    found["groups"][0]["params"] = [(where, key, "cuda")]
+    setattr(found["states"][0]["momentum_buffer"], arrays.WAS_ON, torch.device("cuda:0"))
+    put = Optimizer("meta")
+    contents.put_optimizer(put, found)
+    contents.make_copies()
+    (state,) = put.state.values()
+    assert state["momentum_buffer"].device.type == "meta"
+    assert state["step"].device.type == "cpu"
+    assert state["step"] == 7.0
+
+
+def test_large_and_small_tensors_are_there_once_all_copies_are_made() -> None:
+    value = {"large": torch.arange(1 << 18), "small": torch.ones(3, requires_grad=True)}
+    found = contents.owned(value)
+    contents.make_copies()
+    assert torch.equal(found["large"], value["large"])
+    assert torch.equal(found["small"], value["small"])
+    assert found["small"].requires_grad
+    assert found["large"].data_ptr() != value["large"].data_ptr()
