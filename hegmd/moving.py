@@ -40,7 +40,7 @@ from hegmd.methods.gpus import Gpus
 from hegmd.methods.host import HostCarrier
 from hegmd.methods.neighbours import STILL_S, Neighbours
 from hegmd.methods.peer import PeerCarrier
-from hegmd.methods.restart import RestartMethod
+from hegmd.methods.restart import RestartMethod, forget_claims, lock_path
 from hegmd.methods.sight import is_stopped
 from hegmd.methods.simulated import SimulatedMethod
 from hegmd.methods.state import StateCarrier
@@ -158,7 +158,9 @@ class Moving:
             restart_allowed=lambda: restart_always,
             job_of=self._job_of,
         )
-        self.restarts = Restarts(self.supervisors, self.runner, self.operations)
+        self.restarts = Restarts(
+            self.supervisors, self._workers, self.runner, self.operations, forget=self._forget_claim
+        )
         self.sequences = Sequences(lookout, self.operations)
         self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving, self._paces)
 
@@ -186,7 +188,10 @@ class Moving:
         return {one.name: one for one in methods}, {carrier.name: carrier for carrier in carriers}
 
     def _restarting(self, by: Method) -> RestartMethod:
-        return RestartMethod(self._workers, self.supervisors, self.pool, by=by, gpus=self._gpus)
+        return RestartMethod(self._workers, self.supervisors, self.pool, by=by, gpus=self._gpus, folder=self._state_dir)
+
+    def _forget_claim(self, op_id: str) -> None:
+        lock_path(self._state_dir, op_id).unlink(missing_ok=True)
 
     def _job_of(self, pid: int) -> Sequence[int]:
         """The processes of the job that this one supervises; none if it is no supervisor."""
@@ -287,6 +292,7 @@ class Moving:
         await anyio.to_thread.run_sync(self.runner.open)
         self._images = Images(self._state_dir, in_unit=self._images_by.in_unit, key_file=self._images_by.key_file)
         self.places.open()
+        forget_claims(self._state_dir, [op.id for op in self.runner.operations() if op.phase not in TERMINAL])
         findings = await find_pieces(self.pool.keep, self.memory.adopt)
         self.pool.enter(findings.pieces, self._owned)
         begun = self.runner.operations()
@@ -355,6 +361,7 @@ class Moving:
         """Let go of all that is held here; what has a name or a store stays."""
         self.pool.close()
         self.memory.close()
+        self.supervisors.close()
 
     @property
     def busy(self) -> bool:

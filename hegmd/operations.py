@@ -278,15 +278,19 @@ class Operations:
 
     async def _go_on(self, op_id: str, plan: Plan, asked: Asked) -> Answer:
         limit_s = limit_of(asked)
+        op = self.runner.history(op_id).operation
+        names = {str(member.pid): member.name for member in op.workers}  # one that was started anew keeps its name
+        to = {names.get(pid, pid): gpu for pid, gpu in plan.destinations.items()}
+        await self.go_on_at(op_id, to, asked.by, limit_s)
+        return await self._outcome(op_id, plan, asked)
+
+    async def go_on_at(self, op_id: str, to: Mapping[str, str], by: str, limit_s: float | None = None) -> None:
+        """Have a suspended operation resumed, each worker by its name at that GPU. Raises HegmError."""
         await self._resting.wake(op_id)
         try:
-            op = self.runner.history(op_id).operation
-            names = {str(member.pid): member.name for member in op.workers}  # one that was started anew keeps its name
-            to = {names.get(pid, pid): gpu for pid, gpu in plan.destinations.items()}
-            await self.runner.ask(op_id, events.ResumeAsked(cause=asked.by, to=to, limit_s=limit_s))
+            await self.runner.ask(op_id, events.ResumeAsked(cause=by, to=to, limit_s=limit_s))
         finally:
             self._resting.watch(op_id)
-        return await self._outcome(op_id, plan, asked)
 
     def _named(self, pids: Sequence[int]) -> tuple[int, ...]:
         """The processes; in the place of a supervisor, those of its job."""

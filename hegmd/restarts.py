@@ -11,6 +11,7 @@ ordinary resume of the operation, which has one supervisor at a time.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import anyio
 import anyio.abc
@@ -23,20 +24,34 @@ from hegmd.operations import Asked, Operations
 from hegmd.protocol.messages import Supervise, SuperviseReport
 from hegmd.protocol.operations import OperationProgress
 from hegmd.supervisors import Send, Supervisor, SupervisorAway, Supervisors
+from hegmd.workers import BACK, CAME, Worker, Workers
 
 logger = logging.getLogger(__name__)
 
 
 class Restarts:
-    """The desk of supervisors. `run` has to be running for as long as they attend."""
+    """The desk of supervisors. `run` has to be running for as long as they attend.
 
-    def __init__(self, supervisors: Supervisors, runner: Runner, operations: Operations) -> None:
+    `forget` is told of operations whose state nobody can go on from any more.
+    """
+
+    def __init__(
+        self,
+        supervisors: Supervisors,
+        workers: Workers,
+        runner: Runner,
+        operations: Operations,
+        *,
+        forget: Callable[[str], object],
+    ) -> None:
+        self._forget = forget
         self._supervisors = supervisors
         self._runner = runner
         self._operations = operations
         self._watched: set[str] = set()
         self._tasks: anyio.abc.TaskGroup | None = None
         supervisors.listen(self._look)
+        workers.listen(self._hear)
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Tell supervisors what becomes of their operations, until cancelled."""
@@ -102,6 +117,7 @@ class Restarts:
         """Tell whoever serves it how it stands, where that is news; whether it is over."""
         op = self._runner.history(op_id).operation
         if op.phase in TERMINAL:
+            self._forget(op_id)
             await self._tell(op_id, "forget")
         elif op.phase == SUSPENDED and op.failure is not None and any(member.is_absent for member in op.workers):
             await self._tell(op_id, "give-up", op)
@@ -120,6 +136,25 @@ class Restarts:
                     await supervisor.tell(do, op_id, message=f"its state is held by operation {op_id}{why}", hint=hint)
             except SupervisorAway as error:
                 logger.debug("%s", error.message)
+
+    def _hear(self, news: str, worker: Worker) -> None:
+        """Listens to the workers: one may have gone on from a state that is held, its supervisor gone meanwhile."""
+        if self._tasks is not None and news in (CAME, BACK) and worker.about.restarted is not None:
+            self._tasks.start_soon(self._take_in, worker, worker.about.restarted)
+
+    async def _take_in(self, worker: Worker, op_id: str) -> None:
+        """Have the operation that waits for somebody to go on from its state go on with that process."""
+        try:
+            op = self._runner.history(op_id).operation
+            absent = [member for member in op.live if member.is_absent]
+            if op.phase != SUSPENDED or op.owner_uid != worker.identity.uid or len(absent) != 1:
+                return
+            gpu = worker.about.gpu or absent[0].keeps or absent[0].left
+            if gpu is not None:
+                by = f"process {worker.pid}, which has gone on from its state"
+                await self._operations.go_on_at(op_id, {absent[0].name: gpu}, by)
+        except HegmError as error:
+            logger.warning("operation %s does not take process %d in: %s", op_id, worker.pid, error.message)
 
     async def _resume(self, supervisor: Supervisor, op_id: str) -> None:
         """Have the operation go on with that supervisor; it is told if that cannot be."""

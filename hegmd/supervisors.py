@@ -9,7 +9,8 @@ Owns the orders under way and what each supervisor said last. Decides nothing ab
 
 from __future__ import annotations
 
-import contextlib
+import os
+import select
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
@@ -74,7 +75,8 @@ class _Given:
 class Supervisor:
     """One `hegmctl run` and its command."""
 
-    def __init__(self, pid: int, start_ticks: int, uid: int, offer: Supervise) -> None:
+    def __init__(self, pid: int, start_ticks: int, uid: int, offer: Supervise, pidfd: int) -> None:
+        self._pidfd = pidfd
         self.pid = pid
         self.start_ticks = start_ticks
         self.uid = uid
@@ -92,6 +94,19 @@ class Supervisor:
     @property
     def connected(self) -> bool:
         return self._link is not None
+
+    @property
+    def lives(self) -> bool:
+        """Whether its process has not ended; one that nobody has reaped has."""
+        poll = select.poll()
+        poll.register(max(self._pidfd, 0), select.POLLIN)
+        return self._pidfd >= 0 and not poll.poll(0)
+
+    def close(self) -> None:
+        """Let go of the handle of its process. Twice is fine."""
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
 
     def serves(self, operation: str) -> bool:
         """Whether it waits for that operation, or has started its command from there."""
@@ -158,7 +173,7 @@ class Supervisor:
         elif report.result == DONE and given is not None:
             started = {"started": True, "left": False} if given.do == "start" else {}
             self.offer = self.offer.replace(pid=report.pid, operation=given.operation, **started)
-        if given is not None:
+        if given is not None and given.report is None:
             given.report = report
             given.over.set()
 
@@ -180,28 +195,20 @@ class Supervisors:
     def find(self, uid: int | None, run: str | None) -> Supervisor | None:
         """The supervisor of that run, if its process lives."""
         known = None if uid is None or run is None else self._known.get((uid, run))
-        return known if known is not None and self.lives(known) else None
+        return known if known is not None and known.lives else None
 
     def has_ended(self, uid: int | None, run: str | None) -> bool:
         """Whether the supervisor of that run was there and its process has ended."""
-        return (uid, run) in self._ended or any(
-            (one.uid, one.run) == (uid, run) and not self.lives(one) for one in self
-        )
+        return (uid, run) in self._ended or any((one.uid, one.run) == (uid, run) and not one.lives for one in self)
 
     def of_operation(self, uid: int | None, operation: str) -> Supervisor | None:
         """The one that waits for that operation, or has gone on from it; one that is connected before others."""
-        serving = [one for one in self if one.uid == uid and one.serves(operation) and self.lives(one)]
+        serving = [one for one in self if one.uid == uid and one.serves(operation) and one.lives]
         return min(serving, key=lambda one: not one.connected, default=None)
 
     def of_pid(self, pid: int) -> Supervisor | None:
         """The supervisor that is this process."""
-        return next((known for known in self if known.pid == pid and self.lives(known)), None)
-
-    def lives(self, known: Supervisor) -> bool:
-        """Whether its process is there still."""
-        with contextlib.suppress(HegmError):
-            return known.connected or self._start_ticks(known.pid) == known.start_ticks
-        return True
+        return next((known for known in self if known.pid == pid and known.lives), None)
 
     @property
     def changed(self) -> anyio.Event:
@@ -219,8 +226,8 @@ class Supervisors:
         finally:
             self._links.pop(key, None)
             supervisor.disconnect(link)
-            if not self.lives(supervisor):
-                self._known.pop((supervisor.uid, supervisor.run), None)
+            if not supervisor.lives:
+                self._forget(supervisor)
                 self._ended[supervisor.uid, supervisor.run] = None
                 for oldest in tuple(self._ended)[:-MOST_ENDED]:
                     del self._ended[oldest]
@@ -248,9 +255,26 @@ class Supervisors:
             )
         if not offer.run:
             raise Refused("a supervisor has to name its run", "HEGM_RUN is what its command has it from")
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            raise Refused(f"process {pid} has ended: {error.strerror}", "start it again") from error
+        before = self._known.get((uid, offer.run))
+        if before is not None:
+            before.close()
         self._ended.pop((uid, offer.run), None)
-        made = self._known[uid, offer.run] = Supervisor(pid, ticks, uid, offer)
+        made = self._known[uid, offer.run] = Supervisor(pid, ticks, uid, offer, pidfd)
         return made
+
+    def _forget(self, supervisor: Supervisor) -> None:
+        supervisor.close()
+        if self._known.get((supervisor.uid, supervisor.run)) is supervisor:
+            del self._known[supervisor.uid, supervisor.run]
+
+    def close(self) -> None:
+        """Let go of every handle of a process."""
+        for supervisor in self:
+            self._forget(supervisor)
 
     def listen(self, listener: Callable[[Supervisor], object]) -> None:
         """Have it told when one comes, goes or says something. Told from the event loop, must not wait."""

@@ -82,12 +82,12 @@ class Child:
 
 
 def start(
-    command: Sequence[str], environ: Mapping[str, str], *, mask: set[signal.Signals], keep: int | None = None
+    command: Sequence[str], environ: Mapping[str, str], *, mask: set[signal.Signals], keep: Sequence[int] = ()
 ) -> Child:
-    """Start the command with these signals blocked, and that descriptor left open in it. Raises HegmError."""
+    """Start the command with these signals blocked, and those descriptors left open in it. Raises HegmError."""
     number = ENOENT
-    if keep is not None:
-        os.set_inheritable(keep, True)
+    for fd in keep:
+        os.set_inheritable(fd, True)
     try:
         for path in places_of(command[0], environ):
             try:
@@ -98,8 +98,8 @@ def start(
                 if error.errno not in (ENOENT, ENOTDIR) or os.sep in command[0]:
                     number = error.errno or ENOENT
     finally:
-        if keep is not None:
-            os.set_inheritable(keep, False)
+        for fd in keep:
+            os.set_inheritable(fd, False)
     raise failure_of(command, number)
 
 

@@ -4,8 +4,8 @@ Owns what is expected of the command, the state that it is to be started from, a
 is bounded: a start that ends before the daemon says that the training has passed a boundary was fruitless, and after a
 few of them the daemon is told, which has the job go on where it was, or gives it up with its state held.
 
-The descriptor of a state is locked, and the lock is the right to go on from it. It is kept here until the operation is
-over, so that nobody else can start from that state meanwhile; the process that was started holds it too.
+With a state comes the right to go on from it, a descriptor with a lock (flock): the process that is started inherits it
+and holds it for as long as it lives, and here it is kept until the operation is over, for another start.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class DaemonDesk:
         self._started = False
         self._order: SupervisorOrder | None = None
         self._state: int | None = None
+        self._lock: int | None = None
         self._starts = 0
         self._due = False
         self._give_up: GiveUp | None = None
@@ -121,7 +122,7 @@ class DaemonDesk:
         if self._state is not None:
             environ[STATE_FD] = str(self._state)
         command = self._command if order.python is None else (order.python, *self._command[1:])
-        return Start(command, environ, self._state)
+        return Start(command, environ, self._state, self._lock)
 
     def started(self, pid: int) -> None:
         """The command runs."""
@@ -170,7 +171,7 @@ class DaemonDesk:
             self._report(SuperviseReport(order=order.order, result="failed", message=message, hint=hint))
             return
         self._close_state()
-        self._state = fds.steal(0) if len(fds) else None
+        self._state, self._lock = (fds.steal(0), fds.steal(1)) if len(fds) == 2 else (None, None)
         self._order, self._order_line = order, self._line
         self._operation, self._starts, self._due = order.operation, 0, True
 
@@ -194,9 +195,10 @@ class DaemonDesk:
         self._report(report)
 
     def _close_state(self) -> None:
-        state, self._state = self._state, None
-        if state is not None:
-            os.close(state)
+        held, self._state, self._lock = (self._state, self._lock), None, None
+        for fd in held:
+            if fd is not None:
+                os.close(fd)
 
     # ---- the connection ----------------------------------------------------------------------------------------------
 

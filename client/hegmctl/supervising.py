@@ -60,14 +60,19 @@ GAVE_UP_STATUS = 98
 
 
 class Start:
-    """How the command is to be started: its words, its environment, and the descriptor of the state, if any."""
+    """How the command is to be started: its words, its environment, and descriptors that it inherits.
 
-    __slots__ = ("command", "environ", "state")
+    `state` is that of the state, if any, and `lock` one that is only held open for as long as anything of it lives.
+    """
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], state: int | None = None) -> None:
+    __slots__ = ("command", "environ", "keep")
+
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str], state: int | None = None, lock: int | None = None
+    ) -> None:
         self.command = command
         self.environ = environ
-        self.state = state
+        self.keep = tuple([fd for fd in (state, lock) if fd is not None])
 
 
 class GiveUp:
@@ -111,7 +116,7 @@ class Supervisor:
         return end_like(self._over)
 
     def _start(self, wanted: Start, signals: Signals) -> None:
-        self._child = start(wanted.command, wanted.environ, mask=signals.before, keep=wanted.state)
+        self._child = start(wanted.command, wanted.environ, mask=signals.before, keep=wanted.keep)
         self._told = None
         self._desk.started(self._child.pid)
 

@@ -243,7 +243,8 @@ def _reasons_of_descriptors(tree: Tree, gpu_pids: Collection[int]) -> Iterator[R
             what = each.target.removeprefix("anon_inode:").strip("[]")
             yield refusal(
                 f"process {each.pid} has {what} open (descriptor {each.fd}), which CRIU cannot dump",
-                "have the script close it before, or use a library without it (io_uring: a loader or server setting)",
+                "have the script close it before, or use a library without it (io_uring: a loader or server setting; "
+                "torchrun has none with USE_LIBUV=0 under hegmctl run)",
                 each.pid,
             )
         elif stat.S_ISCHR(each.mode) and not _is_dumpable_device(each):

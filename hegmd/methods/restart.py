@@ -1,8 +1,9 @@
 """The method of a restart: the process leaves by ending, and its supervisor starts another that goes on from its state.
 
 Nothing of the process itself moves, so it works between GPUs of any vendor and chip. What has to be right is that there
-is one process at a time and no more: the memory with the state is handed to the supervisor with a lock on it (`flock`),
-which the new process holds for as long as it lives. Whoever finds it locked starts nobody.
+is one process at a time and no more: with the memory the supervisor is handed a descriptor with a lock on it (`flock`),
+which the new process inherits and so holds for as long as it lives, whoever else ends. Whoever finds it locked starts
+nobody. The lock is on a file of its own: the memory is not to stay for as long as the job.
 
 The room for a process is held by the method of the GPUs that hegmd knows to hold room on, and let go of just before the
 new process is started, which takes it by itself. A restart that finds none has lost nothing: the state is in the pool.
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 
 import anyio
 
@@ -29,6 +32,7 @@ NAME = "restart"
 LEAVES_WITHIN_S = 60.0
 # A supervisor tries to connect at least every five seconds.
 SUPERVISOR_COMES_WITHIN_S = 12.0
+_LOOK_AGAIN_S = 0.25
 # What decides on which GPUs a process is, for each vendor; those of the others are taken away.
 _VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES", "simulated": "HEGM_GPU"}
 _OTHERS = ("ROCR_VISIBLE_DEVICES", *_VISIBLE.values())
@@ -37,13 +41,22 @@ _HELD = frozenset(("nvidia", "simulated"))
 
 
 class RestartMethod:
-    """Ends processes and has others started. `by` holds room; `gpus` tells the GPUs as they were seen last."""
+    """Ends processes and has others started. `by` holds room, `gpus` tells the GPUs as they were seen last, and in
+    `folder`, the daemon's own, are the locks."""
 
     name = NAME
 
     def __init__(
-        self, workers: Workers, supervisors: Supervisors, pool: Pool, *, by: Method, gpus: Callable[[], Sequence[Gpu]]
+        self,
+        workers: Workers,
+        supervisors: Supervisors,
+        pool: Pool,
+        *,
+        by: Method,
+        gpus: Callable[[], Sequence[Gpu]],
+        folder: Path,
     ) -> None:
+        self._folder = folder
         self._workers = workers
         self._supervisors = supervisors
         self._pool = pool
@@ -125,13 +138,13 @@ class RestartMethod:
         variables = self._surroundings(gpu)
         respawn = subject.respawn
         memory = self._pool.memory(key_of(subject))
-        claim = await anyio.to_thread.run_sync(_claimed, memory.fd, subject.operation)
+        claim = await anyio.to_thread.run_sync(_claimed, self._folder, subject.operation)
         try:
             supervisor.failure = ""
             await supervisor.order(
                 "start",
                 subject.operation,
-                fds=[claim],
+                fds=[memory.fd, claim],
                 set={**variables, **respawn.set},
                 unset=tuple([name for name in (*_OTHERS, *respawn.unset) if name not in {**variables, **respawn.set}]),
                 python=respawn.python,
@@ -150,10 +163,13 @@ class RestartMethod:
             about = worker.about
             if worker.connected and about.restarted == subject.operation and worker.identity.uid == subject.uid:
                 worker.gpu = worker.gpu or about.gpu or gpu
+                ticks = worker.identity.start_ticks
+                new = replace(subject, pid=worker.pid, start_ticks=ticks, gpu=worker.gpu, agent=worker)
+                self._by.note_size(new, worker.size_bytes or subject.size_bytes)
                 return Reborn(
                     gpu=gpu if about.gpu is None else about.gpu,
                     pid=worker.pid,
-                    start_ticks=worker.identity.start_ticks,
+                    start_ticks=ticks,
                     token=worker.token,
                     run=about.run,
                     boundary=worker.boundary,
@@ -170,7 +186,8 @@ class RestartMethod:
                     return found
                 if found is None and self._supervisors.has_ended(subject.uid, subject.run):
                     break
-                await self._supervisors.changed.wait()
+                with anyio.move_on_after(_LOOK_AGAIN_S):  # a connection ends a little before its process
+                    await self._supervisors.changed.wait()
         raise Refused(
             f"the `hegmctl run` that started process {subject.pid} is gone, and nobody else can start it again",
             f"its state is held: hegmctl run --allow-restart --resume {subject.operation} -- COMMAND",
@@ -204,15 +221,27 @@ class RestartMethod:
         return known
 
 
-def _claimed(fd: int, operation: str) -> int:
-    """A descriptor of its own for that memory, with the right to go on from it. Raises Refused where another has it."""
-    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+def _claimed(folder: Path, operation: str) -> int:
+    """The right to go on from the state of that operation. Raises Refused where a process has it."""
+    own = os.open(lock_path(folder, operation), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(own)
         raise Refused(
-            f"a process that was started from the state of operation {operation} is there still: {error.strerror}",
-            "end it first, or leave it be; nobody is started from one state twice",
+            f"a process that was started from the state of operation {operation} is there still",
+            "leave it be, it says itself when it goes on; or end it first: nobody is started from one state twice",
         ) from error
     return own
+
+
+def lock_path(folder: Path, operation: str) -> Path:
+    """The file whose lock is the right to go on from the state of that operation."""
+    return folder / f"restart-{operation}.lock"
+
+
+def forget_claims(folder: Path, held: Container[str]) -> None:
+    """Remove the locks of operations that hold no state any more. Blocks."""
+    for path in folder.glob("restart-*.lock"):
+        if path.stem.removeprefix("restart-") not in held:
+            path.unlink(missing_ok=True)

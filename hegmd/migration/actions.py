@@ -61,7 +61,8 @@ def resume(op: Operation, event: events.ResumeAsked, now: float) -> Operation:
         raise Refused(f"no GPU is named for {', '.join(missing)}", "name one for every process of the job")
     workers = tuple([_resuming(worker, event.to.get(worker.name)) for worker in op.workers])
     kind = RESTORE if op.kind == RESTORE else RESUME
-    op = op.replace(kind=kind, heading=FORWARD, workers=workers, failure=None, tries=0)
+    # What a restart was to change belongs to where it was headed then; who resumes it says what is to be now.
+    op = op.replace(kind=kind, heading=FORWARD, workers=workers, failure=None, tries=0, respawn=None)
     due = None if event.limit_s is None else now + event.limit_s
     return op.replace(limits=op.limits.replace(resume_s=event.limit_s), due=due)
 

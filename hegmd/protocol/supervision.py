@@ -40,9 +40,9 @@ class SupervisionEnded(Record):
 class Supervise(Request, op="supervise", reply=SupervisionEnded, event=SupervisorOrder):
     """A supervisor offers the command that it is the parent of: the daemon's orders come as events until it leaves.
 
-    `start` comes with one descriptor: the memory with the state, which the new process inherits. It is locked
-    (`flock`, exclusively), and the lock is the right to go on from it: it lasts as long as the new process, so that
-    nobody starts from the same state a second time.
+    `start` comes with two descriptors, which the new process inherits: the memory with the state, and one with a lock
+    (`flock`, exclusively). The lock is the right to go on from that state. It lasts for as long as anybody has the
+    second descriptor open, so that nobody starts from the same state while a process that did lives.
     """
 
     run: str = field("which `hegmctl run` it is, as its agents say it too")

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from hegmd.criu.population import population_of
+from hegmd.errors import TIMEOUT
 from tests.chaos.halts import BEGUN, RECORDED, UNRECORDED, Halts, Trap
 from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
@@ -57,6 +58,9 @@ def test_a_job_is_ended_and_comes_back_on_another_gpu_with_every_loss_the_same(
         assert [line for line in plan["hazards"] if "its stdout led to somebody who is gone" in line]
         refused = job.command("restore", str(image), "--stderr", str(log), status=6)["error"]
         assert "its stderr does not lead out of it" in refused["message"].replace("the job's", "its")
+        late = job.command("restore", str(image), "--timeout", "0.05", status=TIMEOUT.exit_status)["error"]
+        assert "only the image is left" in late["message"]
+        assert job.pid not in population_of([job.pid]).start_ticks
         back = job.operation("restore", str(image), "--to", "gpu1", "--stdout", str(log), "--timeout", "5min")
         assert (back["kind"], back["phase"], back["processes"][0]["gpu"]) == ("restore", "done", "gpu1")
         assert job.output() == expected

@@ -159,7 +159,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.operations": (
         *(*MOVING, "hegmd.inventory", "hegmd.lookout", "hegmd.migration", "hegmd.resting", "hegmd.strays"),
     ),
-    "hegmd.restarts": (*GROUND, "hegmd.log", "hegmd.migration", "hegmd.operations", "hegmd.supervisors"),
+    "hegmd.restarts": (
+        *(*GROUND, "hegmd.log", "hegmd.migration", "hegmd.operations", "hegmd.supervisors"),
+        "hegmd.workers",
+    ),
     "hegmd.sequences": (*GROUND, "hegmd.log", "hegmd.lookout", "hegmd.migration", "hegmd.operations"),
     # Jobs into images and out of them
     "hegmd.meeting": ("hegmd.errors",),

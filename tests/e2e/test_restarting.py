@@ -1,0 +1,210 @@
+"""A training that leaves and is started again elsewhere by its supervisor: exact, bounded, and never twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hegmctl.connection import connect
+from tests.e2e.daemon import RunningDaemon
+from tests.e2e.moved_job import SCRIPTS, MovedJob, Script
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+
+LEAVING = str(SCRIPTS / "leaving.py")
+PATIENCE_S = 40.0
+PACE_MS = 10
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
+    with RunningDaemon(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the training tells of its steps by itself."""
+    with Script([sys.executable, LEAVING], None, tmp_path_factory.mktemp("undisturbed")) as script:
+        return script.steps()
+
+
+class SupervisedJob(MovedJob):
+    """The training under a supervisor, which goes no faster than it is read."""
+
+    def __init__(self, daemon: RunningDaemon, folder: Path, *options: str, resumes: str | None = None) -> None:
+        self.folder = folder
+        again = () if resumes is None else ("--resume", resumes)
+        words = ("run", "--allow-restart", *(() if resumes else ("--gpu", "gpu0")), *again, *options)
+        Script.__init__(
+            self, [sys.executable, "-m", "hegmctl", *words, "--", sys.executable, LEAVING], daemon.socket_path, folder
+        )
+        self._daemon = daemon
+        self._gpu = 0
+
+    def starts(self) -> list[list[str]]:
+        """Of each start: its pid, its GPU, what EXTRA was, and its Python's prefix."""
+        return [line.split() for line in (self.folder / "starts").read_text().splitlines()]
+
+    def trains(self) -> int:
+        """The pid of the training once it is seen on a GPU."""
+        return next(iter(self.places(1)))
+
+    def told_to_leave(self, pid: int, *words: str) -> str:
+        """Ask for a restart without waiting for it; the operation's id. The start after it waits at its gate."""
+        gate = self.folder / "gate"
+        os.mkfifo(gate)
+        words = ("migrate", str(pid), "--via", "restart", "--to", "gpu1", "--env", f"HELD={gate}", "--no-wait", *words)
+        return str(self.operation(*words)["id"])
+
+    def waiting(self) -> int:
+        """The pid of the start that waits at its gate."""
+        waits = self.folder / "waits"
+        while not waits.exists():
+            self.read_on()
+        return int(waits.read_text())
+
+    def let_in(self) -> None:
+        """Open its gate."""
+        (self.folder / "gate").write_bytes(b"")
+
+    def read_on(self) -> None:
+        """Read a line, if there is one."""
+        self._read_on(PACE_MS)
+
+    def read_to_the_end(self) -> list[str]:
+        """Every line that tells of a step, once nobody has its output open."""
+        while self._read():
+            pass
+        return self._steps()
+
+
+def test_a_training_goes_on_elsewhere_with_another_python_and_environment(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+) -> None:
+    """Named by its own pid, then by its supervisor's; both times not one number differs."""
+    other = _other_python(tmp_path / "other")
+    with SupervisedJob(daemon, tmp_path) as job:
+        first = job.trains()
+        job.read_steps(13)
+        words = ("--via", "restart", "--to", "gpu1", "--env", "EXTRA=1", "--python", str(other / "bin/python3"))
+        plan = job.answer("migrate", str(first), *words, "--dry-run")["plan"]
+        assert plan["workers"][0]["method"] == "restart"
+        assert "variables begin anew" in plan["hazards"][0]
+        moved = job.operation("migrate", str(first), *words)
+        assert (moved["phase"], moved["processes"][0]["gpu"]) == ("done", "gpu1")
+        job.read_steps(4)
+        back = job.operation("migrate", str(job.process.pid), "--via", "restart", "--to", "gpu0")
+        assert (back["phase"], back["processes"][0]["gpu"]) == ("done", "gpu0")
+        assert job.steps() == undisturbed
+        gpus = [(gpu, extra, prefix == str(other)) for _pid, gpu, extra, prefix in job.starts()]
+        assert gpus == [("gpu0", "-", False), ("gpu1", "1", True), ("gpu0", "1", True)]
+    assert not list((daemon.folder / "state").glob("restart-*.lock"))
+
+
+def _other_python(folder: Path) -> Path:
+    """Another environment with the same packages, which is another Python to whoever starts it."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin/python3").symlink_to(Path(sys.executable).resolve())
+    (folder / "lib").symlink_to(Path(sys.prefix) / "lib")
+    configuration = Path(sys.prefix) / "pyvenv.cfg"
+    if not configuration.exists():
+        pytest.skip("this Python is in no environment of its own")
+    (folder / "pyvenv.cfg").write_text(configuration.read_text())
+    return folder
+
+
+def test_a_start_that_fails_elsewhere_has_the_training_go_on_where_it_was(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+) -> None:
+    with SupervisedJob(daemon, tmp_path) as job:
+        first = job.trains()
+        job.read_steps(7)
+        turned = job.ended("migrate", str(first), "--via", "restart", "--to", "gpu1", "--env", "BROKEN=1")
+        assert (turned["phase"], turned["processes"][0]["gpu"]) == ("undone", "gpu0")
+        assert "ended with 5 before its first boundary, started 2 times" in turned["failure"]["message"]
+        assert job.steps() == undisturbed
+        assert [start[1] for start in job.starts()] == ["gpu0", "gpu1", "gpu1", "gpu0"]
+
+
+def test_a_daemon_that_is_killed_while_the_next_process_starts_goes_on_with_that_one(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+) -> None:
+    with SupervisedJob(daemon, tmp_path) as job:
+        first = job.trains()
+        job.read_steps(7)
+        op_id = job.told_to_leave(first)
+        second = job.waiting()
+        daemon.stop(signal.SIGKILL)
+        daemon.start()
+        job.let_in()
+        assert _followed(job, daemon, op_id)["phase"] == "done"
+        assert job.trains() == second
+        assert job.steps() == undisturbed
+        assert len(job.starts()) == 2
+
+
+def test_a_supervisor_that_is_killed_leaves_a_process_that_goes_on_and_nobody_else_does(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+) -> None:
+    """While the started process lives, nobody is started from the same state; once it trains, the operation has it."""
+    with SupervisedJob(daemon, tmp_path) as job:
+        first = job.trains()
+        job.read_steps(7)
+        op_id = job.told_to_leave(first)
+        second = job.waiting()
+        job.process.kill()
+        assert _phase(job, daemon, op_id, "suspended")["failure"] is not None
+        refused = subprocess.run(
+            [sys.executable, "-m", "hegmctl", "run", "--allow-restart", "--resume", op_id, "--", "true"],
+            env=job.environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+        assert refused.returncode == 98
+        assert "is there still" in refused.stderr
+        job.let_in()
+        assert _followed(job, daemon, op_id)["phase"] == "done"
+        assert job.trains() == second
+        assert job.read_to_the_end() == undisturbed
+        assert len(job.starts()) == 2
+
+
+def test_a_state_that_nobody_is_there_for_is_held_and_gone_on_from(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+) -> None:
+    """Supervisor and process are both killed, and the daemon after them: the state is there, and another goes on."""
+    with SupervisedJob(daemon, tmp_path) as job:
+        first = job.trains()
+        job.read_steps(7)
+        op_id = job.told_to_leave(first)
+        second = job.waiting()
+        job.process.kill()
+        os.kill(second, signal.SIGKILL)
+        _phase(job, daemon, op_id, "suspended")
+        daemon.stop(signal.SIGKILL)
+        daemon.start()
+        before = job.read_to_the_end()
+    with SupervisedJob(daemon, tmp_path, resumes=op_id) as again:
+        assert again.steps() == undisturbed[len(before) :]
+        assert _followed(again, daemon, op_id)["phase"] == "done"
+
+
+def _followed(job: SupervisedJob, daemon: RunningDaemon, op_id: str) -> dict[str, Any]:
+    """How an operation ended, the job being read meanwhile."""
+    return _phase(job, daemon, op_id, "done", "undone", "lost")
+
+
+def _phase(job: SupervisedJob, daemon: RunningDaemon, op_id: str, *phases: str) -> dict[str, Any]:
+    with connect(str(daemon.socket_path)) as hegmd:
+        while True:
+            operation = hegmd.story(op_id).operation
+            if operation.phase in phases:
+                return dict(operation.to_plain())
+            job.read_on()

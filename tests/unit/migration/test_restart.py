@@ -1,0 +1,186 @@
+"""An operation whose worker leaves by ending: who ends when, who goes on in its place, and what is held meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hegmd.migration import events, journal
+from hegmd.migration.effects import Restore
+from hegmd.migration.operation import BY_STATE, RESTART, Operation, Respawn
+from tests.unit.migration.operations import Drive, operation, tags, worker
+
+OLD, NEW = (197, 7, "token-a"), (300, 9, "token-new")
+
+
+def restart(to: str = "gpu1") -> Operation:
+    leaving = worker(to=to, method=RESTART, carrier=BY_STATE, run="run-1", leaves=True)
+    return operation(leaving, respawn=Respawn(set={"A": "1"}))
+
+
+def reborn(drive: Drive, gpu: str = "gpu1", who: tuple[int, int, str] = NEW) -> None:
+    """End the restore with another process, which stands at the boundary at which the state was saved."""
+    pid, start_ticks, token = who
+    drive.end(landed=gpu, pid=pid, start_ticks=start_ticks, token=token, run="run-1", boundary=5)
+
+
+def found(drive: Drive, gpu: str = "gpu1", **seen: Any) -> None:
+    drive.end(**{"parked": False, "boundary": 5, "gpu": gpu, "rooms": {gpu: 10}, "pool_bytes": 10, **seen})
+
+
+def left() -> Drive:
+    """Its process has ended as it was to, and another is wanted."""
+    drive = Drive(restart()).until("checkpointing")
+    drive.feed(events.WorkerGone(worker="a", why="it left"))
+    drive.wanted = [effect for effect in drive.wanted if isinstance(effect, Restore)]
+    return drive
+
+
+def test_another_process_goes_on_in_its_place_and_proves_itself() -> None:
+    drive = left()
+    assert drive.op.phase == "restoring"
+    reborn(drive)
+    assert drive.op.phase == "settling"
+    found(drive)
+    drive.until("done")
+    member = drive.op.workers[0]
+    assert (member.pid, member.start_ticks, member.token, member.at) == (*NEW, "gpu1")
+    assert drive.phases[:7] == [
+        "arming",
+        "quiescing",
+        "measuring",
+        "evacuating",
+        "checkpointing",
+        "restoring",
+        "settling",
+    ]
+    assert drive.phases[-3:] == ["verifying", "tidying", "done"]
+
+
+def test_nothing_of_the_state_is_given_back_before_the_next_boundary() -> None:
+    drive = left()
+    reborn(drive)
+    found(drive)
+    assert "give-pool" not in [tag for *_, wanted in drive.taken for tag in tags(wanted)]
+    drive.until("tidying")
+    assert drive.op.workers[0].verified
+
+
+def test_a_process_may_be_started_anew_where_it_is() -> None:
+    """With another environment or Python: it has to leave although it is where it is to be."""
+    drive = Drive(restart("gpu0")).until("evacuating")
+    assert tags(drive.wanted) == ["evacuate"]
+
+
+@pytest.mark.parametrize("phase", ["arming", "quiescing", "measuring", "evacuating"])
+def test_a_failure_before_it_has_left_lets_it_go_on(phase: str) -> None:
+    drive = Drive(restart()).until(phase)
+    drive.fail()
+    while drive.wanted:
+        found(drive, "gpu0", parked=True) if tags(drive.wanted)[0] == "inspect" else drive.end()
+    assert drive.op.phase == "undone"
+    assert (drive.op.workers[0].pid, drive.op.workers[0].at) == (OLD[0], "gpu0")
+
+
+def test_a_process_that_ends_before_its_state_is_saved_has_ended_and_nothing_is_lost_by_us() -> None:
+    drive = Drive(restart()).until("evacuating")
+    drive.feed(events.WorkerGone(worker="a", why="killed"))
+    drive.until("undone")
+    assert drive.op.workers[0].gone
+    assert not drive.op.workers[0].lost
+
+
+def test_a_process_that_is_killed_once_its_state_is_saved_is_replaced_all_the_same() -> None:
+    """Killed between the end of saving and its own leaving: what it was is in the pool."""
+    drive = Drive(restart()).until("checkpointing")
+    drive.feed(events.AgentLost(worker="a"))
+    drive.feed(events.WorkerGone(worker="a", why="killed"))
+    assert drive.op.phase == "restoring"
+    assert drive.op.workers[0].is_absent
+
+
+def test_the_end_of_a_process_that_is_known_to_have_left_asks_for_nobody_twice() -> None:
+    """The driver of the restart said that it left, and its pidfd said so after that: two were started."""
+    drive = Drive(restart()).until("checkpointing")
+    drive.end(room_bytes=0)
+    assert tags(drive.wanted) == ["restore"]
+    assert drive.feed(events.WorkerGone(worker="a", why="it left")) == ()
+    assert tags(drive.wanted) == ["restore"]
+
+
+def test_a_start_that_fails_has_it_started_where_it_was() -> None:
+    drive = left()
+    drive.fail("refused")
+    drive.feed(events.WorkerGone(worker="a", why="it is not there any more"))
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
+    assert drive.op.heading == "back"
+    while drive.op.phase != "restoring":
+        drive.end()
+    assert drive.wanted[0].to_plain()["gpu"] == "gpu0"
+    reborn(drive, "gpu0")
+    found(drive, "gpu0")
+    drive.until("undone")
+    assert drive.op.workers[0].at == "gpu0"
+
+
+def test_where_nobody_can_be_started_the_state_is_held_and_resumed() -> None:
+    drive = left()
+    for _ in range(2):
+        drive.fail("refused")
+        drive.feed(events.WorkerGone(worker="a", why="it is not there any more"))
+        drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
+        while drive.wanted and drive.wanted[0].tag != "restore":
+            drive.end()
+    assert drive.op.phase == "suspended"
+    member = drive.op.workers[0]
+    assert member.is_absent
+    assert member.pool_bytes == 10
+    drive.feed(events.ResumeAsked(to={"a": "gpu1"}))
+    assert drive.op.respawn is None  # who resumes it says what is different now
+    while drive.wanted[0].tag != "restore":
+        drive.end()
+    reborn(drive)
+    found(drive)
+    drive.until("done")
+
+
+def test_a_process_that_falls_before_its_boundary_is_replaced_where_it_was_and_then_held() -> None:
+    """Each start ends at once: the job was started again for ever."""
+    drive = left()
+    for gpu in ("gpu1", "gpu0"):
+        reborn(drive, gpu)
+        drive.feed(events.WorkerGone(worker="a", why="it ended"))
+        drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
+        while drive.wanted and drive.wanted[0].tag != "restore":
+            drive.end()
+    assert drive.op.phase == "suspended"
+    assert drive.op.workers[0].pool_bytes == 10
+    assert not drive.op.workers[0].lost
+
+
+@pytest.mark.parametrize("phase", ["checkpointing", "restoring"])
+def test_a_daemon_that_finds_it_gone_after_a_start_has_another_started(phase: str) -> None:
+    drive = Drive(restart()).until("checkpointing") if phase == "checkpointing" else left()
+    again = Drive(drive.op)
+    again.feed(events.Recovered())
+    assert tags(again.wanted) == ["inspect"]
+    again.wanted.clear()
+    again.feed(events.WorkerGone(worker="a", why="it is not there any more"))
+    assert tags(again.wanted) == ["restore"]
+
+
+def test_a_daemon_that_finds_the_next_one_training_after_a_start_is_done() -> None:
+    drive = left()
+    reborn(drive)
+    again = Drive(drive.op)
+    again.feed(events.Recovered())
+    found(again, boundary=9)
+    again.until("done")
+    assert again.op.workers[0].pid == NEW[0]
+
+
+def test_it_survives_the_journal() -> None:
+    op = left().op
+    assert Operation.from_plain(op.to_plain(), "op") == op
+    assert journal.opening(op, 0.0)

@@ -1,0 +1,83 @@
+"""When a plan is a restart, what it says before, and everything that stands against one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
+from hegmd.migration.operation import BY_STATE, MIGRATE, RESTART, Limits, Respawn
+from hegmd.migration.plan import planned
+from hegmd.protocol.operations import Reason
+
+GIB = 1 << 30
+
+
+def node(agent: dict[str, Any] | None = None, **candidate: Any) -> Snapshot:
+    """A job on gpu0 with a supervisor; gpu1 is like it, gpu2 another chip of the vendor, gpu3 another vendor's."""
+    told = AgentSurvey(
+        **{"token": "t", "size_bytes": 10, "boundary": 5, "state_bytes": 4096, "refusals": (), **(agent or {})}
+    )
+    plain = {"pid": 7, "start_ticks": 1, "uid": 0, "job": "run", "gpus": ("gpu0",), "supervisor": 6, "python": True}
+    job = Candidate(**{**plain, "agent": told, "vram_bytes": 10, **candidate})
+    kinds = (("gpu0", "simulated", "A"), ("gpu1", "simulated", "A"), ("gpu2", "simulated", "B"), ("gpu3", "amd", "C"))
+    gpus = tuple([GpuRoom(id=name, vendor=vendor, chip=chip, free_bytes=GIB) for name, vendor, chip in kinds])
+    return Snapshot(gpus=gpus, candidates=(job,), pool=PoolRoom(budget_bytes=GIB, free_bytes=GIB))
+
+
+def ask(to: str | None = "gpu1", **more: Any) -> Request:
+    return Request(**{"kind": MIGRATE, "pids": (7,), "to": to, **more})
+
+
+def plan_of(found: Plan | tuple[Reason, ...]) -> Plan:
+    assert isinstance(found, Plan), found
+    return found
+
+
+def said(found: Plan | tuple[Reason, ...]) -> str:
+    assert not isinstance(found, Plan)
+    return "\n".join(f"{reason.message}; {reason.hint}" for reason in found)
+
+
+def test_a_better_way_is_taken_where_there_is_one() -> None:
+    plan = plan_of(planned(node(), ask("gpu1", allow_restart=True)))
+    assert plan.workers[0].method != RESTART
+
+
+def test_another_chip_or_vendor_is_reached_by_a_restart_that_is_allowed() -> None:
+    for to in ("gpu2", "gpu3"):
+        plan = plan_of(planned(node(), ask(to, allow_restart=True)))
+        assert (plan.workers[0].method, plan.workers[0].carrier) == (RESTART, BY_STATE)
+        assert "another chip" in plan.hazards[0]
+        assert "variables begin anew" in plan.hazards[1]
+
+
+def test_one_that_is_not_allowed_is_offered() -> None:
+    """The refusal alone left people with nothing to do, though their job could have been restarted there."""
+    assert "hegmctl migrate 7 --via restart --to GPU --dry-run" in said(planned(node(), ask("gpu2")))
+    assert "--via restart" not in said(planned(node(supervisor=None), ask("gpu2")))
+
+
+def test_a_restart_may_stay_where_it_is_and_the_operation_has_all_that_it_is_to_change() -> None:
+    respawn = Respawn(set={"A": "1"}, unset=("B",), python="/other/python")
+    snapshot = node()
+    plan = plan_of(planned(snapshot, ask(None, via=RESTART, respawn=respawn)))
+    assert (plan.workers[0].gpu, plan.workers[0].to) == ("gpu0", "gpu0")
+    assert plan.pool_needed_bytes > 4096
+    assert plan.room_needed_bytes == {}
+    op = plan.operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)
+    assert op.respawn == respawn
+    assert (op.workers[0].run, op.workers[0].leaves) == ("run", True)
+
+
+def test_everything_that_stands_against_it_is_said() -> None:
+    via = ask("gpu2", via=RESTART)
+    assert "nobody would start process 7 again" in said(planned(node(supervisor=None), via))
+    refused = node({"refusals": ("optimizer 2 has a function in it", "the stream has no place")})
+    assert "optimizer 2 has a function in it" in said(planned(refused, via))
+    assert "the stream has no place" in said(planned(refused, via))
+    assert "is not known" in said(planned(node({"state_bytes": None}), via))
+    assert "one of 2 ranks" in said(planned(node({"rank": 0, "world_size": 2}), via))
+    other = ask("gpu2", via=RESTART, respawn=Respawn(python="/p"))
+    assert "does not begin with a Python" in said(planned(node(python=False), other))
+    large = node({"state_bytes": 2 * GIB})
+    assert "of the pool are needed" in said(planned(large, via))

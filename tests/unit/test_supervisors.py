@@ -1,0 +1,135 @@
+"""The register of supervisors: one for each run, over many connections, known by its process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from hegmd.errors import HegmError, Refused
+from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
+from hegmd.supervisors import OrderFailed, Supervisor, SupervisorAway, Supervisors
+
+OFFER = Supervise(run="run", python=True, pid=1)
+
+
+class Line:
+    """One connection of a supervisor: what it was sent."""
+
+    def __init__(self) -> None:
+        self.orders: list[SupervisorOrder] = []
+        self.news = anyio.Event()
+
+    async def send(self, order: SupervisorOrder, _fds: Sequence[int]) -> None:
+        self.orders.append(order)
+        self.news.set()
+
+    async def next(self) -> SupervisorOrder:
+        await self.news.wait()
+        self.news = anyio.Event()
+        return self.orders[-1]
+
+
+@pytest.fixture
+def supervisors() -> Iterator[Supervisors]:
+    known = Supervisors(lambda pid: pid)
+    yield known
+    known.close()
+
+
+@asynccontextmanager
+async def attending(
+    known: Supervisors, line: Line, offer: Supervise = OFFER, pid: int = 0
+) -> AsyncIterator[Supervisor]:
+    async with anyio.create_task_group() as tasks:
+        changed = known.changed
+        tasks.start_soon(known.attend, line, pid or os.getpid(), 0, offer, line.send)
+        await changed.wait()
+        found = known.find(0, offer.run)
+        assert found is not None
+        yield found
+        tasks.cancel_scope.cancel()
+
+
+async def test_an_order_ends_with_what_is_reported_of_it(supervisors: Supervisors) -> None:
+    line = Line()
+    async with attending(supervisors, line) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.order, "start", "4")
+        order = await line.next()
+        supervisors.report(line, SuperviseReport(order=order.order, result="done", pid=77, starts=1))
+    assert (supervisor.offer.pid, supervisor.offer.started, supervisor.serves("4")) == (77, True, True)
+
+
+async def test_a_start_that_failed_after_it_was_done_is_known_of(supervisors: Supervisors) -> None:
+    """The process was started, which ended the order, and then ended by itself: nobody waited for that any more."""
+    line = Line()
+    async with attending(supervisors, line) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.order, "start", "4")
+        order = await line.next()
+        supervisors.report(line, SuperviseReport(order=order.order, result="done", pid=77, starts=1))
+        supervisors.report(line, SuperviseReport(order=order.order, result="failed", message="it ended with 5"))
+    assert (supervisor.offer.started, supervisor.failure) == (False, "it ended with 5")
+
+
+async def test_an_order_that_fails_says_why(supervisors: Supervisors) -> None:
+    line = Line()
+    failures: list[HegmError] = []
+
+    async def ask(supervisor: Supervisor) -> None:
+        try:
+            await supervisor.order("expect", "4")
+        except OrderFailed as error:
+            failures.append(error)
+
+    async with attending(supervisors, line) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, supervisor)
+        order = await line.next()
+        supervisors.report(
+            line, SuperviseReport(order=order.order, result="failed", message="no Python", hint="use one")
+        )
+    assert "no Python" in failures[0].message
+
+
+async def test_one_that_comes_back_takes_the_place_of_its_earlier_connection(supervisors: Supervisors) -> None:
+    first, second = Line(), Line()
+    async with attending(supervisors, first) as before:
+        async with attending(supervisors, second, OFFER.replace(operation="4", left=True)) as now:
+            assert now is before
+            assert supervisors.of_operation(0, "4") is now
+            with pytest.raises(Refused):
+                supervisors.report(first, SuperviseReport(result="ended", status=0))
+        with pytest.raises(SupervisorAway):
+            await now.order("start", "4")
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends with its input, and is not reaped before the test is over."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        yield process
+
+
+async def test_a_second_process_is_no_supervisor_of_a_run_that_has_one(
+    supervisors: Supervisors, other: subprocess.Popen[bytes]
+) -> None:
+    async with attending(supervisors, Line()):
+        with pytest.raises(Refused, match="supervises run run already"):
+            await supervisors.attend("other", other.pid, 0, OFFER, Line().send)
+
+
+async def test_a_supervisor_that_nobody_has_reaped_counts_as_gone(
+    supervisors: Supervisors, other: subprocess.Popen[bytes]
+) -> None:
+    """By its start time it was there still, and whoever waited for it waited in vain."""
+    assert other.stdin is not None
+    async with attending(supervisors, Line(), pid=other.pid) as supervisor:
+        assert supervisor.lives
+        other.stdin.close()
+        await anyio.to_thread.run_sync(os.waitid, os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        assert supervisors.find(0, "run") is None
+        assert supervisors.has_ended(0, "run")
