@@ -38,7 +38,7 @@ def main() -> None:
         if child == 0:
             run(wanted)
         _pid, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        print(wanted["number"], os.waitstatus_to_exitcode(status), flush=True)
 
 
 def warm_up() -> None:
