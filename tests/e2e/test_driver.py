@@ -23,7 +23,7 @@ from hegmd.protocol.messages import (
     Operations,
     OperationsReply,
 )
-from tests.e2e.driven import GIB, DrivenNode, Watched, at_rest, helper_of, only_its_own
+from tests.e2e.driven import GIB, LOOKS, DrivenNode, Watched, at_rest, helper_of, only_its_own
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
@@ -210,6 +210,39 @@ def test_a_process_that_is_stopped_by_a_signal_is_refused_before_the_driver_wait
             connection.migrate(watched.pid, "gpu1")
         os.kill(watched.pid, signal.SIGCONT)
         watched.is_whole()
+
+
+def test_one_that_is_stopped_in_its_checkpoint_is_told_of_within_seconds_and_comes_through_when_it_goes_on(
+    node: DrivenNode, tmp_path: Path
+) -> None:
+    """Five minutes passed before anybody was told, and then everybody's helper was ended."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with node.program(0) as program, node.connect() as connection:
+        watched = Watched(program)
+        node.cuda.order(f"hold step:checkpoint@{watched.pid} {gate}")
+        begin(connection, watched.pid)
+        with gate.open("w"):
+            helper = helper_of(node).pid
+            node.cuda.mend()
+            os.kill(watched.pid, signal.SIGSTOP)
+        assert f"kill -CONT {watched.pid}" in _next_step(connection)
+        os.kill(watched.pid, signal.SIGCONT)
+        ended = at_rest(node)
+        assert (ended.phase in {"done", "undone"}, ended.processes[0].state) == (True, "running")
+        assert helper_of(node).pid == helper
+        watched.is_whole()
+        only_its_own(node, watched)
+
+
+def _next_step(connection: Connection) -> str:
+    """What the newest operation says can be done, once it does not come on by itself."""
+    for _ in range(30 * LOOKS):
+        newest = connection.call(Operations(), OperationsReply).operations[-1]
+        hints = [one for one in (newest.waits and newest.waits.next, newest.failure and newest.failure.hint) if one]
+        if hints:
+            return "; ".join(hints)
+    raise AssertionError("it waits for nothing")
 
 
 def test_a_suspended_process_that_is_killed_leaves_nothing_behind(node: DrivenNode) -> None:
