@@ -1,13 +1,9 @@
-"""The pool: what it takes is there, named, within the budget, and given back; what an earlier daemon left is found.
-
-Longer than 400 lines because it is a flat list of checks of one class.
-"""
+"""The pool: what it takes is there, named, within the budget, and given back; what an earlier daemon left is found."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,33 +13,10 @@ import pytest
 from hegmd.errors import HegmError, Refused
 from hegmd.pieces import HUGE_PAGE_BYTES, MIB, whole_size
 from hegmd.pool import Keep, Key, Pool
-from hegmd.pool_found import find_pieces
 from hegmd.pool_memory import read_available_bytes, read_huge_free_bytes
 from hegmd.pool_places import Place
-from hegmd.spill_file import SpillFolder
 from tests.unit.descriptor_store import DescriptorStore
-
-KEY = Key("7", "4711")
-OTHER = Key("8", "4712")
-
-
-def keep_in(folder: Path, store: DescriptorStore | None = None) -> Keep:
-    """Places in an ordinary directory: the pool asks nothing of them that a disk does not have."""
-    return Keep([Place(folder / "memory", huge=False)], store, SpillFolder(folder / "spill", spare_bytes=0))
-
-
-def opened(keep: Keep) -> Pool:
-    return Pool(64 * MIB, keep=keep, huge_free_bytes=lambda: 0)
-
-
-async def found_again(keep: Keep, *owned: Key) -> Pool:
-    pool = opened(keep)
-    pool.enter((await find_pieces(keep)).pieces, lambda key: key in owned)
-    return pool
-
-
-def files_under(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
+from tests.unit.pools import KEY, OTHER, files_under, found_again, keep_in, opened
 
 
 @pytest.fixture
@@ -261,168 +234,6 @@ async def test_of_two_pieces_of_one_owner_neither_is_lost(keep: Keep) -> None:
     assert after.held_for(KEY) == 9 * MIB
     assert [piece.usable_bytes for piece in after.unclaimed().values()] == [3 * MIB]
     after.close()
-
-
-# -- on disk -----------------------------------------------------------------------------------------------------------
-
-
-async def test_spilled_bytes_take_no_memory_and_come_back_checked(keep: Keep, tmp_path: Path) -> None:
-    pool = opened(keep)
-    size_bytes = whole_size(10 * MIB)
-    data = os.urandom(size_bytes)
-    os.pwrite((await pool.take(KEY, 10 * MIB)).fd, data, 0)
-    seen: list[int] = []
-    await pool.spill(KEY, seen.append)
-    await pool.let_go(KEY)
-    assert (pool.held_bytes, pool.spilled_bytes, pool.held_for(KEY)) == (0, size_bytes, 10 * MIB)
-    with pytest.raises(Refused, match="on disk"):
-        pool.memory(KEY)
-    await pool.fetch(KEY)
-    assert os.pread(pool.memory(KEY).fd, size_bytes, 0) == data
-    await pool.give(KEY)
-    assert files_under(tmp_path) == []
-
-
-async def test_spilled_bytes_are_found_by_the_next_daemon(keep: Keep) -> None:
-    before = opened(keep)
-    os.pwrite((await before.take(KEY, 3 * MIB)).fd, b"weights", 0)
-    await before.spill(KEY)
-    await before.let_go(KEY)
-    before.close()
-    after = await found_again(keep, KEY)
-    assert after.held_bytes == 0
-    await after.fetch(KEY)
-    assert os.pread(after.memory(KEY).fd, 7, 0) == b"weights"
-    await after.give(KEY)
-
-
-async def test_both_copies_are_one_piece_for_the_next_daemon(keep: Keep, tmp_path: Path) -> None:
-    before = opened(keep)
-    await before.take(KEY, 3 * MIB)
-    await before.spill(KEY)
-    before.close()
-    after = await found_again(keep, KEY)
-    assert not after.unclaimed()
-    await after.give(KEY)
-    assert files_under(tmp_path) == []
-
-
-async def test_memory_that_is_to_be_written_has_no_old_copy_on_disk(keep: Keep) -> None:
-    """After a resume that was turned back, other bytes go to the same memory: the file would be of another state."""
-    pool = opened(keep)
-    os.pwrite((await pool.take(KEY, 3 * MIB)).fd, b"old", 0)
-    await pool.spill(KEY)
-    memory = await pool.to_fill(KEY)
-    os.pwrite(memory.fd, b"new", 0)
-    assert pool.spilled_bytes == 0
-    await pool.spill(KEY)
-    await pool.let_go(KEY)
-    await pool.fetch(KEY)
-    assert os.pread(pool.memory(KEY).fd, 3, 0) == b"new"
-    await pool.give(KEY)
-
-
-async def test_a_file_of_a_copy_that_was_given_up_counted_as_the_copy_after_a_restart(
-    keep: Keep, tmp_path: Path
-) -> None:
-    """A thread that is left behind may name its file late; it was only taken away where a copy was known of."""
-    assert keep.spill is not None
-    before = opened(keep)
-    memory = await before.take(KEY, 3 * MIB)
-    os.pwrite(memory.fd, b"old", 0)
-    keep.spill.folder.mkdir(mode=0o700)
-    keep.spill.folder.chmod(0o777)
-    with pytest.raises(Refused, match="written by others"):
-        await before.spill(KEY)
-    keep.spill.folder.chmod(0o700)
-    name = str(before.by_owner()[KEY].name)
-    keep.spill.write(name, memory.fd, memory.size_bytes, lambda: False, lambda _: None)  # as by that thread
-    os.pwrite((await before.to_fill(KEY)).fd, b"new", 0)
-    assert not keep.spill.path(name).exists(), "the bytes of before are the copy on disk"
-    before.close()
-    after = await found_again(keep, KEY)
-    assert after.spilled_bytes == 0
-    await after.give(KEY)
-    assert files_under(tmp_path) == []
-
-
-async def test_without_a_descriptor_to_spare_a_spill_is_an_error_that_is_told(keep: Keep) -> None:
-    """EMFILE left the loop as a group of exceptions, and ended all tasks of the daemon."""
-    pool = opened(keep)
-    os.pwrite((await pool.take(KEY, 3 * MIB)).fd, b"weights", 0)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    await pool.spill(KEY)  # once, so that every thread and loop that is needed is there
-    await pool.to_fill(KEY)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        with pytest.raises(HegmError):
-            await pool.spill(KEY)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    await pool.spill(KEY)
-    await pool.give(KEY)
-
-
-async def test_a_disk_that_is_full_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    keep = Keep([Place(tmp_path / "memory", huge=False)], None, SpillFolder(tmp_path / "spill", spare_bytes=1 << 60))
-    pool = opened(keep)
-    os.pwrite((await pool.take(KEY, 3 * MIB)).fd, b"weights", 0)
-    with pytest.raises(Refused, match="MiB free") as refused:
-        await pool.spill(KEY)
-    assert "pool.spill_dir" in refused.value.hint
-    await pool.let_go(KEY)
-    assert os.pread(pool.memory(KEY).fd, 7, 0) == b"weights", "given back without a copy"
-    assert len(files_under(tmp_path)) == 1
-    await pool.give(KEY)
-
-
-async def test_a_damaged_file_is_told_of_and_stays(keep: Keep, tmp_path: Path) -> None:
-    pool = opened(keep)
-    await pool.take(KEY, 3 * MIB)
-    await pool.spill(KEY)
-    await pool.let_go(KEY)
-    (file,) = files_under(tmp_path)
-    with file.open("r+b") as stream:
-        stream.seek(1 << 20)
-        stream.write(b"!")
-    with pytest.raises(HegmError, match="does not fit its checksum"):
-        await pool.fetch(KEY)
-    assert files_under(tmp_path) == [file]
-    assert pool.held_bytes == 0, "half of it stayed in memory"
-    await pool.give(KEY)
-
-
-async def test_no_room_in_memory_leaves_spilled_bytes_on_disk(keep: Keep) -> None:
-    pool = opened(keep)
-    await pool.take(KEY, 30 * MIB)
-    await pool.spill(KEY)
-    await pool.let_go(KEY)
-    await pool.take(OTHER, 40 * MIB)
-    with pytest.raises(Refused, match="may hold 64 MiB"):
-        await pool.fetch(KEY)
-    await pool.give(OTHER)
-    await pool.fetch(KEY)
-    await pool.give(KEY)
-
-
-async def test_giving_ends_a_spill_that_is_under_way_and_leaves_no_file(keep: Keep, tmp_path: Path) -> None:
-    pool = opened(keep)
-    await pool.take(KEY, 40 * MIB)
-    outcomes: list[str] = []
-
-    async def spill() -> None:
-        try:
-            await pool.spill(KEY)
-            outcomes.append("whole")
-        except HegmError as error:
-            outcomes.append(error.code.name)
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(spill)
-        await anyio.wait_all_tasks_blocked()
-        await pool.give(KEY)
-    assert outcomes in (["cancelled"], ["whole"])
-    assert files_under(tmp_path) == []
 
 
 # -- what the kernel says ----------------------------------------------------------------------------------------------

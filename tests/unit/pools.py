@@ -1,0 +1,34 @@
+"""Pools in ordinary directories, for whoever looks at what is in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hegmd.pieces import MIB
+from hegmd.pool import Keep, Key, Pool
+from hegmd.pool_found import find_pieces
+from hegmd.pool_places import Place
+from hegmd.spill_file import SpillFolder
+from tests.unit.descriptor_store import DescriptorStore
+
+KEY = Key("7", "4711")
+OTHER = Key("8", "4712")
+
+
+def keep_in(folder: Path, store: DescriptorStore | None = None) -> Keep:
+    """Places in an ordinary directory: the pool asks nothing of them that a disk does not have."""
+    return Keep([Place(folder / "memory", huge=False)], store, SpillFolder(folder / "spill", spare_bytes=0))
+
+
+def opened(keep: Keep) -> Pool:
+    return Pool(64 * MIB, keep=keep, huge_free_bytes=lambda: 0)
+
+
+async def found_again(keep: Keep, *owned: Key) -> Pool:
+    pool = opened(keep)
+    pool.enter((await find_pieces(keep)).pieces, lambda key: key in owned)
+    return pool
+
+
+def files_under(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
