@@ -46,6 +46,8 @@ NAME = "driver"
 CALM_BYTES = 2048 * MIB
 
 _LOOK_AGAIN_S = 0.05
+# Between looks at what was let go of; others stand still meanwhile.
+_FREED_AFTER_S = (0.003, 0.006, 0.012, 0.025, 0.05, 0.1, 0.2, 0.0)
 _LAST_WORD_S = 5.0
 
 
@@ -218,7 +220,7 @@ class DriverMethod:
                     raise _unsafe(subject, gpu, free_bytes, loose)
             await self._room.let_go(subject, rooms.values())
             for gpu in rooms:
-                free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
+                free_bytes = await self._freed(gpu, needs[gpu] + spare_bytes)
                 if free_bytes is None or free_bytes < needs[gpu] + spare_bytes:
                     await self._room.hold_again(subject, rooms, needs)
                     raise no_room(subject, gpu, needs[gpu] + spare_bytes, free_bytes, "free")
@@ -228,6 +230,19 @@ class DriverMethod:
             except Untrue:
                 await self._room.hold_again(subject, rooms, needs)
                 raise
+
+    async def _freed(self, gpu: str, wanted_bytes: int) -> int | None:
+        """What is free there, as soon as it is as much as is wanted, or after a while.
+
+        What has just been let go of shows 2.5 ms later, and the helper may have it for as long as it takes to close it.
+        """
+        free_bytes: int | None = None
+        for pause_s in _FREED_AFTER_S:
+            free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
+            if free_bytes is not None and free_bytes >= wanted_bytes:
+                break
+            await anyio.sleep(pause_s)
+        return free_bytes
 
     async def _restore_to_its_end(self, subject: Subject, pairs: list[list[str]]) -> None:
         """However the call ends, by an operation that is cut off or a helper that is killed, the driver's step is over

@@ -7,12 +7,12 @@ say. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from hegmd.errors import REFUSED
 from hegmd.migration.candidates import Candidate, Plan, Request, Snapshot
-from hegmd.migration.carriage import PEER
+from hegmd.migration.carriage import PEER, WORKER
 from hegmd.migration.draft import candidate_of
 from hegmd.migration.forecast import after
 from hegmd.migration.members import members_of
@@ -95,6 +95,8 @@ def planned_swap(snapshot: Snapshot, first: int, second: int) -> Outcome:
     Where there is room for one beside the other, it is two moves. Where there is not, both go to the pool at once and
     come back crosswise at once, each over its own GPU's link; or the first alone waits there, where the pool has not
     the room for both, or the second goes straight from GPU to GPU, which is over before its bytes would be in the pool.
+    So they do where there is room for one beside the other but not for a context to copy by: their own copies take
+    several times as long as the helper's.
     """
     if first == second:
         return (_against(f"process {first} cannot change places with itself", "name two processes; see hegmctl ps"),)
@@ -118,16 +120,22 @@ def planned_swap(snapshot: Snapshot, first: int, second: int) -> Outcome:
 
 def _exchange(snapshot: Snapshot, first: tuple[int, str], second: tuple[int, str]) -> Outcome:
     refused: tuple[Reason, ...] = ()
+    by_hand: Outcome = ()
     for order in ((first, second), (second, first)):
         found = _in_a_row(snapshot, order)
         if all(isinstance(step, Plan) for step in found):
-            return found
+            if not _goes_by(WORKER, found):
+                return found
+            by_hand = by_hand or found
         refused = refused or tuple(step for step in found if isinstance(step, Reason))
     by_one = _past_one_in_the_pool(snapshot, first, second)
-    if any(isinstance(step, Plan) and step.kind == MIGRATE and _goes_by_peer(step) for step in by_one):
+    if _goes_by(PEER, [step for step in by_one if isinstance(step, Plan) and step.kind == MIGRATE]):
         return by_one
     by_both = _past_both_in_the_pool(snapshot, first, second)
-    return by_both if all(isinstance(step, Plan) for step in by_both) else by_one
+    is_open = all(isinstance(step, Plan) for step in by_both)
+    if by_hand and (not is_open or _goes_by(WORKER, by_both)):
+        return by_hand
+    return by_both if is_open else by_one
 
 
 def _past_one_in_the_pool(snapshot: Snapshot, first: tuple[int, str], second: tuple[int, str]) -> Outcome:
@@ -161,8 +169,9 @@ def _past_both_in_the_pool(snapshot: Snapshot, first: tuple[int, str], second: t
     return (*leave, *come)
 
 
-def _goes_by_peer(plan: Plan) -> bool:
-    return any(worker.carrier == PEER for worker in plan.workers)
+def _goes_by(carrier: str, steps: Iterable[Plan | Reason]) -> bool:
+    """Whether any of those has its bytes carried so in one of these steps."""
+    return any(worker.carrier == carrier for step in steps if isinstance(step, Plan) for worker in step.workers)
 
 
 def at_once(steps: Sequence[Plan]) -> Iterator[tuple[Plan, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,12 @@ import pytest
 
 from hegmd.errors import Refused
 from hegmd.helper.link import HelperLost
+from hegmd.inventory import NodeSnapshot
 from hegmd.methods.base import NoRoom, Outgrown, Subject
-from hegmd.methods.gpus import pairs_from, storages_of
+from hegmd.methods.driver import DriverMethod
+from hegmd.methods.gpus import Gpus, pairs_from, rest_of, storages_of
 from hegmd.methods.neighbours import FILE_NAME
+from hegmd.methods.steps import Steps
 from tests.contract.driven import REST_BYTES, Parts, Rig, rigged, standing_in
 from tests.contract.helped import GIB, MIB, Owner, ask
 from tests.unit.moving_node import start_ticks
@@ -73,6 +77,31 @@ async def test_on_a_full_gpu_nobody_is_restored_beside_one_who_cannot_be_held_st
         assert not rig.node.calls("cuCheckpointProcessRestore")
         rig.node.mend()
         await rig.method.restore(off, "gpu1")
+        assert rig.moved.ask("digest") == rig.moved.digest
+
+
+async def test_room_that_was_let_go_of_and_did_not_show_at_once_was_taken_for_none(parts: Parts) -> None:
+    """The helper had not closed yet what it had handed over; where nothing else was free, the job waited in vain."""
+    async with rigged(parts) as rig:
+        off = await rig.take_off()
+        uuid = rig.node.uuids[1]
+        late = [os.dup(piece.fd) for piece in rig.memory.pieces(rest_of(off), uuid)]
+        assert rig.other.ask("grab").startswith("grabbed")
+        seen: list[int] = []
+
+        async def look() -> NodeSnapshot:
+            node = await rig.inventory.refresh()
+            if uuid not in rig.memory.of(rest_of(off)):
+                seen.append(node.gpus[1].memory_free_bytes or 0)
+                if len(seen) == 2:
+                    for fd in late:
+                        os.close(fd)
+            return node
+
+        gpus = Gpus(look)
+        steps = Steps(rig.link, gpus, rig.neighbours)
+        await DriverMethod(steps, rig.memory, gpus, rig.neighbours).restore(off, "gpu1")
+        assert max(seen[:2]) < REST_BYTES <= seen[2]
         assert rig.moved.ask("digest") == rig.moved.digest
 
 
