@@ -67,7 +67,7 @@ class Work:
 
     def judge(self, seen: Sight, now: float) -> Stuck | None:
         """Why it is not to be waited for any longer, if so."""
-        if self._last is None or _has_moved(self._last, seen, self._patience.moved_bytes):
+        if self._last is None or has_moved(self._last, seen, self._patience.moved_bytes):
             self._last, self._moved = seen, now
         if not seen.stopped:
             self._stopped_since = None
@@ -110,7 +110,8 @@ class Work:
         }
 
 
-def _has_moved(before: Sight, after: Sight, least_bytes: int) -> bool:
+def has_moved(before: Sight, after: Sight, least_bytes: int) -> bool:
+    """Whether so much has come or gone between two looks, in the process or on the GPUs, as far as both show it."""
     pairs = ((before.resident_bytes, after.resident_bytes), (before.free_bytes, after.free_bytes))
     return any(one is not None and other is not None and abs(other - one) >= least_bytes for one, other in pairs)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.testing.several_gpus import ROWS
+from hegmd.testing.progress import ROWS
 from tests.stubs.cuda.node import GIB, CudaNode
 
 REPO = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hegmd.helper import cuda
 from hegmd.testing.driver import MIB, swapped, take_off
-from hegmd.testing.several_gpus import ROWS
+from hegmd.testing.progress import ROWS
 from tests.stubs.cuda.rig import DriverRig
 
 REPO = Path(__file__).resolve().parents[2]

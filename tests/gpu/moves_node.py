@@ -35,6 +35,8 @@ from tests.gpu.keeper import Keeper, Keeping, OwnKeeper
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 COMMAND_S = 120.0
+# Until two lists of processes, one before and one after, are the same.
+MOST_LOOKS = 50
 LOOK_AGAIN_S = 0.02
 # Some machines have their memory only once it is asked for, so half of what is free at the start would be too little.
 POOL_BYTES = 160 << 30
@@ -84,12 +86,21 @@ class Gpus:
         return len(self._handles)
 
     def account(self) -> Account:
-        used = [pynvml.nvmlDeviceGetMemoryInfo(handle).used / MIB for handle in self._handles]
-        shares = [
+        """Of one moment: a process that ends between two questions would leave memory behind that nobody has."""
+        shares = self._shares()
+        for _ in range(MOST_LOOKS):
+            before = shares
+            used = [pynvml.nvmlDeviceGetMemoryInfo(handle).used / MIB for handle in self._handles]
+            shares = self._shares()
+            if shares == before:
+                break
+        return Account(tuple(used), tuple(shares))
+
+    def _shares(self) -> list[dict[int, float]]:
+        return [
             {process.pid: (process.usedGpuMemory or 0) / MIB for process in self._processes(handle)}
             for handle in self._handles
         ]
-        return Account(tuple(used), tuple(shares))
 
     def _processes(self, handle: object) -> Iterable[Any]:
         processes: Iterable[Any] = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from hegmd.testing.several_gpus import ROWS
+from hegmd.testing.progress import ROWS
 from tests.gpu import nvidia_smi
 from tests.gpu.driver_run import ROW_S, run_row
 

@@ -23,7 +23,7 @@ from typing_extensions import Self
 from hegmd.devices.nvidia import NvidiaProvider
 from hegmd.helper import cuda
 from hegmd.testing.driver import MIB, Caller, Sight, Target, eventually
-from hegmd.testing.several_gpus import ROWS
+from hegmd.testing.progress import ROWS
 from tests.stubs.cuda.node import ENVIRONMENT, order_in_force
 
 PROGRAM = Path(__file__).with_name("program.py")
