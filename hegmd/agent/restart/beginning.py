@@ -168,6 +168,8 @@ class Due:
         return enumerate(loader, self._needed("enumerate", caller()) or 0)
 
     def _needed(self, name: str, frame: FrameType) -> Any:
+        if _is_half_imported():  # by whom of those that are asked for their loops it imports itself, as it does tqdm
+            return None
         self._read()
         return self._entering.need(name, frame) if self._entering is not None else None
 
@@ -198,6 +200,12 @@ _resting: Due | None = None
 def _arrived() -> None:
     global _due, _resting
     _due, _resting = None, _due
+
+
+def _is_half_imported() -> bool:
+    """Whether PyTorch is: what makes tensors of a state then imports parts of it before their time."""
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
 
 
 def _watch_passes(module: Any) -> None:
