@@ -61,7 +61,8 @@ starts.write_text(str(start + 1))
 torch.manual_seed(3)
 model = torch.nn.Linear(4, {width})
 optimizer = torch.optim.Adam(model.parameters())
-loader = DataLoader(TensorDataset(torch.randn(12, 4)), batch_size=4)
+rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(4))
+loader = DataLoader(TensorDataset(rows), batch_size=4)
 
 
 def train(epochs):
@@ -94,6 +95,19 @@ for _ in range(60):
 """
 
 
+REMADE = """
+
+
+
+
+for epoch in range(4):
+    for (rows,) in DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2):
+        model(rows).pow(2).mean().backward()
+        optimizer.step()
+        print("step", flush=True)
+"""
+
+
 def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
     """A script with these parts, and the folder that it counts its starts in."""
     usual = {"width": "2", "epochs": "range(epochs)", "after": "pass", "body": "train(4)"}
@@ -111,11 +125,20 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
         ),
         ({"body": "train(1)\ntrain(3)"}, "has trained before the one at line"),
         ({"epochs": "['a', 'b', 'c']"}, "goes over a tuple_iterator, whose place cannot be set"),
-        ({"body": "while start < 2:\n    train(3)"}, "the while loop at line 27 of __main__ goes by variables"),
-        ({"body": READ_AHEAD}, "another thread reads the loader at line 29 of __main__ in read() ahead"),
+        ({"body": "while start < 2:\n    train(3)"}, "the while loop at line 28 of __main__ goes by variables"),
+        ({"body": READ_AHEAD}, "another thread reads the loader at line 30 of __main__ in read() ahead"),
+        ({"body": REMADE}, "the loader at line 33 of __main__ is over data made anew"),
         ({"after": "optimizer.state[model.weight]['f'] = print"}, "__main__.optimizer.states[0].f is a function"),
     ],
-    ids=["made-later", "trained-before", "a-list", "a-while-loop", "read-ahead", "a-function-in-the-state"],
+    ids=[
+        "made-later",
+        "trained-before",
+        "a-list",
+        "a-while-loop",
+        "read-ahead",
+        "data-made-anew",
+        "a-function-in-the-state",
+    ],
 )
 def test_what_a_restarted_script_would_not_have_is_refused(
     restarts: Restarts, tmp_path: Path, parts: dict[str, str], why: str
@@ -132,11 +155,20 @@ def test_what_a_restarted_script_would_not_have_is_refused(
         ({"width": "2 + start"}, "weight has the shape (3, 4) and had (2, 4)"),
         ({"body": "train(4 - start * 2)"}, "a loop that had range(1, 4) left goes over range(0, 2)"),
         ({"body": "loader = DataLoader(loader.dataset, batch_size=4 - start)\ntrain(4)"}, "batch_size was 4 and is 3"),
+        ({"body": "loader.dataset.tensors[0].add_(start)\ntrain(4)"}, "has other data than it had"),
         ({"body": "if start == 0:\n    train(4)"}, "the script ended before it came to where it was"),
         ({"body": "if start:\n    optimizer.step()\ntrain(4)"}, "an optimizer was about to step before"),
         ({"body": "if start:\n    del model\ntrain(4)"}, "model"),
     ],
-    ids=["another-model", "fewer-epochs", "another-loader", "no-such-loop", "a-step-of-its-own", "no-model"],
+    ids=[
+        "another-model",
+        "fewer-epochs",
+        "another-loader",
+        "other-data",
+        "no-such-loop",
+        "a-step-of-its-own",
+        "no-model",
+    ],
 )
 def test_a_state_that_does_not_fit_ends_the_script_before_any_step(
     restarts: Restarts, tmp_path: Path, parts: dict[str, str], why: str

@@ -3,6 +3,8 @@
 A pass is a function of the random states at its beginning and of what its sampler is. So the states are remembered when
 it begins, and again when its sampler is first asked; in the restarted script they are set at the same two moments, and
 the sampler is asked for the indices that were used up, without loading anything. Workers begin in turn where they were.
+
+Longer than 400 lines because a pass is taken and made again by the same facts, which are to be read in one place.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import weakref
 from _thread import get_ident
 
-from . import frameworks, generators, streams
+from . import frameworks, generators, samples, streams
+from .places import said
 from .unfit import DoesNotFit, Refusal
 from .worker_seeds import Seeds
 
@@ -29,6 +32,7 @@ class Iteration:
         "_before",
         "_creation",
         "_first",
+        "_is_remade",
         "_seeds",
         "_stream",
         "base",
@@ -57,6 +61,9 @@ class Iteration:
         self._first: Any = None
         self._seeds: Seeds | None = None
         self._stream = streams.stream_of(loader)
+        before = _read_at.get(path)
+        self._is_remade = before is not None and not before.are_of(loader.dataset)
+        _read_at[path] = samples.Makings(loader.dataset)
 
     # ---- as it begins -----------------------------------------------------------------------------------------------
 
@@ -125,6 +132,7 @@ class Iteration:
             "first": self._first,
             "workers": self._workers_states(delivered),
             "now": _beginning(self.gathered, iterator._index_sampler, of_sampler=True),
+            "sum": self._sum_of(iterator._dataset),
             "stream": None if self._stream is None else self._stream.taken(iterator),
         }
 
@@ -132,6 +140,8 @@ class Iteration:
         """Why it could not be made again as it is."""
         iterator = self.iterator()
         found: list[Refusal] = []
+        if self._is_remade and self._stream is None:
+            found.append(Refusal(f"each pass of the loader at {said(self.path[-1])} is over data made anew", _REMADE))
         if self._stream is not None:
             return self._stream.refusals(given, iterator)
         if self.sent and not getattr(iterator, "_in_order", True):
@@ -153,6 +163,9 @@ class Iteration:
                 states.append(self._seeds.after(worker, sent + count) if self._seeds is not None else None)
         return states
 
+    def _sum_of(self, dataset: Any) -> int | None:
+        return None if self._stream is not None or self.signature["workers"] else samples.sum_of(dataset)
+
     def _draws(self, iterator: Any) -> bool:
         """Whether loading draws random numbers: then a batch that is still in use cannot be had a second time."""
         fetcher = getattr(iterator, "_dataset_fetcher", None)
@@ -173,6 +186,8 @@ class Iteration:
         """Make the pass that was taken; the random generators are left wherever that takes them. Raises DoesNotFit."""
         if dict(taken["signature"]) != self.signature:
             raise DoesNotFit([_unlike(taken, self.signature)])
+        if taken["sum"] is not None and self._sum_of(loader.dataset) != taken["sum"]:
+            raise DoesNotFit([f"the loader at {said(taken['path'][-1])} has other data than it had"])
         self._before, self._creation, self._first = taken["before"], taken["creation"], taken["first"]
         _set_beginning(self.gathered, loader, self._creation or self._before)
         if loader.num_workers > 0 and self._stream is None:
@@ -268,6 +283,8 @@ class _Starting:
 
 
 _followed: dict[int, Iteration] = {}
+_read_at: dict[Any, samples.Makings] = {}
+_REMADE = "make the dataset before the loop, so that a restarted script has the same data"
 #: Workers that were at rest between two passes when the state was taken, and have not been asked for the next one yet.
 resting: list[dict[str, Any]] = []
 _IN_ORDER = "let the loader keep their order (in_order=True)"
