@@ -95,7 +95,9 @@ class DaemonDesk:
         """Whether a restart is expected, and nobody wanted the end of the command itself."""
         expected = self._operation is not None and told is None
         was_started, self._started, self._pid = self._started, False, None
-        if not expected or not (was_started or status == LEFT_STATUS or status < 0):
+        # One that was started and ends well has come to the end of its training, whoever has seen it at a boundary.
+        may_go_on = status != 0 if was_started else status == LEFT_STATUS or status < 0
+        if not expected or not may_go_on:
             self._report(SuperviseReport(result="ended", status=status))
             self._forget()
             return False

@@ -192,8 +192,8 @@ def test_a_state_that_nobody_is_there_for_is_held_and_gone_on_from(
         daemon.start()
         before = job.read_to_the_end()
     with SupervisedJob(daemon, tmp_path, resumes=op_id) as again:
-        assert again.steps() == undisturbed[len(before) :]
         assert _followed(again, daemon, op_id)["phase"] == "done"
+        assert again.steps() == undisturbed[len(before) :]
 
 
 def _followed(job: SupervisedJob, daemon: RunningDaemon, op_id: str) -> dict[str, Any]:
