@@ -166,7 +166,9 @@ def test_stopped_and_continued_it_stops_and_continues_the_command(tmp_path: Path
         process.send_signal(signal.SIGTSTP)
         _pid, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
-        assert child.status() == psutil.STATUS_STOPPED
+        deadline = time.monotonic() + PATIENCE_S
+        while child.status() != psutil.STATUS_STOPPED:  # it was told before, and stops when it is its turn to run
+            assert time.monotonic() < deadline
         process.send_signal(signal.SIGCONT)
         assert _line(process) == ["heard", str(int(signal.SIGCONT))]
         process.terminate()
@@ -190,14 +192,14 @@ def test_orphans_of_a_container_do_not_stay_as_zombies(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("a pid namespace takes root")
     unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    orphan = "(sh -c 'sleep 0.05' &) ; sleep 0.3; grep -c 'Z (zombie)' /proc/[0-9]*/status | grep -c ':1' ; exit 6"
+    orphan = """p=$( (sh -c 'echo $$' &) ); while [ -e "/proc/$p" ]; do :; done; exit 6"""  # a zombie is there for ever
     done = subprocess.run(
         [*unshare, *_words("sh", "-c", orphan)], env=environment(tmp_path / "nobody.sock"),
         capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     if "unshare" in done.stderr:
         pytest.skip(done.stderr.strip())
-    assert (done.stdout, done.returncode) == ("0\n", 6)
+    assert (done.stdout, done.returncode) == ("", 6)
 
 
 def test_it_is_light(tmp_path: Path) -> None:
