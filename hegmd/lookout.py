@@ -200,12 +200,13 @@ def _told(worker: Worker) -> AgentSurvey:
         cuda=worker.cuda,
         state_bytes=worker.state_bytes,
         refusals=worker.refusals,
+        begin_anew=worker.begin_anew,
     )
 
 
 async def _weigh_one(worker: Worker) -> None:
     """Raises nothing: one that cannot say has a reason, which is one against its restart."""
-    worker.state_bytes, worker.refusals = None, ()
+    worker.state_bytes, worker.refusals, worker.begin_anew = None, (), None
     try:
         await worker.order("weigh", limit_s=WEIGH_S)
     except HegmError as error:

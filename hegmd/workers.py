@@ -76,6 +76,7 @@ class Worker:
         #: What its state comes to and what stands against a restart, by its last word; None before it was asked.
         self.state_bytes: int | None = None
         self.refusals: tuple[str, ...] = ()
+        self.begin_anew: tuple[str, ...] | None = None
         #: Its use of CUDA by its own word; None if it uses none or has not said.
         self.cuda: CudaFacts | None = None
         #: Why the last image that was to be taken of it was not made; whoever takes them writes it.
@@ -182,6 +183,7 @@ class Worker:
             self.held_bytes = self.held_bytes if report.held_bytes is None else report.held_bytes
         if do == "weigh":
             self.state_bytes, self.refusals = report.state_bytes, report.refusals
+            self.begin_anew = report.begin_anew
         if do == "filled" and report.held_bytes is not None:
             self.held_bytes = report.held_bytes
         if do in {"evacuate", "free"}:

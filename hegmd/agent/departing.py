@@ -22,22 +22,27 @@ if TYPE_CHECKING:
 OPERATION = "HEGM_RESTART"
 # Set by a supervisor: without one nobody would start the process again.
 ALLOWED = "HEGM_ALLOW_RESTART"
+# Of what begins anew so much is told.
+_MOST_NAMES = 16
+_LONGEST_NAME = 200
 
 
 class Weight:
-    """What a restart would carry, and what stands against one."""
+    """What a restart would carry, what stands against one, and what of the script's own begins anew."""
 
-    __slots__ = ("refusals", "size_bytes")
+    __slots__ = ("begin_anew", "refusals", "size_bytes")
 
-    def __init__(self, size_bytes: int, refusals: tuple[str, ...]) -> None:
+    def __init__(self, size_bytes: int, refusals: tuple[str, ...], begin_anew: tuple[str, ...]) -> None:
         self.size_bytes = size_bytes
         self.refusals = refusals
+        self.begin_anew = begin_anew
 
 
 def weigh() -> Weight:
     """What the state comes to now, at a boundary. Raises HegmError where this process cannot be restarted at all."""
-    size_bytes, refusals = _part("leaving").weigh()
-    return Weight(int(size_bytes), tuple([str(refused) for refused in refusals]))
+    size_bytes, refusals, anew = _part("leaving").weigh()
+    bounded = [str(name)[:_LONGEST_NAME] for name in anew[:_MOST_NAMES]]
+    return Weight(int(size_bytes), tuple([str(refused) for refused in refusals]), tuple(bounded))
 
 
 def fits_of(gate: Gate) -> Callable[[], bool]:

@@ -2,7 +2,7 @@
 
 A restart is the way where nothing of the process can go: to a GPU of another vendor or chip, with another environment
 or Python. Its agent says what the state comes to and what would not be found again; who would start it again is its
-supervisor. What no agent can know of is said before: the script's own variables begin anew.
+supervisor. What of the script's own variables begins anew is said before by name, where the agent can tell.
 """
 
 from __future__ import annotations
@@ -81,9 +81,14 @@ def not_kept(members: Sequence[Candidate], request: Request) -> Iterator[str]:
     """What to know before saying yes."""
     for candidate in members:
         yield (
-            f"process {candidate.pid} ends, and another goes on in its place: the script's own variables begin anew, "
-            "but for what hegm.keep names; files that it writes are opened again as its script opens them"
+            f"process {candidate.pid} ends, and another goes on in its place; files that it writes are opened again as "
+            "its script opens them"
         )
+        names = None if candidate.agent is None else candidate.agent.begin_anew
+        if names is None:
+            yield f"process {candidate.pid}: its script's own variables may begin anew, but for what hegm.keep names"
+        for name in names or ():
+            yield f"process {candidate.pid}: begins anew: {name}; hegm.keep keeps it"
     if request.respawn.set or request.respawn.unset or request.respawn.python is not None:
         changed = [*request.respawn.set, *request.respawn.unset]
         changed += [] if request.respawn.python is None else [f"the Python {request.respawn.python}"]

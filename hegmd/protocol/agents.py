@@ -162,6 +162,9 @@ class AgentReport(Request, op="agent.report", reply=Noted):
     left_alone: tuple[LeftAlone, ...] = field("survey: what it leaves to other carriers", default=())
     state_bytes: int | None = field("weigh: bytes of the state that a restart would carry", default=None)
     refusals: tuple[str, ...] = field("weigh: what stands against a restart, or is not kept by one", default=())
+    begin_anew: tuple[str, ...] | None = field(
+        "weigh: variables of the script's that a restart does not keep, 16 at most; nil if it cannot tell", default=None
+    )
     cuda: CudaFacts | None = field("survey: its use of CUDA; nil if it uses none", default=None)
     handles: tuple[bytes, ...] = field("export, make: handles of CUDA IPC, 64 bytes each", default=())
     places: tuple[Place, ...] = field(

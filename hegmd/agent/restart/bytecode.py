@@ -121,6 +121,25 @@ class Loops:
                 found.add(self.line_of(target))
         return tuple(sorted(found))
 
+    def instructions(self) -> list[Any]:
+        """All of them, as `dis` gives them."""
+        return self._list
+
+    def depth_at(self, offset: int) -> int | None:
+        """How much is on the stack before that instruction; None where nothing leads to it."""
+        return self._depths.get(offset)
+
+    def ways(self) -> dict[int, tuple[int, ...]]:
+        """Where each instruction that anything leads to leads to, handlers of exceptions included."""
+        return {
+            offset: tuple([way for way, _depth, _active in self._ways_from(offset, depth, ())])
+            for offset, depth in self._depths.items()
+        }
+
+    def standing(self, offset: int) -> int:
+        """Where the instruction begins that stands there."""
+        return int(self._instruction(offset).offset)
+
     def _instruction(self, offset: int) -> Any:
         """The one that stands there. Python 3.11 may say the place of a cache that belongs to it."""
         from bisect import bisect_right

@@ -8,10 +8,11 @@ comes back of it shares memory with the training, and is to be written before th
 from __future__ import annotations
 
 import gc
+import os
 import sys
 
 from .. import life
-from . import contents, frameworks, generators, iterations, readiness
+from . import contents, frameworks, generators, iterations, readiness, variables
 from .baseline import Baseline, baseline_of, refusal_of
 from .holdings import (
     GENERATOR,
@@ -98,9 +99,6 @@ class _Taking:
             needs = list(self._needs(look, place.path[loop.depth], loop.line))
             self._check_names(needs, loop, place.path[loop.depth])
             loops.append({"depth": loop.depth, "line": loop.line, "needs": needs})
-        if not said_by_script.keeps:
-            for step in place.whiles():
-                self._refuse(f"the while loop at {said(step)} goes by variables of the script's own", _BY_HAND)
         self.refusals += readiness.refusals_of(place, is_driven=driver is not None)
         number = self._number_of(driver) if driver is not None else None
         self._baseline = baseline_of(place.path if number is None else iterations.path_of_pass(driver))
@@ -177,7 +175,6 @@ class _Taking:
     def _hold(self, place: Place) -> None:
         holdings = Holdings(place.frames)
         baseline = self._baseline
-        self.state["lost"] = [] if baseline is None else baseline.changed(place.frames)
         if not holdings.is_whole:
             self._refuse("the script holds more objects than are looked through", "hold less in lists and dictionaries")
         carried = [found for found in self._chosen(holdings) if not _is_in_optimizer(found, holdings)]
@@ -188,6 +185,15 @@ class _Taking:
         values, against = said_by_script.capture([found.thing for found in carried if found.kind == OPTIMIZER])
         self.state[KEY] = values
         self.refusals += [Refusal(what, hint) for what, hint in against]
+        self.state[variables.KEY] = own = variables.capture(
+            place.frames,
+            holdings.addresses() | {id(found.thing) for found in carried},
+            kept=values["kept"],
+            changed=[] if baseline is None else baseline.changed(place.frames),
+        )
+        if own["anew"] and not said_by_script.keeps:
+            for step in place.whiles():
+                self._refuse(f"the while loop at {said(step)} goes by variables of the script's own", _BY_HAND)
 
 
 def _is_in_optimizer(found: Holding, holdings: Holdings) -> bool:
@@ -208,6 +214,7 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     optimizers = [found.thing for _saved, found in pairs.values() if found.kind == OPTIMIZER]
     reasons += said_by_script.misfits(state[KEY], optimizers)
     reasons += frameworks.resuming.misfits(state[frameworks.KEY])
+    reasons += variables.misfits(state[variables.KEY], frames)
     if reasons:
         raise DoesNotFit(reasons)
     for kind in (MODULE, OPTIMIZER, SCHEDULER, SCALER, STATEFUL, TENSOR, GENERATOR):
@@ -215,9 +222,17 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
             if found.kind == kind:
                 _put(found, saved["content"])
     contents.make_copies()
+    _say_anew([*state[variables.KEY]["anew"], *variables.put_back(state[variables.KEY], frames)])
     said_by_script.put_back(state[KEY], optimizers)
     frameworks.resuming.put_back(state[frameworks.KEY])
     generators.set_shared(state["shared"])
+
+
+def _say_anew(names: list[str]) -> None:
+    """What of the script's own is as in a script that has just begun, on stderr: its output is the script's."""
+    if names:
+        text = f"hegm: begins anew after the restart: {'; '.join(names)}. hegm.keep keeps such things.\n"
+        os.write(2, text.encode(errors="replace"))
 
 
 # ---- by kind --------------------------------------------------------------------------------------------------------

@@ -82,6 +82,17 @@ class Holdings:
                 found.update(id(tensor) for group in held.thing.param_groups for tensor in group["params"])
         return found
 
+    def addresses(self) -> set[int]:
+        """Of everything that has a state of its own, and what is within it."""
+        found = {id(held.thing) for held in self._held.values() if held.kind != TENSOR}
+        for held in self._held.values():
+            if held.kind == MODULE:
+                parts = (*held.thing.modules(), *held.thing.parameters(), *held.thing.buffers())
+                found.update(id(part) for part in parts)
+            elif held.kind == OPTIMIZER:
+                found.update(id(tensor) for group in held.thing.param_groups for tensor in group["params"])
+        return found
+
     def _look(self, name: str, thing: Any, depth: int) -> None:
         if is_a(thing, *_LEAVES):
             return

@@ -24,20 +24,20 @@ LEFT_STATUS = 99
 UNRESTORED_STATUS = 98
 
 
-def weigh() -> tuple[int, list[Refusal]]:
-    """How many bytes the state comes to, and what stands against a restart, but for what is over by itself.
+def weigh() -> tuple[int, list[Refusal], list[str]]:
+    """How many bytes the state comes to, what stands against a restart, and what begins anew after one.
 
-    The training thread is at a boundary.
+    Left out is what is over by itself. The training thread is at a boundary.
     """
-    from . import plain
+    from . import plain, variables
     from .capture import capture
 
     state, refusals = capture()
     lasting = [found for found in refusals if not found.passes]
     try:
-        return plain.size_bytes(state), lasting
+        return plain.size_bytes(state), lasting, variables.begin_anew(state)
     except plain.NotPlain as error:
-        return 0, [*lasting, _not_plain(state, error)]
+        return 0, [*lasting, _not_plain(state, error)], []
 
 
 def save(

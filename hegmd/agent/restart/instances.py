@@ -1,0 +1,135 @@
+"""Objects of the script's own classes, found under the names that it holds them by; and which of theirs it changes.
+
+A name is a way from a function that is under way, or from a module of the script, over attributes, keys and places in
+lists, as in `holdings`. What is found is looked at and never called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+from collections import deque
+
+from .frameworks import is_own
+from .kinds import class_of, is_a, members_of
+from .places import is_users_module
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import FrameType
+    from typing import Any
+
+_MOST_OBJECTS = 20_000
+_MOST_DEEP = 8
+_LONGEST = 1_000
+_NAMES_EACH = 6
+_SCALARS: Any = (type(None), bool, int, float, complex, str, bytes, bytearray, range)
+_PASSED: Any = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType)
+_OF_MODULES = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
+
+
+def users_modules() -> list[Any]:
+    """The script's modules."""
+    modules: list[Any] = list(sys.modules.values())
+    return [module for module in modules if module is not None and is_users_module(module)]
+
+
+class Instances:
+    """All of them that there are now."""
+
+    def __init__(self, frames: Iterable[FrameType]) -> None:
+        #: Each with its names, the nearest first.
+        self.found: list[tuple[Any, list[str]]] = []
+        self.by_name: dict[str, Any] = {}
+        self._names: dict[int, list[str]] = {}
+        self._seen: dict[int, Any] = {}
+        self._ours: dict[type, bool] = {}
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        self._module: Any = getattr(getattr(torch, "nn", None), "Module", ())
+        optimizer: Any = getattr(getattr(torch, "optim", None), "Optimizer", None)
+        leaves = [getattr(torch, "Tensor", None), getattr(numpy, "ndarray", None), optimizer]
+        self._leaves: Any = (*_SCALARS, *_PASSED, *[found for found in leaves if found is not None])
+        left: deque[tuple[str, Any, int]] = deque(_beginnings(frames))
+        while left and len(self._seen) < _MOST_OBJECTS:
+            name, thing, depth = left.popleft()
+            if is_a(thing, *self._leaves):
+                continue
+            if id(thing) in self._seen:
+                self._note_name(thing, name)
+                continue
+            self._seen[id(thing)] = thing  # held, so that no other object gets its address meanwhile
+            if self.is_own(thing):
+                self._names[id(thing)] = []
+                self.found.append((thing, self._names[id(thing)]))
+                self._note_name(thing, name)
+            if depth < _MOST_DEEP:
+                left.extend((way, inner, depth + 1) for way, inner in self._ways_on(name, thing))
+        self._seen = {}
+
+    def is_own(self, thing: Any) -> bool:
+        """Whether its class is the script's, or one that has attributes for whoever sets them."""
+        kind = class_of(thing)
+        known = self._ours.get(kind)
+        if known is None:
+            named = sys.modules.get(str(getattr(kind, "__module__", "")))
+            is_ours = is_users_module(named) and not issubclass(kind, (*_PASSED, dict, list, tuple, set, str, int))
+            known = self._ours[kind] = kind in (types.SimpleNamespace, argparse.Namespace) or is_ours
+        return known
+
+    def _note_name(self, thing: Any, name: str) -> None:
+        names = self._names.get(id(thing))
+        if names is not None and len(names) < _NAMES_EACH:
+            names.append(name)
+            self.by_name.setdefault(name, thing)
+
+    def _ways_on(self, name: str, thing: Any) -> Iterator[tuple[str, Any]]:
+        if is_a(thing, dict):
+            if len(thing) <= _LONGEST:
+                yield from ((f"{name}[{key!r}]", found) for key, found in list(thing.items()) if is_a(key, str, int))
+        elif is_a(thing, list, tuple, deque):
+            if len(thing) <= _LONGEST:
+                yield from ((f"{name}[{index}]", found) for index, found in enumerate(list(thing)))
+        elif is_a(thing, types.MethodType):
+            yield f"{name}.__self__", thing.__self__
+        else:
+            is_module = is_a(thing, self._module)
+            yield from ((f"{name}.{key}", found) for key, found in values_of(thing) if key not in _OF_MODULES)
+            if is_module:
+                yield from ((f"{name}.{key}", found) for key, found in thing.__dict__.get("_modules", {}).items())
+
+
+def values_of(thing: Any) -> list[tuple[str, Any]]:
+    """Its attributes, those in slots too."""
+    own: Any = getattr(thing, "__dict__", None)
+    found = list(own.items()) if is_a(own, dict) else []
+    for base in type(thing).__mro__:
+        slots: Any = vars(base).get("__slots__", ())
+        for slot in (slots,) if is_a(slots, str) else tuple(slots):
+            try:
+                found.append((slot, object.__getattribute__(thing, slot)))
+            except AttributeError:
+                pass
+    return found
+
+
+def set_value(thing: Any, name: str, value: Any) -> None:
+    """One attribute, past whatever its class would do about that."""
+    own: Any = getattr(thing, "__dict__", None)
+    kind = class_of(thing)
+    if is_a(own, dict) and (name in own or not hasattr(kind, name)):
+        own[name] = value
+    else:
+        object.__setattr__(thing, name, value)
+
+
+def _beginnings(frames: Iterable[FrameType]) -> Iterator[tuple[str, Any, int]]:
+    for frame in frames:
+        if frame.f_code.co_name != "<module>" and not is_own(frame):
+            for name, value in list(frame.f_locals.items()):
+                yield f"{frame.f_code.co_name}().{name}", value, 0
+    for module in users_modules():
+        for name, value in members_of(module).items():
+            if not name.startswith("__"):
+                yield f"{module.__name__}.{name}", value, 0

@@ -1,0 +1,190 @@
+"""Values of the script's own variables in a form that a state file has, and back into what the restarted script holds.
+
+Containers that the script has already are filled and not replaced, so that whoever else holds them sees the same. What
+has no form at all is said by its type; what has a state of its own is left in its place, and comes back by that.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from pathlib import PurePath
+
+from .kinds import class_of, is_a
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes))
+_FACTORIES = frozenset(("int", "float", "list", "dict", "set", "str", "bytes", "tuple", "bool"))
+#: Kinds of containers that are altered in place.
+MUTABLE: Any = (list, dict, set, deque)
+_ROWS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_KINDS: dict[Any, str] = {kind: name for name, kind in _ROWS.items()}
+_DEFAULTING: Any = defaultdict
+_MAPPINGS: Any = (dict, OrderedDict, Counter, defaultdict)
+#: What a script looks up or makes anew, and never counts with.
+_FIXED: Any = (
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type, PurePath),
+    *(type(None), type(...), type(NotImplemented)),
+)
+_MOST_PARTS = 200_000
+_MOST_DEEP = 40
+SAME = "same"
+
+
+class NotKept(Exception):
+    """A value that goes along in no form."""
+
+
+class Forms:
+    """Forms of values. `stays` says what is left in its place because it comes back by itself."""
+
+    def __init__(self, stays: Callable[[Any], bool]) -> None:
+        self._stays = stays
+        self._parts = 0
+        #: Tensors whose gradients' history stays behind.
+        self.cut = 0
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        """A scalar as it is, and anything else as a tuple that begins with its kind. Raises NotKept."""
+        self._parts += 1
+        if self._parts > _MOST_PARTS or depth > _MOST_DEEP:
+            raise NotKept("more than is looked through")
+        kind = class_of(value)
+        if kind in _SCALARS:
+            return value
+        name = _KINDS.get(kind)
+        if name is not None:
+            return (name, self._row(value, depth))
+        if kind is deque:
+            return ("deque", self._row(value, depth), value.maxlen)
+        if kind in _MAPPINGS:
+            return self._mapping(value, depth)
+        return self._other(value)
+
+    def _row(self, value: Any, depth: int) -> tuple[str, list[Any]]:
+        """Scalars side by side are taken at once."""
+        if _SCALARS.issuperset(map(type, value)):
+            return ("flat", list(value))
+        return ("each", [self.of(found, depth + 1) for found in value])
+
+    def _mapping(self, value: Any, depth: int) -> Any:
+        pairs = [(self.of(key, depth + 1), self.of(found, depth + 1)) for key, found in value.items()]
+        factory: Any = getattr(value, "default_factory", None)
+        made_by = None if factory is None else getattr(factory, "__name__", "")
+        return ("mapping", type(value).__name__, pairs, made_by)
+
+    def _other(self, value: Any) -> Any:
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        if self._stays(value):
+            return (SAME, type(value).__name__)
+        if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
+            self.cut += int(value.grad_fn is not None)
+            return ("tensor", value.detach(), bool(value.requires_grad and value.is_leaf))
+        if numpy is not None and (is_a(value, numpy.generic) or type(value) is numpy.ndarray) and not _odd(value):
+            return ("array", value)
+        if is_a(value, *_FIXED) or (torch is not None and is_a(value, torch.device, torch.dtype, torch.Size)):
+            return (SAME, type(value).__name__)
+        raise NotKept(type(value).__qualname__)
+
+
+def _odd(array: Any) -> bool:
+    return bool(array.dtype.hasobject) or array.dtype.kind == "V"
+
+
+class Settling:
+    """Values on their way back. `missing` gathers what should have been there and is not."""
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+
+    def settle(self, form: Any, here: Any, name: str, *, in_place: bool = False) -> Any:
+        """The value, in the container that is here where there is one. `in_place` is for tensors."""
+        if class_of(form) is not tuple:
+            return form
+        kind: str = form[0]
+        if kind == SAME:
+            if type(here).__name__ != form[1]:
+                self.missing.append(f"{name} ({form[1]})")
+            return here
+        if kind == "tensor":
+            return _tensor(form, here, in_place=in_place)
+        if kind == "array":
+            return _array(form[1], here, in_place=in_place)
+        if kind == "mapping":
+            return self._mapping(form, here, name)
+        return self._row(form, here, name)
+
+    def _row(self, form: Any, here: Any, name: str) -> Any:
+        kind: str = form[0]
+        how: str = form[1][0]
+        parts: Any = form[1][1]
+        before: list[Any] = list(here) if is_a(here, list, tuple, deque) else []
+        before += [None] * (len(parts) - len(before))
+        values = [self.settle(part, was, name) for part, was in zip(parts, before)] if how == "each" else parts
+        if kind == "deque":
+            if class_of(here) is not deque or here.maxlen != form[2]:
+                return deque(values, form[2])
+            here.clear()
+            here.extend(values)
+            return here
+        if kind == "list" and class_of(here) is list:
+            here[:] = values
+            return here
+        if kind == "set" and class_of(here) is set:
+            here.clear()
+            here.update(values)
+            return here
+        return _ROWS[kind](values)
+
+    def _mapping(self, form: Any, here: Any, name: str) -> Any:
+        _kind, type_name, pairs, made_by = form
+        before: Any = dict(here) if is_a(here, dict) else {}
+        found: list[tuple[Any, Any]] = []
+        for key_form, value_form in pairs:
+            key = self.settle(key_form, None, name)
+            found.append((key, self.settle(value_form, before.get(key), f"{name}[{key!r}]")))
+        if type(here).__name__ != type_name:
+            here = self._new_mapping(type_name, made_by, name)
+        here.clear()
+        for key, value in found:
+            here[key] = value
+        return here
+
+    def _new_mapping(self, type_name: str, made_by: Any, name: str) -> Any:
+        if type_name == "defaultdict":
+            if made_by is not None and made_by not in _FACTORIES:
+                self.missing.append(f"{name} (a defaultdict of {made_by})")
+            factory: Any = getattr(builtins, made_by) if made_by in _FACTORIES else None
+            return _DEFAULTING(factory)
+        kinds: dict[str, Any] = {"OrderedDict": OrderedDict, "Counter": Counter}
+        return kinds.get(type_name, dict)()
+
+
+def _tensor(form: Any, here: Any, *, in_place: bool) -> Any:
+    from .arrays import was_on
+
+    torch: Any = sys.modules["torch"]
+    _kind, saved, requires = form
+    is_like = is_a(here, torch.Tensor) and here.shape == saved.shape and here.dtype == saved.dtype
+    if is_like and in_place:
+        with torch.no_grad():
+            here.copy_(saved)
+        return here
+    on = here.device if is_a(here, torch.Tensor) and here.device.type == was_on(saved).type else was_on(saved)
+    return saved.detach().to(on, copy=True).requires_grad_(requires)
+
+
+def _array(saved: Any, here: Any, *, in_place: bool) -> Any:
+    numpy: Any = sys.modules["numpy"]
+    if not is_a(saved, numpy.ndarray):
+        return saved
+    if in_place and type(here) is numpy.ndarray and here.shape == saved.shape and here.dtype == saved.dtype:
+        numpy.copyto(here, saved)
+        return here
+    return saved.copy()

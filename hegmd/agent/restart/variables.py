@@ -1,0 +1,363 @@
+"""The script's own variables over a restart: counters, bests, lists of losses, what its objects count in themselves.
+
+Chosen is what the code of the loops that are under way changes, and what is read again; nothing that only says how the
+script is set up, since that may be another setting in another place. Values that a state file has a form for go along;
+the others are named. Everything is looked at while the training stands, and nothing of it is there while it runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import sys
+import zlib
+
+from . import iterations
+from .changes import ATTRIBUTE, GLOBAL, LOCAL, Functions, changes_of, nested_in
+from .flow import flow_of
+from .frameworks import is_own
+from .instances import Instances, set_value, users_modules, values_of
+from .kinds import class_of, is_a
+from .settling import MUTABLE, SAME, Forms, NotKept, Settling
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+    from types import CodeType, FrameType
+    from typing import Any
+
+    from .changes import Change
+
+#: Under which the state has them.
+KEY = "own"
+_MOST_NOTES = 32
+_OPTIMIZED = 0x1
+_HAS_WRITABLE_LOCALS = sys.version_info >= (3, 13)
+_NUMBERS: Any = (int, float, complex, type(None))
+
+
+def capture(
+    frames: list[FrameType], held: set[int], kept: Collection[str] = (), changed: Collection[str] = ()
+) -> dict[str, Any]:
+    """The values, plain, and under "anew" what begins anew.
+
+    `held` says whose own state goes along, by address; `kept`, which names are seen to otherwise; `changed`, which
+    variables have been seen to have another value than they had, as `baseline` says them.
+    """
+    return _Taking(frames, held, kept, changed).taken
+
+
+def begin_anew(state: Any) -> list[str]:
+    """What a whole state says of variables that begin anew."""
+    return list(state.get(KEY, {}).get("anew", ()))
+
+
+class _Spot:
+    """One frame: which of its code is run again before the script comes here once more."""
+
+    def __init__(self, frame: FrameType, *, is_inside: bool) -> None:
+        self.frame = frame
+        self.code = frame.f_code
+        self.flow = flow_of(self.code)
+        self.changes = changes_of(self.code)
+        self.loop = self.flow.around(frame.f_lasti)
+        #: None for all of it: a function that is called from a loop.
+        self.region = None if is_inside else self.loop
+        self.late = self.loop - self.flow.before(frame.f_lasti)
+        self.is_module = not self.code.co_flags & _OPTIMIZED
+        self.is_inside = is_inside
+        self.module = str(frame.f_globals.get("__name__"))
+        #: Whether a loop comes back to it, and nobody else brings its variables back.
+        self.is_looked_at = bool(self.loop or is_inside) and not is_own(frame)
+
+    def live(self, *, in_loop: bool = False) -> set[str]:
+        if not in_loop:
+            return self.flow.live(self.frame.f_lasti)
+        return self.flow.live(self.frame.f_lasti, self.flow.innermost(self.frame.f_lasti))
+
+    def local_changes(self) -> Iterator[tuple[Change, bool, bool]]:
+        """Those of its variables, by functions within it too; each with whether it is in the loop, and late in it."""
+        for found in self.changes.within(self.region):
+            if found.kind == self.kind:
+                yield found, found.offset in self.loop, found.offset in self.late
+        for inner in nested_in(self.code):
+            shared = set(inner.co_freevars) & self.flow.shared
+            for found in changes_of(inner).found:
+                if found.kind == LOCAL and found.name in shared:
+                    yield found, True, False
+
+    def named(self, name: str) -> str:
+        """A variable of it as `baseline` says it."""
+        return name if self.is_module else f"{name} in {self.code.co_name}()"
+
+    @property
+    def kind(self) -> str:
+        return GLOBAL if self.is_module else LOCAL
+
+    def parameters(self) -> list[str]:
+        """What it was called with: computed from what its caller had when it was called."""
+        count = self.code.co_argcount + self.code.co_kwonlyargcount
+        return list(self.code.co_varnames[:count]) if self.is_inside and not self.is_module else []
+
+    def where(self, line: int) -> str:
+        function = "" if self.is_module else f" in {self.code.co_name}()"
+        return f"{function} at {os.path.basename(self.code.co_filename)}:{line}"
+
+
+class _Taking:
+    """One capture."""
+
+    def __init__(
+        self, frames: list[FrameType], held: set[int], kept: Collection[str], changed: Collection[str]
+    ) -> None:
+        self._held = held
+        self._changed = frozenset(changed)
+        self._kept = frozenset(kept)
+        self._anew: dict[str, None] = {}
+        self._made: set[int] = set()
+        self._instances = Instances(frames)
+        self._spots = list(_spots(frames))
+        reached = self._reach()
+        self._read_elsewhere = {name for found in reached for name in changes_of(found.code).mentions(None)}
+        self.taken: dict[str, Any] = {
+            "python": list(sys.version_info[:2]),
+            "frames": [{**_known_by(spot.code), "values": self._locals(spot)} for spot in self._spots],
+            "globals": self._globals(reached),
+            "instances": list(self._of_instances(reached)),
+        }
+        self.taken["anew"] = list(self._anew)[:_MOST_NOTES]
+
+    def _reach(self) -> list[Any]:
+        mentioned: set[str] = set()
+        codes: list[tuple[CodeType, str]] = []
+        for spot in self._spots:
+            if not spot.is_looked_at:
+                continue
+            mentioned |= spot.changes.mentions(spot.region)
+            codes += [] if spot.is_module else [(code, spot.module) for code in nested_in(spot.code)]
+            values = [] if spot.is_module else list(spot.frame.f_locals.values())
+            codes += [(value.__code__, value.__module__) for value in values if is_a(value, type(_spots))]
+        return list(Functions(users_modules()).reached_from(mentioned, codes))
+
+    # ---- variables
+
+    def _locals(self, spot: _Spot) -> dict[str, Any]:
+        if not spot.is_looked_at:
+            return {}
+        live, values = spot.live(), spot.frame.f_locals
+        if spot.is_module:
+            live |= self._read_elsewhere
+        chosen: dict[str, Any] = {}
+        for found, is_in_loop, is_late in spot.local_changes():
+            value = values.get(found.name)
+            if found.name not in values or (found.is_stored and found.name not in live):
+                continue
+            if is_a(value, str) and not is_in_loop:
+                continue  # a setting, made on the way
+            if found.is_stored or _is_mutable(value):
+                if found.is_stored:
+                    self._made.add(id(value))
+                self._choose(chosen, found, value, spot.where(found.line), is_named=is_late and found.is_stored)
+        self._choose_seen(spot, chosen, live)
+        for name in spot.parameters():
+            if name in live and name in values and name not in chosen and is_a(values[name], *_NUMBERS):
+                chosen[name] = (values[name], True)
+        self._note_cut(spot, chosen)
+        return chosen
+
+    def _choose_seen(self, spot: _Spot, chosen: dict[str, Any], live: set[str]) -> None:
+        """What is seen to have changed, by code that is not the script's, say; and what changes as it is asked."""
+        mentioned = spot.changes.mentions(spot.region)
+        values: dict[str, Any] = dict(spot.frame.f_locals)
+        for name, value in values.items():
+            if name in chosen or name in self._kept or name.startswith("__"):
+                continue
+            said = f"{name} ({type(value).__qualname__}){spot.where(spot.frame.f_lineno or 0)}"
+            if name in live and spot.named(name) in self._changed:
+                form: Any = self._form(value, said, is_named=True)
+                if form is not None:
+                    chosen[name] = (form[0], True)
+            elif name in mentioned and hasattr(class_of(value), "__next__") and not self._comes_back(value):
+                self._note(said)
+
+    def _comes_back(self, iterator: Any) -> bool:
+        """Files are the script's to open, passes over loaders come to their place by themselves."""
+        return self._stays(iterator) or is_a(iterator, io.IOBase) or iterations.followed(iterator) is not None
+
+    def _note_cut(self, spot: _Spot, chosen: dict[str, Any]) -> None:
+        """Tensors that the loop goes on to compute gradients through."""
+        looped: set[str] = set()
+        for name, (form, _is_stored) in chosen.items():
+            if type(form) is tuple and _has_history(spot.frame.f_locals.get(name)):
+                looped = looped or spot.live(in_loop=True)
+                if name in looped:
+                    self._note(f"the gradients' history of {name}{spot.where(spot.frame.f_lineno or 0)}")
+
+    def _choose(self, chosen: dict[str, Any], found: Change, value: Any, where: str, *, is_named: bool) -> None:
+        name = found.name
+        if name in self._kept:
+            return
+        if name in chosen:
+            chosen[name] = (chosen[name][0], chosen[name][1] or found.is_stored)
+            return
+        form: Any = self._form(value, f"{name} ({type(value).__qualname__}){where}", is_named=is_named)
+        if form is not None:
+            chosen[name] = (form[0], found.is_stored)
+
+    def _form(self, value: Any, said: str, *, is_named: bool) -> tuple[Any] | None:
+        try:
+            form: Any = Forms(self._stays).of(value)
+        except NotKept as error:
+            if is_named or is_a(value, *MUTABLE):
+                inside = "" if str(error) == type(value).__qualname__ else f", which holds {error}"
+                self._note(f"{said}{inside}")
+            return None
+        stays = class_of(form) is tuple and form[0] == SAME and not is_named
+        return None if stays else (form,)
+
+    def _stays(self, value: Any) -> bool:
+        return id(value) in self._held or self._instances.is_own(value)
+
+    def _note(self, what: str) -> None:
+        self._anew[what] = None
+
+    def _globals(self, reached: list[Any]) -> list[Any]:
+        found: dict[str, dict[str, Any]] = {}
+        sources: list[tuple[str, CodeType, Any]] = [(function.module, function.code, None) for function in reached]
+        sources += [
+            (spot.module, spot.code, spot.region) for spot in self._spots if not spot.is_module and spot.is_looked_at
+        ]
+        for module_name, code, region in sources:
+            values: Any = vars(sys.modules[module_name]) if module_name in sys.modules else {}
+            for change in changes_of(code).within(region):
+                value = values.get(change.name)
+                if change.kind != GLOBAL or change.name not in values or not (change.is_stored or _is_mutable(value)):
+                    continue
+                where = f" of {module_name}, set at {os.path.basename(code.co_filename)}:{change.line}"
+                self._choose(found.setdefault(module_name, {}), change, value, where, is_named=change.is_stored)
+        return [(module, name, *form) for module, chosen in found.items() for name, form in chosen.items()]
+
+    # ---- attributes
+
+    def _of_instances(self, reached: list[Any]) -> Iterator[dict[str, Any]]:
+        changes = list(self._attribute_changes(reached))
+        by_class: dict[type, dict[str, tuple[Change, str]]] = {}
+        for thing, names in self._instances.found:
+            if id(thing) in self._held and not _is_module(thing):
+                continue
+            kind = class_of(thing)
+            if kind not in by_class:
+                by_class[kind] = {}
+                for change, owner, file in changes:
+                    if owner is None or issubclass(kind, owner):
+                        known = by_class[kind].get(change.name)
+                        if known is None or (change.is_stored and not known[0].is_stored):
+                            by_class[kind][change.name] = (change, file)
+            chosen = self._attributes(thing, names[0], by_class[kind])
+            if chosen:
+                yield {"names": names, "class": kind.__qualname__, "values": chosen}
+
+    def _attribute_changes(self, reached: list[Any]) -> Iterator[tuple[Change, Any, str]]:
+        """Each with the class whose objects it is of, where that is known."""
+        for spot in self._spots:
+            if spot.is_looked_at:
+                first = spot.frame.f_locals.get(spot.code.co_varnames[0]) if spot.code.co_argcount else None
+                for change in spot.changes.within(spot.region):
+                    if change.kind == ATTRIBUTE:
+                        yield change, type(first) if change.of_self else None, os.path.basename(spot.code.co_filename)
+        for function in reached:
+            for change in changes_of(function.code).found:
+                if change.kind == ATTRIBUTE:
+                    owner = function.owner if change.of_self else None
+                    yield change, owner, os.path.basename(function.code.co_filename)
+
+    def _attributes(self, thing: Any, name: str, changes: dict[str, tuple[Change, str]]) -> dict[str, Any]:
+        chosen: dict[str, Any] = {}
+        is_made = id(thing) in self._made  # by the loop: all that it has is
+        for attribute, value in values_of(thing):
+            change, file = changes.get(attribute, (None, ""))
+            if change is None:
+                form = self._form(value, "", is_named=False) if is_made and type(value) in _NUMBERS else None
+                if form is not None:
+                    chosen[attribute] = (form[0], True)
+            elif change.is_stored or _is_mutable(value):
+                where = f" of {name}, set at {file}:{change.line}"
+                self._choose(chosen, change, value, where, is_named=change.is_stored)
+        return chosen
+
+
+def misfits(taken: Any, frames: list[FrameType]) -> list[str]:
+    """Why this cannot be put back: the functions that are under way are other ones."""
+    if len(frames) != len(taken["frames"]):
+        return [f"{len(frames)} functions of the script's are under way, and {len(taken['frames'])} were"]
+    is_same_python = list(taken["python"]) == list(sys.version_info[:2])
+    reasons: list[str] = []
+    for frame, saved in zip(frames, taken["frames"]):
+        here = _known_by(frame.f_code)
+        if is_own(frame):
+            continue
+        if here["function"] != saved["function"] or (is_same_python and here["code"] != saved["code"]):
+            reasons.append(f"{here['function'][0]}() at line {here['function'][1]} is not as it was when it was left")
+    return reasons
+
+
+def put_back(taken: Any, frames: list[FrameType]) -> list[str]:
+    """Set all of it; what was not there to be set. Called by the training thread, whose frames these are."""
+    settling = Settling()
+    for module_name, name, form, is_stored in taken["globals"]:
+        values: Any = vars(sys.modules[module_name]) if module_name in sys.modules else {}
+        values[name] = settling.settle(form, values.get(name), name, in_place=not is_stored)
+    for frame, saved in zip(frames, taken["frames"]):
+        if saved["values"]:
+            _set_variables(frame, saved["values"], settling)
+    instances = Instances(frames)
+    for saved in taken["instances"]:
+        things = [instances.by_name[name] for name in saved["names"] if name in instances.by_name]
+        thing = next((found for found in things if type(found).__qualname__ == saved["class"]), None)
+        if thing is None:
+            settling.missing.append(f"{saved['names'][0]} ({saved['class']})")
+            continue
+        here = dict(values_of(thing))
+        for name, (form, is_stored) in saved["values"].items():
+            value = settling.settle(form, here.get(name), f"{saved['names'][0]}.{name}", in_place=not is_stored)
+            set_value(thing, name, value)
+    return settling.missing
+
+
+def _set_variables(frame: FrameType, values: dict[str, Any], settling: Settling) -> None:
+    variables: Any = frame.f_locals
+    for name, (form, is_stored) in values.items():
+        variables[name] = settling.settle(form, variables.get(name), name, in_place=not is_stored)
+    if frame.f_code.co_flags & _OPTIMIZED and not _HAS_WRITABLE_LOCALS:
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+
+
+def _spots(frames: list[FrameType]) -> Iterator[_Spot]:
+    is_inside = False
+    for frame in frames:
+        spot = _Spot(frame, is_inside=is_inside)
+        is_inside = is_inside or bool(spot.loop)
+        yield spot
+
+
+def _known_by(code: CodeType) -> dict[str, Any]:
+    names = repr((code.co_names, code.co_varnames, code.co_freevars)).encode()
+    return {"function": [code.co_name, code.co_firstlineno], "code": zlib.crc32(code.co_code + names)}
+
+
+def _is_mutable(value: Any) -> bool:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    kinds = [getattr(torch, "Tensor", None), getattr(numpy, "ndarray", None)]
+    return is_a(value, *MUTABLE, *[kind for kind in kinds if kind is not None])
+
+
+def _is_module(thing: Any) -> bool:
+    nn: Any = getattr(sys.modules.get("torch"), "nn", None)
+    return nn is not None and is_a(thing, nn.Module)
+
+
+def _has_history(value: Any) -> bool:
+    if is_a(value, list, tuple):
+        return any(_has_history(found) for found in value)
+    return getattr(value, "grad_fn", None) is not None
