@@ -299,7 +299,7 @@ def _hegmctl(daemon: RunningDaemon, *words: str) -> subprocess.CompletedProcess[
 def test_the_scripts_own_variables_are_found_in_the_code_of_any_python(name: str) -> None:
     """Each Python has a bytecode of its own, and its own way to set what a function's variables hold."""
     python = sys.executable if name == "python3.11" and sys.version_info[:2] == (3, 11) else find_python(name)
-    script = str(Path(__file__).with_name("variables_anywhere.py"))
+    script = str(SCRIPTS / "variables_anywhere.py")
     done = subprocess.run([python, "-B", script], capture_output=True, text=True, check=False, timeout=50)
     assert (done.returncode, done.stderr) == (0, "")
     places = ("0", "1", "5", "6", "12")

@@ -6,13 +6,11 @@ lists, as in `holdings`. What is found is looked at and never called.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import types
 from collections import deque
 
 from .frameworks import is_own
-from .kinds import class_of, is_a, members_of
+from .kinds import BUILTIN, CODE, FUNCTION, METHOD, MODULE, NAMESPACE, class_of, is_a, members_of
 from .places import is_users_module
 
 TYPE_CHECKING = False
@@ -26,7 +24,7 @@ _MOST_DEEP = 8
 _LONGEST = 1_000
 _NAMES_EACH = 6
 _SCALARS: Any = (type(None), bool, int, float, complex, str, bytes, bytearray, range)
-_PASSED: Any = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType)
+_PASSED: Any = (type, MODULE, FUNCTION, BUILTIN, CODE)
 _OF_MODULES = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
 
 
@@ -70,12 +68,13 @@ class Instances:
 
     def is_own(self, thing: Any) -> bool:
         """Whether its class is the script's, or one that has attributes for whoever sets them."""
-        kind = class_of(thing)
+        kind: Any = class_of(thing)
         known = self._ours.get(kind)
         if known is None:
             named = sys.modules.get(str(getattr(kind, "__module__", "")))
             is_ours = is_users_module(named) and not issubclass(kind, (*_PASSED, dict, list, tuple, set, str, int))
-            known = self._ours[kind] = kind in (types.SimpleNamespace, argparse.Namespace) or is_ours
+            other: Any = getattr(sys.modules.get("argparse"), "Namespace", None)
+            known = self._ours[kind] = is_ours or kind is NAMESPACE or kind is other
         return known
 
     def _note_name(self, thing: Any, name: str) -> None:
@@ -91,7 +90,7 @@ class Instances:
         elif is_a(thing, list, tuple, deque):
             if len(thing) <= _LONGEST:
                 yield from ((f"{name}[{index}]", found) for index, found in enumerate(list(thing)))
-        elif is_a(thing, types.MethodType):
+        elif is_a(thing, METHOD):
             yield f"{name}.__self__", thing.__self__
         else:
             is_module = is_a(thing, self._module)

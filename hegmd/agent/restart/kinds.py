@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
 _CLASS: Any = type
+
+
+class _Bound:
+    def method(self) -> None: ...
+
+
+#: What the module `types` has names for.
+FUNCTION: Any = type(lambda: None)
+BUILTIN: Any = type(len)
+METHOD: Any = type(_Bound().method)
+MODULE: Any = _CLASS(sys)
+CODE: Any = type(_Bound.method.__code__)
+NAMESPACE: Any = type(sys.implementation)
 
 
 def is_a(value: Any, *kinds: Any) -> bool:

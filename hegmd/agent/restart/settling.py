@@ -6,13 +6,10 @@ has no form at all is said by its type; what has a state of its own is left in i
 
 from __future__ import annotations
 
-import builtins
 import sys
-import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from pathlib import PurePath
 
-from .kinds import class_of, is_a
+from .kinds import BUILTIN, FUNCTION, METHOD, MODULE, class_of, is_a
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _SCALARS = frozenset((type(None), bool, int, float, complex, str, bytes))
-_FACTORIES = frozenset(("int", "float", "list", "dict", "set", "str", "bytes", "tuple", "bool"))
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (int, float, list, dict, set, str, bytes, tuple, bool)}
 #: Kinds of containers that are altered in place.
 MUTABLE: Any = (list, dict, set, deque)
 _ROWS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
@@ -29,7 +26,7 @@ _DEFAULTING: Any = defaultdict
 _MAPPINGS: Any = (dict, OrderedDict, Counter, defaultdict)
 #: What a script looks up or makes anew, and never counts with.
 _FIXED: Any = (
-    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type, PurePath),
+    *(FUNCTION, METHOD, BUILTIN, MODULE, type),
     *(type(None), type(...), type(NotImplemented)),
 )
 _MOST_PARTS = 200_000
@@ -88,7 +85,12 @@ class Forms:
             return ("tensor", value.detach(), bool(value.requires_grad and value.is_leaf))
         if numpy is not None and (is_a(value, numpy.generic) or type(value) is numpy.ndarray) and not _odd(value):
             return ("array", value)
-        if is_a(value, *_FIXED) or (torch is not None and is_a(value, torch.device, torch.dtype, torch.Size)):
+        paths = sys.modules.get("pathlib")
+        if (
+            is_a(value, *_FIXED)
+            or (paths is not None and is_a(value, paths.PurePath))
+            or (torch is not None and is_a(value, torch.device, torch.dtype, torch.Size))
+        ):
             return (SAME, type(value).__name__)
         raise NotKept(type(value).__qualname__)
 
@@ -160,7 +162,7 @@ class Settling:
         if type_name == "defaultdict":
             if made_by is not None and made_by not in _FACTORIES:
                 self.missing.append(f"{name} (a defaultdict of {made_by})")
-            factory: Any = getattr(builtins, made_by) if made_by in _FACTORIES else None
+            factory = _FACTORIES.get(str(made_by))
             return _DEFAULTING(factory)
         kinds: dict[str, Any] = {"OrderedDict": OrderedDict, "Counter": Counter}
         return kinds.get(type_name, dict)()

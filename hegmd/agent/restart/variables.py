@@ -8,10 +8,9 @@ the others are named. Everything is looked at while the training stands, and not
 from __future__ import annotations
 
 import ctypes
-import io
 import os
 import sys
-import zlib
+from binascii import crc32
 
 from . import iterations
 from .changes import ATTRIBUTE, GLOBAL, LOCAL, Functions, changes_of, nested_in
@@ -183,7 +182,11 @@ class _Taking:
 
     def _comes_back(self, iterator: Any) -> bool:
         """Files are the script's to open, passes over loaders come to their place by themselves."""
-        return self._stays(iterator) or is_a(iterator, io.IOBase) or iterations.followed(iterator) is not None
+        return (
+            self._stays(iterator)
+            or is_a(iterator, sys.modules["io"].IOBase)
+            or iterations.followed(iterator) is not None
+        )
 
     def _note_cut(self, spot: _Spot, chosen: dict[str, Any]) -> None:
         """Tensors that the loop goes on to compute gradients through."""
@@ -343,7 +346,7 @@ def _spots(frames: list[FrameType]) -> Iterator[_Spot]:
 
 def _known_by(code: CodeType) -> dict[str, Any]:
     names = repr((code.co_names, code.co_varnames, code.co_freevars)).encode()
-    return {"function": [code.co_name, code.co_firstlineno], "code": zlib.crc32(code.co_code + names)}
+    return {"function": [code.co_name, code.co_firstlineno], "code": crc32(code.co_code + names)}
 
 
 def _is_mutable(value: Any) -> bool:
