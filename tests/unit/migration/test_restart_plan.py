@@ -48,7 +48,17 @@ def test_another_chip_or_vendor_is_reached_by_a_restart_that_is_allowed() -> Non
         plan = plan_of(planned(node(), ask(to, allow_restart=True)))
         assert (plan.workers[0].method, plan.workers[0].carrier) == (RESTART, BY_STATE)
         assert "another chip" in plan.hazards[0]
-        assert "variables begin anew" in plan.hazards[1]
+        assert "another goes on in its place" in plan.hazards[1]
+        assert "own variables may begin anew" in plan.hazards[2]
+
+
+def test_variables_that_begin_anew_are_in_the_plan_by_name() -> None:
+    """That the script's variables begin anew, as was said of every script, told nobody whether it mattered."""
+    told = "log (TextIOWrapper) in main() at train.py:31"
+    named = plan_of(planned(node({"begin_anew": (told,)}), ask("gpu2", allow_restart=True)))
+    assert named.hazards[2] == f"process 7: begins anew: {told}; hegm.keep keeps it"
+    none = plan_of(planned(node({"begin_anew": ()}), ask("gpu2", allow_restart=True)))
+    assert not any("anew" in hazard for hazard in none.hazards)
 
 
 def test_one_that_is_not_allowed_is_offered() -> None:
