@@ -29,6 +29,10 @@ _MUTATORS = frozenset(
     "append appendleft extend extendleft insert add update pop popleft popitem remove discard clear setdefault sort "
     "reverse rotate subtract fill put".split()
 )
+#: Functions of the standard library that alter a container that they are given.
+_ALTERING = frozenset(
+    "heappush heappop heapify heapreplace heappushpop insort insort_left insort_right shuffle".split()
+)
 #: Instructions that take from the stack and give nothing back, or do not touch it.
 _TAKERS = (
     *("POP_", "JUMP", "LIST_", "SET_", "MAP_", "DICT_", "DELETE_", "STORE_", "MAKE_CELL", "COPY_FREE", "SETUP_"),
@@ -57,6 +61,7 @@ class Changes:
         self.found: list[Change] = []
         self.mentioned: list[tuple[int, str]] = []
         self._own = code.co_varnames[0] if code.co_argcount else None
+        self._parameters = frozenset(code.co_varnames[1 if self._own == "self" else 0 : code.co_argcount])
         self._loops = loops_of(code)
         self._stack: list[tuple[str, str] | None] = []
         is_function = bool(code.co_flags & _OPTIMIZED)
@@ -76,6 +81,13 @@ class Changes:
         """Names of anything at these offsets."""
         chosen = None if offsets is None else set(offsets)
         return {name for offset, name in self.mentioned if chosen is None or offset in chosen}
+
+    def alters_what_it_is_given(self) -> bool:
+        """Whether it alters a container that it was called with, or has one altered that way."""
+        alters = any(
+            found.kind == LOCAL and not found.is_stored and found.name in self._parameters for found in self.found
+        )
+        return alters or any(name in _ALTERING for _offset, name in self.mentioned)
 
     def _set_depth(self, depth: int) -> None:
         del self._stack[depth:]

@@ -32,6 +32,7 @@ _FIXED: Any = (
 _MOST_PARTS = 200_000
 _MOST_DEEP = 40
 SAME = "same"
+NAMED = "named"
 
 
 class NotKept(Exception):
@@ -62,6 +63,8 @@ class Forms:
             return ("deque", self._row(value, depth), value.maxlen)
         if kind in _MAPPINGS:
             return self._mapping(value, depth)
+        if is_a(value, tuple) and hasattr(kind, "_make"):
+            return (NAMED, kind.__name__, [self.of(found, depth + 1) for found in value])
         return self._other(value)
 
     def _row(self, value: Any, depth: int) -> tuple[str, list[Any]]:
@@ -114,6 +117,8 @@ class Settling:
             if type(here).__name__ != form[1]:
                 self.missing.append(f"{name} ({form[1]})")
             return here
+        if kind == NAMED:
+            return self._named(form, here, name)
         if kind == "tensor":
             return _tensor(form, here, in_place=in_place)
         if kind == "array":
@@ -143,6 +148,14 @@ class Settling:
             here.update(values)
             return here
         return _ROWS[kind](values)
+
+    def _named(self, form: Any, here: Any, name: str) -> Any:
+        """A tuple with names, of the class that the one here is of: no class is looked for."""
+        _kind, type_name, parts = form
+        if class_of(here).__name__ != type_name or len(here) != len(parts):
+            self.missing.append(f"{name} ({type_name})")
+            return here
+        return class_of(here)._make([self.settle(part, was, name) for part, was in zip(parts, here)])
 
     def _mapping(self, form: Any, here: Any, name: str) -> Any:
         _kind, type_name, pairs, made_by = form

@@ -17,7 +17,7 @@ from .changes import ATTRIBUTE, GLOBAL, LOCAL, Functions, changes_of, nested_in
 from .flow import flow_of
 from .frameworks import is_own
 from .instances import Instances, set_value, users_modules, values_of
-from .kinds import class_of, is_a
+from .kinds import class_of, is_a, members_of
 from .settling import MUTABLE, SAME, Forms, NotKept, Settling
 
 TYPE_CHECKING = False
@@ -34,6 +34,7 @@ _MOST_NOTES = 32
 _OPTIMIZED = 0x1
 _HAS_WRITABLE_LOCALS = sys.version_info >= (3, 13)
 _NUMBERS: Any = (int, float, complex, type(None))
+_COUNTED: Any = (bool, str, *_NUMBERS)
 
 
 def capture(
@@ -118,11 +119,19 @@ class _Taking:
         self._instances = Instances(frames)
         self._spots = list(_spots(frames))
         reached = self._reach()
+        looked_at = [spot.changes for spot in self._spots if spot.is_looked_at]
+        looked_at += [changes_of(found.code) for found in reached]
+        #: Whether containers are altered by who is given them, so that any that is mentioned may be.
+        self._is_given = any(found.alters_what_it_is_given() for found in looked_at)
+        self._mentioned: set[str] = set()
+        if self._is_given:
+            self._mentioned.update(*[found.mentions(None) for found in looked_at])
         self._read_elsewhere = {name for found in reached for name in changes_of(found.code).mentions(None)}
         self.taken: dict[str, Any] = {
             "python": list(sys.version_info[:2]),
             "frames": [{**_known_by(spot.code), "values": self._locals(spot)} for spot in self._spots],
             "globals": self._globals(reached),
+            "classes": list(self._of_classes(reached)),
             "instances": list(self._of_instances(reached)),
         }
         self.taken["anew"] = list(self._anew)[:_MOST_NOTES]
@@ -177,6 +186,10 @@ class _Taking:
                 form: Any = self._form(value, said, is_named=True)
                 if form is not None:
                     chosen[name] = (form[0], True)
+            elif name in mentioned and self._is_given and is_a(value, *MUTABLE):
+                form = self._form(value, "", is_named=False, is_altered=False)
+                if form is not None:
+                    chosen[name] = (form[0], False)
             elif name in mentioned and hasattr(class_of(value), "__next__") and not self._comes_back(value):
                 self._note(said)
 
@@ -208,11 +221,11 @@ class _Taking:
         if form is not None:
             chosen[name] = (form[0], found.is_stored)
 
-    def _form(self, value: Any, said: str, *, is_named: bool) -> tuple[Any] | None:
+    def _form(self, value: Any, said: str, *, is_named: bool, is_altered: bool = True) -> tuple[Any] | None:
         try:
             form: Any = Forms(self._stays).of(value)
         except NotKept as error:
-            if is_named or is_a(value, *MUTABLE):
+            if is_named or (is_altered and is_a(value, *MUTABLE)):
                 inside = "" if str(error) == type(value).__qualname__ else f", which holds {error}"
                 self._note(f"{said}{inside}")
             return None
@@ -242,6 +255,20 @@ class _Taking:
         return [(module, name, *form) for module, chosen in found.items() for name, form in chosen.items()]
 
     # ---- attributes
+
+    def _of_classes(self, reached: list[Any]) -> Iterator[tuple[str, str, str, Any]]:
+        """What the script's classes themselves have and is set: counts of all their objects, say."""
+        names = {change.name for change, _owner, _file in self._attribute_changes(reached)}
+        for module in users_modules():
+            for class_name, kind in members_of(module).items():
+                if is_a(kind, type) and kind.__module__ == module.__name__:
+                    members = members_of(kind)
+                    for name in names & members.keys():
+                        value = members[name]
+                        if type(value) in _COUNTED or is_a(value, *MUTABLE):
+                            form = self._form(value, f"{class_name}.{name}", is_named=True)
+                            if form is not None:
+                                yield module.__name__, class_name, name, form[0]
 
     def _of_instances(self, reached: list[Any]) -> Iterator[dict[str, Any]]:
         changes = list(self._attribute_changes(reached))
@@ -281,9 +308,11 @@ class _Taking:
         for attribute, value in values_of(thing):
             change, file = changes.get(attribute, (None, ""))
             if change is None:
-                form = self._form(value, "", is_named=False) if is_made and type(value) in _NUMBERS else None
-                if form is not None:
-                    chosen[attribute] = (form[0], True)
+                is_given = attribute in self._mentioned and is_a(value, *MUTABLE)
+                if is_given or (is_made and type(value) in _NUMBERS):
+                    form = self._form(value, "", is_named=False, is_altered=False)
+                    if form is not None:
+                        chosen[attribute] = (form[0], not is_given)
             elif change.is_stored or _is_mutable(value):
                 where = f" of {name}, set at {file}:{change.line}"
                 self._choose(chosen, change, value, where, is_named=change.is_stored)
@@ -314,6 +343,10 @@ def put_back(taken: Any, frames: list[FrameType]) -> list[str]:
     for frame, saved in zip(frames, taken["frames"]):
         if saved["values"]:
             _set_variables(frame, saved["values"], settling)
+    for module_name, class_name, name, form in taken["classes"]:
+        kind = getattr(sys.modules.get(module_name), class_name, None)
+        if is_a(kind, type):
+            setattr(kind, name, settling.settle(form, getattr(kind, name, None), f"{class_name}.{name}"))
     instances = Instances(frames)
     for saved in taken["instances"]:
         things = [instances.by_name[name] for name in saved["names"] if name in instances.by_name]

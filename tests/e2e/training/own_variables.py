@@ -1,7 +1,8 @@
 """A training that counts for itself: in variables, objects and globals; and accumulates gradients by such a count."""
 
 # ruff: noqa: PLW0603 - a counter in a global is what is looked at
-from collections import defaultdict, deque
+import heapq
+from collections import defaultdict, deque, namedtuple
 
 import numpy as np
 import torch
@@ -10,9 +11,17 @@ from torch.utils.data import DataLoader, TensorDataset
 seen = 0
 worst = {"loss": 0.0}
 DEVICE = "cpu"
+Record = namedtuple("Record", "epochs sum")
+
+
+def log_to(store, key, value):
+    store[key].append(value)
+    heapq.heappush(store["smallest"], value)
 
 
 class Meter:
+    updates = 0
+
     def __init__(self, name):
         self.name = name
         self.reset()
@@ -23,6 +32,7 @@ class Meter:
     def update(self, value):
         self.total += value
         self.count += 1
+        Meter.updates += 1
 
     @property
     def mean(self):
@@ -41,14 +51,18 @@ class Trainer:
 
     def fit(self, loader, epochs):
         best, best_weights = None, None
+        record = Record(0, 0.0)
+        given = {"all": [], "smallest": []}
         for epoch in range(epochs):
-            mean = self.train_epoch(loader, epoch, self.global_step)
+            mean = self.train_epoch(loader, epoch, self.global_step, given)
+            record = Record(record.epochs + 1, record.sum + mean)
             if best is None or mean < best:
                 best = mean
                 best_weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+            print(record, len(given["all"]), sum(given["all"]), heapq.nsmallest(2, given["smallest"]), Meter.updates)
             print("epoch", epoch, f"{mean:.17g} {best:.17g}", sum(float(v.sum()) for v in best_weights.values()))
 
-    def train_epoch(self, loader, epoch, first_step):
+    def train_epoch(self, loader, epoch, first_step, given):
         last = deque(maxlen=3)
         meter = Meter("epoch")
         hidden = torch.zeros(2)
@@ -64,6 +78,7 @@ class Trainer:
             hidden = hidden * 0.9 + loss.detach()
             self.note(loss.item(), epoch)
             last.append(loss.item())
+            log_to(given, "all", loss.item())
             meter.update(loss.item())
             print(epoch, self.global_step, first_step, f"{sum(last):.17g} {meter.mean:.17g} {hidden.sum().item():.17g}")
         return meter.mean
