@@ -1,6 +1,6 @@
 """A training that counts for itself: in variables, objects and globals; and accumulates gradients by such a count."""
 
-# ruff: noqa: PLW0603 - a counter in a global is what is looked at
+# ruff: noqa: PLW0603, PYI024 - a counter in a global, and tuples as old as they are, are what is looked at
 import heapq
 from collections import defaultdict, deque, namedtuple
 
