@@ -17,7 +17,7 @@ from hegmd.criu.population import end_all, let_go, population_of
 from hegmd.criu.program import Criu
 from hegmd.errors import HegmError
 from tests.e2e.agented import environment
-from tests.e2e.real_criu import criu_or_skip, directory, ended_after, job, pipe, python, tell
+from tests.e2e.real_criu import criu_or_skip, directory, ended_after, ends, job, pipe, python, tell
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 ROOT = Path(__file__).parents[2]
@@ -108,6 +108,7 @@ async def test_a_restore_that_is_cancelled_leaves_nothing_of_the_job(tmp_path: P
         for pid in needs.pids[1:]:
             os.kill(pid, signal.SIGKILL)
         busy.gone()
+        assert all(ends(pid) for pid in needs.pids[1:])
         with ended_after(needs.pids), directory(tmp_path / "logs") as logs:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_cancel_when, tasks.cancel_scope, Path(f"/proc/{busy.pid}"))
