@@ -98,7 +98,7 @@ def test_a_training_goes_on_elsewhere_with_another_python_and_environment(
         words = ("--via", "restart", "--to", "gpu1", "--env", "EXTRA=1", "--python", str(other / "bin/python3"))
         plan = job.answer("migrate", str(first), *words, "--dry-run")["plan"]
         assert plan["workers"][0]["method"] == "restart"
-        assert "variables begin anew" in plan["hazards"][0]
+        assert "another goes on in its place" in plan["hazards"][0]
         moved = job.operation("migrate", str(first), *words)
         assert (moved["phase"], moved["processes"][0]["gpu"]) == ("done", "gpu1")
         job.read_steps(4)
