@@ -15,6 +15,9 @@ import pytest
 
 from hegmd.criu.population import Population, dumpers_of, end_all, holders_of, let_go, population_of, wait_until_free
 
+# Whose tree the dumpers of these tests dump: of this very process, since others run the same tests beside it.
+ROOT = os.getpid()
+
 SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
 
 
@@ -109,20 +112,24 @@ def test_a_number_is_held_by_processes_groups_and_sessions_and_by_zombies() -> N
     assert [each for each in holders_of([process.pid]) if not each.is_zombie] == []
 
 
-@pytest.mark.parametrize(("tree", "is_one"), [("4711", True), ("471", False), ("47110", False)])
+@pytest.mark.parametrize(
+    ("tree", "is_one"),
+    [(f"{ROOT}", True), (f"{ROOT}"[:-1], False), (f"{ROOT}0", False)],
+    ids=["it", "shorter", "longer"],
+)
 def test_a_dumper_is_known_by_the_root_of_its_tree(tree: str, is_one: bool) -> None:
     with sleeper("dump", "--tree", tree, "--images-dir", "x") as process:
-        assert (process.pid in dumpers_of([4711])) == is_one
+        assert (process.pid in dumpers_of([ROOT])) == is_one
 
 
 def test_what_a_killed_criu_left_standing_was_waited_for_for_ever() -> None:
-    with sleeper("dump", "--tree", "4712", "--images-dir", "x") as process:
+    with sleeper("dump", "--tree", str(ROOT), "--images-dir", "x") as process:
         stop(process)
-        assert dumpers_of([4712]) == ()
+        assert dumpers_of([ROOT]) == ()
 
 
 def test_another_users_program_that_was_called_like_a_dumper_kept_a_job_standing() -> None:
     """Whoever runs a program with CRIU's arguments was waited for, for 15 minutes each, before the job went on."""
-    with sleeper("dump", "--tree", "4711", "--images-dir", "x") as process:
-        assert dumpers_of([4711], uid=os.geteuid()) == (process.pid,)
-        assert dumpers_of([4711], uid=os.geteuid() + 1) == ()
+    with sleeper("dump", "--tree", str(ROOT), "--images-dir", "x") as process:
+        assert dumpers_of([ROOT], uid=os.geteuid()) == (process.pid,)
+        assert dumpers_of([ROOT], uid=os.geteuid() + 1) == ()
