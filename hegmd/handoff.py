@@ -96,18 +96,12 @@ class Handoff:
         self._criu = criu
         self._look = look
         self._in_unit = in_unit
-        self._news = anyio.Event()
         self._is_stopping = False
         self._looks = Looks()
-        workers.listen(self._hear)
 
     def stop(self) -> None:
         """The daemon ends: what is cancelled from now on is not unwanted, and the next one finds it."""
         self._is_stopping = True
-
-    def _hear(self, _news: str, _worker: Worker) -> None:
-        self._news.set()
-        self._news = anyio.Event()
 
     # -- before anything is begun --------------------------------------------------------------------------------------
 
@@ -328,7 +322,7 @@ class Handoff:
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
-            await self._news.wait()
+            await self._workers.news.wait()
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
-import anyio.abc
 
 from hegmd.detached import run_detached
 from hegmd.errors import INTERNAL, NOT_FOUND, HegmError, Refused
@@ -30,6 +29,7 @@ from hegmd.migration.operation import CHECKPOINT
 from hegmd.migration.runner import Runner
 from hegmd.operations import Answer, Asked
 from hegmd.protocol.operations import OperationProgress, PeriodicImages
+from hegmd.task_home import TaskHome
 from hegmd.workers import BACK, CAME, Worker, Workers
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ Take = Callable[[int, str, Rights, Asked], Awaitable[Answer]]
 Trim = Callable[[str, str, int, Rights], Awaitable[Sequence[str]]]
 
 
-class Periodic:
+class Periodic(TaskHome):
     """Sees to them. `take` makes an image of a job that goes on, `trim` removes all of a series but so many.
 
     `utc` and `sleep` are the clock. `run` has to be running.
@@ -71,16 +71,7 @@ class Periodic:
         self._sleep = sleep
         self._known: set[str] = set()
         self._slots = anyio.Semaphore(AT_ONCE)
-        self._tasks: anyio.abc.TaskGroup | None = None
-
-    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Take them, until cancelled."""
-        try:
-            async with anyio.create_task_group() as self._tasks:
-                task_status.started()
-                await anyio.sleep_forever()
-        finally:
-            self._tasks = None
+        super().__init__()
 
     def hear(self, news: str, worker: Worker) -> None:
         """Listens to the workers: the first of a job that wants images begins to have them."""

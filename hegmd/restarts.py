@@ -13,9 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import anyio
-import anyio.abc
-
 from hegmd.errors import DENIED, HegmError, Refused
 from hegmd.migration.course import SUSPENDED, TERMINAL
 from hegmd.migration.operation import Operation
@@ -24,12 +21,13 @@ from hegmd.operations import Asked, Operations
 from hegmd.protocol.messages import Supervise, SuperviseReport
 from hegmd.protocol.operations import OperationProgress
 from hegmd.supervisors import Send, Supervisor, SupervisorAway, Supervisors
+from hegmd.task_home import TaskHome
 from hegmd.workers import BACK, CAME, Worker, Workers
 
 logger = logging.getLogger(__name__)
 
 
-class Restarts:
+class Restarts(TaskHome):
     """The desk of supervisors. `run` has to be running for as long as they attend.
 
     `forget` is told of operations whose state nobody can go on from any more.
@@ -44,20 +42,14 @@ class Restarts:
         *,
         forget: Callable[[str], object],
     ) -> None:
+        super().__init__()
         self._forget = forget
         self._supervisors = supervisors
         self._runner = runner
         self._operations = operations
         self._watched: set[str] = set()
-        self._tasks: anyio.abc.TaskGroup | None = None
         supervisors.listen(self._look)
         workers.listen(self._hear)
-
-    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Tell supervisors what becomes of their operations, until cancelled."""
-        async with anyio.create_task_group() as self._tasks:
-            task_status.started()
-            await anyio.sleep_forever()
 
     async def attend(self, key: object, pid: int, uid: int, offer: Supervise, send: Send) -> None:
         """Let a supervisor attend until it leaves. Raises HegmError when it cannot have what it wants."""

@@ -26,6 +26,7 @@ from hegmd.migration.course import SUSPENDED
 from hegmd.migration.operation import Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.runner import Runner
+from hegmd.news import News
 from hegmd.pool import Key, Pool
 from hegmd.workers import BACK, CAME, Worker, Workers
 
@@ -40,14 +41,10 @@ class Rest:
     def __init__(self) -> None:
         self.scope = anyio.CancelScope()
         self.over = anyio.Event()
-        self.changed = anyio.Event()
+        self.news = News()
         self.moved: dict[str, int] = {}
         self.again = True
         self.failure: HegmError | None = None
-
-    def tell(self) -> None:
-        self.changed.set()
-        self.changed = anyio.Event()
 
 
 class Resting:
@@ -111,7 +108,7 @@ class Resting:
         """How many bytes of an operation that is to be spilled are on disk, until all are. Raises HegmError."""
         rest = self._rests.get(op_id)
         while rest is not None and not rest.over.is_set():
-            changed = rest.changed
+            changed = rest.news.next
             yield sum(rest.moved.values())
             await changed.wait()
         if rest is not None and rest.failure is not None:
@@ -158,7 +155,7 @@ class Resting:
             self._fail(op_id, rest, HegmError(INTERNAL, f"{type(bug).__name__}: {bug}", "see the log of hegmd"))
         finally:
             rest.over.set()
-            rest.tell()
+            rest.news.tell()
 
     def _fail(self, op_id: str, rest: Rest, error: HegmError) -> None:
         rest.failure = error
@@ -183,7 +180,7 @@ class Resting:
 
         def on_progress(moved_bytes: int) -> None:
             rest.moved[member.name] = moved_bytes
-            rest.tell()
+            rest.news.tell()
 
         if member.out and self._is_to_be_spilled(op):
             await self._pool.spill(key, on_progress)

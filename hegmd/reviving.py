@@ -48,7 +48,7 @@ from hegmd.pieces import whole_size
 from hegmd.pool import Key, Pool
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import Reason
-from hegmd.workers import Worker, Workers
+from hegmd.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -108,12 +108,6 @@ class Reviving:
         self._looks = Looks()
         self._coming: set[int] = set()
         self._back: dict[str, Revived] = {}
-        self._news = anyio.Event()
-        workers.listen(self._hear)
-
-    def _hear(self, _news: str, _worker: Worker) -> None:
-        self._news.set()
-        self._news = anyio.Event()
 
     def is_coming(self, pid: int) -> bool:
         """Whether that process is being brought back now, and no operation has it yet."""
@@ -321,7 +315,7 @@ class Reviving:
         await run_detached(lambda _: self._call_to_places(manifest), name="hegmd-places")
         with anyio.move_on_after(ATTENDS_WITHIN_S):
             while not all(self._is_there(worker.pid, worker.token, back.start_ticks) for worker in manifest.workers):
-                await self._news.wait()
+                await self._workers.news.wait()
             return
         late = [w.pid for w in manifest.workers if not self._is_there(w.pid, w.token, back.start_ticks)]
         raise HegmError(

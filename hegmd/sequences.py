@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import anyio
-import anyio.abc
 
 from hegmd.errors import NOT_FOUND, REFUSED, Bug, HegmError
 from hegmd.log import fields
@@ -24,9 +23,11 @@ from hegmd.migration.candidates import Plan, Snapshot
 from hegmd.migration.course import DONE, SUSPENDED
 from hegmd.migration.itinerary import at_once, departure, occupants, planned_drain, planned_swap
 from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND
+from hegmd.news import News
 from hegmd.operations import Answer, Asked, Operations, plan_or_raise, refusal, told_plan
 from hegmd.protocol import operations as told
 from hegmd.protocol.operations import Reason
+from hegmd.task_home import TaskHome
 
 logger = logging.getLogger(__name__)
 
@@ -47,30 +48,16 @@ class _Exchange:
         self.begun: list[str] = []
         self.over = False
         self.failure: HegmError | None = None
-        self.news = anyio.Event()
-
-    def tell(self) -> None:
-        """Wake who watches."""
-        self.news.set()
-        self.news = anyio.Event()
+        self.news = News()
 
 
-class Sequences:
+class Sequences(TaskHome):
     """The desk for these. `run` has to be running before a swap is asked for."""
 
     def __init__(self, lookout: Lookout, operations: Operations) -> None:
         self._lookout = lookout
         self._operations = operations
-        self._tasks: anyio.abc.TaskGroup | None = None
-
-    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Carry swaps out, until cancelled."""
-        try:
-            async with anyio.create_task_group() as self._tasks:
-                task_status.started()
-                await anyio.sleep_forever()
-        finally:
-            self._tasks = None
+        super().__init__()
 
     # -- a GPU that is emptied -----------------------------------------------------------------------------------------
 
@@ -157,7 +144,7 @@ class Sequences:
             logger.warning("a swap is not complete: %s", error.message, extra=fields(hint=error.hint))
         finally:
             exchange.over = True
-            exchange.tell()
+            exchange.news.tell()
 
     async def _exchange(self, exchange: _Exchange, steps: Sequence[Plan], snapshot: Snapshot, asked: Asked) -> None:
         """Part after part; where one fails, whoever waits in the pool goes back to where it was, if that is free."""
@@ -221,7 +208,7 @@ class Sequences:
             raise Bug("a step of a swap was planned and not begun")
         op_id = answer.operation.id
         exchange.begun.append(op_id)
-        exchange.tell()
+        exchange.news.tell()
         await self._operations.follow(op_id, _to_nobody)
         return self._operations.runner.describe(op_id)
 

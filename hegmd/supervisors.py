@@ -17,6 +17,7 @@ from typing import Any
 import anyio
 
 from hegmd.errors import DISCONNECTED, REFUSED, HegmError, Refused
+from hegmd.news import News
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 
 DONE, FAILED, ENDED = "done", "failed", "ended"
@@ -187,7 +188,8 @@ class Supervisors:
         self._links: dict[object, tuple[Supervisor, _Link]] = {}
         self._ended: dict[tuple[int, str], None] = {}
         self._listeners: list[Callable[[Supervisor], object]] = []
-        self._news = anyio.Event()
+        #: Told when one of them comes, goes, or says something.
+        self.news = News()
 
     def __iter__(self) -> Iterator[Supervisor]:
         return iter(tuple(self._known.values()))
@@ -209,11 +211,6 @@ class Supervisors:
     def of_pid(self, pid: int) -> Supervisor | None:
         """The supervisor that is this process."""
         return next((known for known in self if known.pid == pid and known.lives), None)
-
-    @property
-    def changed(self) -> anyio.Event:
-        """Set when one of them next comes, goes, or says something."""
-        return self._news
 
     async def attend(self, key: object, pid: int, uid: int, offer: Supervise, send: Send) -> None:
         """Let a supervisor attend on the connection `key`, until a newer one takes its place or this is cancelled."""
@@ -281,7 +278,6 @@ class Supervisors:
         self._listeners.append(listener)
 
     def _tell(self, supervisor: Supervisor) -> None:
-        self._news.set()
-        self._news = anyio.Event()
+        self.news.tell()
         for listener in self._listeners:
             listener(supervisor)

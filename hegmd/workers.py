@@ -35,6 +35,7 @@ from hegmd.agent_orders import (
 )
 from hegmd.errors import DENIED, TIMEOUT, Bug, HegmError, Refused
 from hegmd.log import fields
+from hegmd.news import News
 from hegmd.protocol.messages import AgentAttend, AgentReport, CudaFacts, LeftAlone, Order
 from hegmd.protocol.snapshots import AgentInfo
 
@@ -242,6 +243,8 @@ class Workers:
         self._workers: dict[int, Worker] = {}
         self._links: dict[object, tuple[Worker, Link]] = {}
         self._listeners: list[Listener] = []
+        #: Told with each piece of news, for those who only wait until something is so.
+        self.news = News()
         self._watching: anyio.abc.TaskGroup | None = None
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
@@ -364,3 +367,4 @@ class Workers:
         logger.info("worker %d: %s", worker.pid, news, extra=fields(pid=worker.pid, news=news))
         for listener in self._listeners:
             listener(news, worker)
+        self.news.tell()

@@ -18,14 +18,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import anyio
-import anyio.abc
-
 from hegmd.errors import Bug
 from hegmd.external import SYSTEM_PATH
 from hegmd.helper.calls import HelperLost, OnProgress, Stuck, Watch
 from hegmd.helper.session import Session
 from hegmd.helper.wire import Answer, DriverFailed
+from hegmd.task_home import TaskHome
 
 __all__ = ["Answer", "DriverFailed", "HelperLost", "Link", "Stuck", "Watch", "child_environment"]
 
@@ -53,7 +51,7 @@ def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-class Link:
+class Link(TaskHome):
     """One helper at a time, for everybody. `program` gets the number of its socket as its last argument."""
 
     def __init__(
@@ -68,18 +66,9 @@ class Link:
         self._environment = child_environment(os.environ) if environment is None else dict(environment)
         self._start_within_s = start_within_s
         self._idle_after_s = idle_after_s
-        self._tasks: anyio.abc.TaskGroup | None = None
+        super().__init__()
         self._session: Session | None = None
         self._starts = 0
-
-    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Let helpers live, until cancelled; then the one that is there has been killed."""
-        try:
-            async with anyio.create_task_group() as self._tasks:
-                task_status.started()
-                await anyio.sleep_forever()
-        finally:
-            self._tasks = None
 
     @property
     def pid(self) -> int | None:

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import anyio
-import anyio.abc
 
 from hegmd.errors import Bug
 from hegmd.external import SYSTEM_PATH, Rights, find_program
@@ -26,6 +25,7 @@ from hegmd.helper.calls import OnProgress, Role
 from hegmd.helper.link import child_environment
 from hegmd.helper.session import Session
 from hegmd.helper.wire import Answer
+from hegmd.task_home import TaskHome
 
 ROLE = Role(
     "the process that touches images",
@@ -83,7 +83,7 @@ class Hand:
             self._pidfd = -1
 
 
-class Hands:
+class Hands(TaskHome):
     """Starts hands. `in_unit` has them outside the daemon's sandbox, as units of their own."""
 
     def __init__(self, *, in_unit: bool, program: Sequence[str] = PROGRAM) -> None:
@@ -91,16 +91,7 @@ class Hands:
         self._program = tuple(program)
         self._environment = child_environment(os.environ)
         self._numbers = itertools.count(1)
-        self._tasks: anyio.abc.TaskGroup | None = None
-
-    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Let hands live, until cancelled; then all have been ended."""
-        try:
-            async with anyio.create_task_group() as self._tasks:
-                task_status.started()
-                await anyio.sleep_forever()
-        finally:
-            self._tasks = None
+        super().__init__()
 
     async def start(self, rights: Rights | None) -> Hand:
         """A hand with these rights; None: with the daemon's own, inside its sandbox. Raises HegmError."""

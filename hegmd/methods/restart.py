@@ -26,7 +26,7 @@ from hegmd.methods.worker import key_of
 from hegmd.pool import Pool
 from hegmd.protocol.snapshots import Gpu
 from hegmd.supervisors import Supervisor, Supervisors
-from hegmd.workers import Worker, Workers
+from hegmd.workers import Workers
 
 NAME = "restart"
 LEAVES_WITHIN_S = 60.0
@@ -62,12 +62,6 @@ class RestartMethod:
         self._pool = pool
         self._by = by
         self._gpus = gpus
-        self._news = anyio.Event()
-        workers.listen(self._hear)
-
-    def _hear(self, _news: str, _worker: Worker) -> None:
-        self._news.set()
-        self._news = anyio.Event()
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -108,7 +102,7 @@ class RestartMethod:
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
-            await self._news.wait()
+            await self._workers.news.wait()
 
     # -- back ----------------------------------------------------------------------------------------------------------
 
@@ -187,7 +181,7 @@ class RestartMethod:
                 if found is None and self._supervisors.has_ended(subject.uid, subject.run):
                     break
                 with anyio.move_on_after(_LOOK_AGAIN_S):  # a connection ends a little before its process
-                    await self._supervisors.changed.wait()
+                    await self._supervisors.news.wait()
         raise Refused(
             f"the `hegmctl run` that started process {subject.pid} is gone, and nobody else can start it again",
             f"its state is held: hegmctl run --allow-restart --resume {subject.operation} -- COMMAND",
@@ -202,8 +196,8 @@ class RestartMethod:
                 await news.wait()
                 tasks.cancel_scope.cancel()
 
-            tasks.start_soon(first, self._news)
-            tasks.start_soon(first, self._supervisors.changed)
+            tasks.start_soon(first, self._workers.news.next)
+            tasks.start_soon(first, self._supervisors.news.next)
 
     # -- how it stands -------------------------------------------------------------------------------------------------
 

@@ -234,7 +234,7 @@ class Runner:
         last: told.OperationProgress | None = None
         while True:
             running = self._running.get(op_id)
-            changed = None if running is None else running.changed
+            changed = None if running is None else running.progress.next
             described = self.describe(op_id)
             progress = told.OperationProgress(
                 id=op_id,
@@ -255,7 +255,7 @@ class Runner:
         """Wait until something happens to it; back at once for one that is over."""
         running = self._running.get(op_id)
         if running is not None:
-            await running.changed.wait()
+            await running.progress.wait()
 
     # -- one operation -------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class Runner:
                     continue
                 finally:
                     running.taking = False
-                    running.tell()
+                    running.progress.tell()
                 asking.settle()
                 if isinstance(asking.event, events.Restored) and asking.event.pid is not None:
                     running.forget_connection(asking.event.worker)
@@ -284,7 +284,7 @@ class Runner:
                 running.drop_what_is_not_awaited()
                 for effect in wanted:
                     tasks.start_soon(self._perform, running, running.start(effect))
-                running.tell()
+                running.progress.tell()
             tasks.cancel_scope.cancel()
         self._finish(running)
 
@@ -323,7 +323,7 @@ class Runner:
 
         def on_progress(moved_bytes: int) -> None:
             running.moved[effect.worker] = moved_bytes
-            running.tell()
+            running.progress.tell()
 
         try:
             with errand.scope:
@@ -356,7 +356,7 @@ class Runner:
         severity = "info" if op.failure is None else "warning"
         why = "" if op.failure is None else f": {op.failure.message}"
         self._log.record(f"operation.{op.phase}", severity, f"operation {op.id}: {op.phase}{why}", facts={"id": op.id})
-        running.tell()
+        running.progress.tell()
 
 
 def _news_event(news: str, worker: Worker, member: Member) -> Event:

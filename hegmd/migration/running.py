@@ -20,6 +20,7 @@ from hegmd.migration.events import Event
 from hegmd.migration.journal import History
 from hegmd.migration.machine import HOLDING
 from hegmd.migration.operation import Operation
+from hegmd.news import News
 
 AT_REST = frozenset((SUSPENDED, *TERMINAL))
 # What whoever follows an operation waits for: also that its job stands, where that is all that was asked.
@@ -80,7 +81,8 @@ class Running:
         #: Whether something that happened is being handled: taken from the inbox, and not on disk yet.
         self.taking = False
         self.news = anyio.Event()
-        self.changed = anyio.Event()
+        #: How it comes on, for those who follow.
+        self.progress = News()
         self.performing: dict[int, Errand] = {}
         #: For each worker the connection that was last heard of, by `agent-back` or `inspected`, or as it began.
         self.heard: dict[str, int] = {}
@@ -104,11 +106,6 @@ class Running:
     def forget_connection(self, worker: str) -> None:
         """Another process goes on in that worker's place: its connections are counted anew."""
         self.heard.pop(worker, None)
-
-    def tell(self) -> None:
-        """Wake who follows."""
-        self.changed.set()
-        self.changed = anyio.Event()
 
     async def next(self, clock: Callable[[], float]) -> Asking:
         """What happened next, or that the deadline is over."""

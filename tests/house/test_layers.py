@@ -19,8 +19,9 @@ from tests.house.source import PACKAGES, Module, is_within, modules
 
 pytestmark = [pytest.mark.xdist_group("source"), pytest.mark.timeout(120)]  # as in test_shape
 
-# What every part of the daemon above the protocol may use.
-GROUND = ("hegmd", "hegmd.errors", "hegmd.protocol")
+# What the client may use as well, and what every part of the daemon above the protocol may.
+OUTSIDE = ("hegmd", "hegmd.errors", "hegmd.protocol")
+GROUND = (*OUTSIDE, "hegmd.news", "hegmd.task_home")
 # For the two that put the daemon together. It stays the daemon: the client is not in it.
 EVERYTHING = ("hegmd.*",)
 # What is looked at from outside: lines, records, figures and events. It knows of nothing that it is told about.
@@ -72,6 +73,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.settings": ("hegmd.errors",),
     "hegmd.service": GROUND,
     "hegmd.state_dir": ("hegmd.errors",),
+    "hegmd.news": (),
+    "hegmd.task_home": (),
     "hegmd.detached": ("hegmd.errors",),
     "hegmd.descriptors": (),
     "hegmd.crew": (),
@@ -195,7 +198,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # Shipped checks of the interfaces, for whoever implements one; no part of the daemon
     "hegmd.testing": (*GROUND, "hegmd.devices", "hegmd.helper.cuda", "hegmd.methods"),
     # The client, which has to start in no time and may be newer or older than the daemon
-    "hegmctl": GROUND,
+    "hegmctl": OUTSIDE,
     # Images take no daemon; this one command loads what the daemon has for them
     "hegmctl.images": (*GROUND, "hegmctl", "hegmd.image"),
     # HeGM's outside, kept: programs of their own, which need no daemon
