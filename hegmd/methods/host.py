@@ -10,7 +10,7 @@ from hegmd.helper.route import Route
 from hegmd.methods.base import Progress, Subject
 from hegmd.methods.copying import CopyingCarrier
 from hegmd.methods.gpus import Gpus
-from hegmd.methods.worker import key_of, source_of
+from hegmd.methods.pooled import key_of, source_of
 from hegmd.pool import Pool
 
 NAME = "host"

@@ -22,7 +22,7 @@ import anyio
 
 from hegmd.errors import TIMEOUT, HegmError, Refused
 from hegmd.methods.base import Left, Method, Reborn, Standing, Subject
-from hegmd.methods.worker import key_of
+from hegmd.methods.pooled import key_of
 from hegmd.pool import Pool
 from hegmd.protocol.snapshots import Gpu
 from hegmd.supervisors import Supervisor, Supervisors

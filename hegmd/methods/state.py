@@ -8,39 +8,21 @@ from __future__ import annotations
 
 from hegmd.errors import Refused
 from hegmd.methods.base import Making, Progress, Subject
-from hegmd.methods.worker import key_of, source_of
+from hegmd.methods.pooled import Pooled, key_of
 from hegmd.pool import Pool
 from hegmd.supervisors import Supervisors
 
 NAME = "state"
 
 
-class StateCarrier:
+class StateCarrier(Pooled):
     """Memory of the pool, and orders to the agent and to who started it."""
 
     name = NAME
 
     def __init__(self, pool: Pool, supervisors: Supervisors) -> None:
-        self._pool = pool
+        super().__init__(pool)
         self._supervisors = supervisors
-
-    async def hold(self, subject: Subject, size_bytes: int) -> None:
-        await self._pool.take(key_of(subject), size_bytes, source_of(subject))
-
-    async def give(self, subject: Subject) -> None:
-        await self._pool.give(key_of(subject))
-
-    def held_bytes(self, subject: Subject) -> int:
-        return self._pool.held_for(key_of(subject))
-
-    async def fetch(self, subject: Subject, on_progress: Progress) -> None:
-        await self._pool.fetch(key_of(subject), on_progress)
-
-    async def arm(self, subject: Subject) -> None:
-        """Nothing has to be ready."""
-
-    async def disarm(self, subject: Subject) -> None:
-        """Nothing is."""
 
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
         """Have the state written. Raises OrderFailed, AgentAway, SupervisorAway.

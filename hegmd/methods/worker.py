@@ -8,36 +8,16 @@ from __future__ import annotations
 
 from hegmd.errors import Refused
 from hegmd.methods.base import Making, Progress, Subject
-from hegmd.pool import Key, Memory, Pool, Source
+from hegmd.methods.pooled import Pooled, key_of
+from hegmd.pool import Memory
 
 NAME = "worker"
 
 
-class WorkerCarrier:
+class WorkerCarrier(Pooled):
     """Memory of the pool, and orders to the agent."""
 
     name = NAME
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
-    async def hold(self, subject: Subject, size_bytes: int) -> None:
-        await self._pool.take(key_of(subject), size_bytes, source_of(subject))
-
-    async def give(self, subject: Subject) -> None:
-        await self._pool.give(key_of(subject))
-
-    def held_bytes(self, subject: Subject) -> int:
-        return self._pool.held_for(key_of(subject))
-
-    async def fetch(self, subject: Subject, on_progress: Progress) -> None:
-        await self._pool.fetch(key_of(subject), on_progress)
-
-    async def arm(self, subject: Subject) -> None:
-        """Nothing has to be ready."""
-
-    async def disarm(self, subject: Subject) -> None:
-        """Nothing is."""
 
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
         """Raises OrderFailed, AgentAway."""
@@ -64,13 +44,3 @@ class WorkerCarrier:
             return self._pool.memory(key_of(subject))
         except Refused:
             return None
-
-
-def key_of(subject: Subject) -> Key:
-    """Whose the memory in the pool is."""
-    return Key(subject.operation, subject.name)
-
-
-def source_of(subject: Subject) -> Source | None:
-    """The process that the bytes are of, as the kernel told of it; None while its agent has not attended."""
-    return None if subject.agent is None else Source(subject.agent.identity.uid, subject.agent.identity.start_ticks)

@@ -1,0 +1,100 @@
+"""The command line of hegmctl as tables: commands, their options and arguments, and what each means.
+
+Everything that speaks of the command line is made from here: the parser (`arguments`), `--help` (`help`), the manual
+page and the completions of three shells (`pages`). To add a command: add it to a table and its function to `commands`.
+
+It is not argparse because argparse costs 9 ms to import, as much as a whole Python start, and every call would pay it;
+and because argparse can be asked neither for its grammar nor for a good word to somebody who mistyped. Holds data only.
+"""
+
+from __future__ import annotations
+
+from hegmctl.grammar.imaging import IMAGING
+from hegmctl.grammar.looking import LOOKING
+from hegmctl.grammar.moving import MOVING
+from hegmctl.grammar.words import (
+    COMMANDS,
+    COUNT,
+    FILES,
+    FLAG,
+    GPUS,
+    PATH,
+    PID,
+    PIDS,
+    POSITIVE,
+    SECONDS,
+    SIZE,
+    TEXT,
+    Argument,
+    Option,
+    Verb,
+)
+
+__all__ = [
+    "Argument",
+    "COMMANDS",
+    "COUNT",
+    "DESCRIPTION",
+    "FILES",
+    "FLAG",
+    "GLOBAL_OPTIONS",
+    "GPUS",
+    "GROUPS",
+    "Option",
+    "PATH",
+    "PID",
+    "PIDS",
+    "POSITIVE",
+    "PROGRAM",
+    "SECONDS",
+    "SIZE",
+    "SUMMARY",
+    "TEXT",
+    "VERBS",
+    "Verb",
+]
+
+PROGRAM = "hegmctl"
+SUMMARY = "ask hegmd, the daemon of this node's GPUs"
+DESCRIPTION = (
+    "hegmctl shows the GPUs of this node and the processes on them, checks the node, and speaks to the node's daemon, "
+    "hegmd, over a Unix socket. On a terminal it prints aligned tables in colour; into a pipe, plain text; with "
+    "--json, JSON. What it does not know it shows as `-`, never as 0."
+)
+
+GLOBAL_OPTIONS: tuple[Option, ...] = (
+    Option("--socket", kind=PATH, metavar="PATH", complete=FILES, doc="the daemon's socket"),
+    Option("--json", doc="print JSON, as docs/json.md describes it; errors too, to standard error"),
+    Option("-q", "--quiet", doc="print the answer and nothing about it"),
+    Option("--color", doc="use colours, even in a pipe"),
+    Option("--no-color", doc="use no colours; so do NO_COLOR in the environment and TERM=dumb"),
+    Option(
+        "--timeout",
+        kind=SECONDS,
+        metavar="SECONDS",
+        doc="wait so long: for an answer (10, doctor 120), or a batch (60)",
+    ),
+    Option("-h", "--help", doc="explain the program or the command"),
+    Option("--version", doc="print the version of hegmctl; `hegmctl version` asks the daemon for its own as well"),
+)
+
+GROUPS: dict[str, str] = {
+    "images": "look at images of jobs on disk",
+    "simulate": "make simulated GPUs hold memory or fail",
+}
+
+_ASIDE = (
+    Verb(
+        "help",
+        "explain a command",
+        arguments=(Argument("COMMAND", many=True, complete=COMMANDS, doc="the command"),),
+    ),
+    Verb(
+        "__complete",
+        "what shell completions ask for: one candidate a line, and silence when there is no daemon",
+        arguments=(Argument("WHAT", choices=(GPUS, PIDS), doc="what to list"),),
+        hidden=True,
+    ),
+)
+
+VERBS: dict[str, Verb] = {verb.name: verb for verb in (*LOOKING, *MOVING, *IMAGING, *_ASIDE)}

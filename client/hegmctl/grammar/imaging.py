@@ -1,0 +1,85 @@
+"""Commands for images of jobs on disk."""
+
+from __future__ import annotations
+
+from hegmctl.grammar.shared import CARRIER, DRY_RUN, NO_WAIT, WAIT
+from hegmctl.grammar.words import FILES, GPUS, PID, PIDS, TEXT, Argument, Option, Verb
+
+IMAGING = (
+    Verb(
+        "checkpoint",
+        "write a running job into an image on disk",
+        "Stops the job between two batches, writes its processes and the bytes that it had on GPUs into DIR, reads all "
+        "of it back, and then ends the job. The image is written with the caller's own rights and is the caller's; it "
+        "holds all memory of the job. Whatever fails, the job goes on where it was. `restore` brings it back, also "
+        "after a reboot, or on another node with the same chip and the same files.",
+        options=(
+            Option("--leave-running", doc="let the job go on after it, instead of ending it"),
+            CARRIER,
+            DRY_RUN,
+            WAIT,
+            NO_WAIT,
+        ),
+        arguments=(
+            Argument("PID", kind=PID, complete=PIDS, doc="a process of the job"),
+            Argument("DIR", complete=FILES, doc="the directory that the image is to have; it must not be there yet"),
+        ),
+        examples=(
+            ("hegmctl checkpoint 4711 /images/train", "have job 4711 on disk, and its GPU free"),
+            ("hegmctl checkpoint --leave-running 4711 /images/train", "and let it go on"),
+        ),
+    ),
+    Verb(
+        "restore",
+        "bring a job back from an image",
+        "Reads the image, has CRIU make the processes again, under the numbers that they had, and puts their bytes "
+        "back; done means that the next batch was seen. What fails before the processes are there leaves nothing but "
+        "the image; after that it leaves a suspended job, which `resume` brings back. So does --timeout. What the job "
+        "said into a pipe or on a terminal leads nowhere after it, unless --stdout or --stderr name a file.",
+        options=(
+            Option("--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go on at; else where it was"),
+            Option(
+                "--truncate-outputs",
+                doc="cut files that have grown since back to where the job was, with the caller's rights",
+            ),
+            Option(
+                "--stdout", kind=TEXT, metavar="FILE", complete=FILES, doc="append its output there; `-` is to ours"
+            ),
+            Option("--stderr", kind=TEXT, metavar="FILE", complete=FILES, doc="the same for its standard error"),
+            DRY_RUN,
+            NO_WAIT,
+        ),
+        arguments=(Argument("DIR", complete=FILES, doc="the image"),),
+        examples=(
+            ("hegmctl restore /images/train --to gpu1", "let it go on, on gpu1"),
+            ("hegmctl restore /images/train --stdout train.log", "and have what it says in train.log"),
+        ),
+    ),
+    Verb(
+        "images ls",
+        "show images of jobs, and what is left of some",
+        "Takes no daemon: it is done with the caller's own rights. Exit status 15 says that one is broken, or left "
+        "over from a writer that was killed.",
+        arguments=(Argument("DIR", many=True, complete=FILES, doc="an image, or a directory with some; else `.`"),),
+    ),
+    Verb(
+        "images show",
+        "show what an image is of",
+        "Reads the manifest and sees that every file is there. With --json, all of it.",
+        arguments=(Argument("DIR", complete=FILES, doc="the image"),),
+    ),
+    Verb(
+        "images verify",
+        "read all of an image and compare it with its checksums",
+        "Reads from the disk, past the page cache where the file system lets it.",
+        arguments=(Argument("DIR", complete=FILES, doc="the image"),),
+    ),
+    Verb(
+        "images rm",
+        "remove images, or what is left of some",
+        "Only images are removed, and only what is an image's in them; not one that is being written or restored.",
+        options=(Option("-y", "--yes", doc="do not ask before that"),),
+        arguments=(Argument("DIR", many=True, complete=FILES, doc="the images"),),
+        examples=(("hegmctl images rm --yes .job.hegm-new-1a2b3c4d", "what a killed writer left of `job`"),),
+    ),
+)
