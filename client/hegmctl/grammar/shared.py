@@ -5,7 +5,7 @@ from __future__ import annotations
 from hegmctl.grammar.words import TEXT, Option
 
 DRY_RUN = Option("-n", "--dry-run", doc="only show what would be done, or every reason why it cannot be")
-NOWAIT = Option("--no-wait", doc="do not wait for the end; `hegmctl op` shows it")
+NO_WAIT = Option("--no-wait", doc="do not wait for the end; `hegmctl op` shows it")
 WAIT = Option("--wait", doc="wait for the end, which is what is done anyway")
 CARRIER = Option(
     "--carrier",
