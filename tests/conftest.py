@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.leaks import Stock
+from tests.room import NEEDED, sentence_on
 
 # A shell starts its background jobs with SIGINT ignored, and what is ignored stays so in every program that is started:
 # the tests of Ctrl-C would wait for ever.
@@ -24,6 +25,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_configure() -> None:
     """Programs of this environment first, as in an activated one: hegmd, hegmctl, the tools, node if it is there."""
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A full disk is one sentence, and not an error of each of a thousand tests at its set-up."""
+    if hasattr(session.config, "workerinput"):  # in one of several workers: whoever starts them has looked
+        return
+    kind = "quick" if "not e2e" in session.config.option.markexpr else "end to end"
+    for place, needed_bytes in NEEDED[kind].items():
+        sentence = sentence_on(place or Path(session.config.option.basetemp or tempfile.gettempdir()), needed_bytes)
+        if sentence:
+            pytest.exit(sentence, returncode=pytest.ExitCode.USAGE_ERROR)
 
 
 def pytest_collection_finish() -> None:

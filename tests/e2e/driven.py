@@ -87,11 +87,11 @@ class DrivenNode:
         self.daemon = RunningDaemon(folder, environ=environ, simulate=False)
 
     def program(self, gpu: int | str = 0, *sizes_mib: int) -> DrivenProgram:
-        return DrivenProgram(self.cuda, str(PROGRAM), str(gpu), *map(str, sizes_mib or (48, 16)))
+        return DrivenProgram(self.cuda, str(PROGRAM), str(gpu), *map(str, sizes_mib or (12, 4)))
 
     def agented(self, gpu: int | str = 0, *sizes_mib: int) -> DrivenProgram:
         """The same with an agent in it, once the daemon knows what it holds."""
-        sizes = map(str, sizes_mib or (48, 1, 16))
+        sizes = map(str, sizes_mib or (12, 1, 4))
         words = ["-m", "tests.e2e.cuda_agent", str(self.daemon.socket_path), str(gpu), *sizes]
         program = DrivenProgram(self.cuda, *words)
         try:

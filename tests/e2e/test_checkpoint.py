@@ -39,6 +39,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return job.output()
 
 
+@pytest.mark.xdist_group("large images")
 def test_a_job_is_ended_and_comes_back_on_another_gpu_with_every_loss_the_same(
     daemon: RunningDaemon, tmp_path: Path
 ) -> None:
@@ -138,6 +139,7 @@ def test_one_of_two_restores_of_an_image_at_once_is_refused(
         assert job.output() == expected
 
 
+@pytest.mark.xdist_group("large images")
 def test_ranks_go_into_an_image_with_their_launcher_and_its_store(daemon: RunningDaemon, tmp_path: Path) -> None:
     """Their launcher's agent stayed connected, and its store had io_uring: no job of torchrun's could be dumped."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "ranks.py")]

@@ -200,6 +200,21 @@ static int is_allowed(enum side side, uint64_t va, uint64_t bytes) {
     return is_reachable(va, bytes);
 }
 
+/* Pages of zeros are left alone where there are zeros already: what nobody ever wrote stays a hole in its file, and large
+ * pieces with little in them take no disk. */
+static void move(uint64_t to, uint64_t from, uint64_t bytes) {
+    static const char zeros[PAGE];
+    if (to < from + bytes && from < to + bytes) {
+        memmove((void *)to, (void *)from, bytes);
+        return;
+    }
+    for (uint64_t part; bytes; to += part, from += part, bytes -= part) {
+        part = PAGE - to % PAGE;
+        if (part > bytes) part = bytes;
+        if (memcmp((void *)from, zeros, part) || memcmp((void *)to, zeros, part)) memcpy((void *)to, (void *)from, part);
+    }
+}
+
 static CUresult copy(const char *function, uint64_t to, enum side to_side, uint64_t from, enum side from_side,
                      uint64_t bytes, CUstream stream) {
     CUresult result = process_enter(function, -1, 1);
@@ -210,7 +225,7 @@ static CUresult copy(const char *function, uint64_t to, enum side to_side, uint6
     pthread_mutex_unlock(&process_guard);
     if (!result) {
         wait_stream(stream);
-        memmove((void *)to, (void *)from, bytes);
+        move(to, from, bytes);
     }
     process_leave();
     return result;

@@ -2,9 +2,10 @@
 
 On several GPUs (`0,1`) its pieces lie on them in turn, and the counter on the first.
 
-Holds one piece of video memory of each size given, filled with a pattern of its own, and a counter beside them. Runs on
-the stub and on a real GPU, with any Python and nothing installed. It answers every line on its standard input with one
-on its standard output, so whoever drives it always knows where it is, and ends with its input:
+Holds one piece of video memory of each size given, filled with a pattern of its own (large ones in every eighth MiB and
+the last, with zeros between, which take no disk on the stub), and a counter beside them. Runs on the stub and on a real
+GPU, with any Python and nothing installed. It answers every line on its standard input with one on its standard output,
+so whoever drives it always knows where it is, and ends with its input:
 
     (at start)      ready PID
     ping            pong: without a call of CUDA
@@ -39,6 +40,7 @@ import sys
 
 MIB = 1 << 20
 COUNTER_BYTES = 8
+LARGE_MIB = 64
 
 
 class Handle(ctypes.Structure):
@@ -115,8 +117,11 @@ class Program:
     def fill(self) -> str:
         for number, piece in enumerate(self.pieces):
             pattern = random.Random(number).randbytes(2 * MIB)
-            for index in range(self.sizes_mib[number]):
-                call("cuMemcpyHtoD_v2", piece + index * MIB, pattern[index % MIB : index % MIB + MIB], MIB)
+            size_mib = self.sizes_mib[number]
+            for index in range(size_mib):
+                told = size_mib <= LARGE_MIB or index % 8 == 0 or index == size_mib - 1
+                part = pattern[index % MIB : index % MIB + MIB] if told else bytes(MIB)
+                call("cuMemcpyHtoD_v2", piece + index * MIB, part, MIB)
         return "filled"
 
     def handles(self) -> str:

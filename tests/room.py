@@ -1,0 +1,32 @@
+"""Room on the disks that tests write to: how much of it a run needs, and what is said when there is less.
+
+Owns the figures. They are what a whole run was seen to hold at once, with some to spare: what a test writes goes with
+it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+MIB = 1 << 20
+SHARED_MEMORY = Path("/dev/shm")
+# By what is run: where, or None for the folder that pytest makes its own in, and how much.
+NEEDED: dict[str, dict[Path | None, int]] = {
+    "quick": {None: 256 * MIB},
+    "end to end": {None: 2048 * MIB, SHARED_MEMORY: 32 * MIB},
+}
+
+
+def sentence_on(place: Path, needed_bytes: int) -> str | None:
+    """What is wrong with the room at that place, and what to do; None where there is enough."""
+    there = place
+    while not there.exists():  # pytest has not made its folder yet
+        there = there.parent
+    free_bytes = shutil.disk_usage(there).free
+    if free_bytes >= needed_bytes:
+        return None
+    wanted = f"{there} has {free_bytes // MIB} MiB free, and these tests need {needed_bytes // MIB} MiB there"
+    if there == SHARED_MEMORY:
+        return f"{wanted}: make it larger (`mount -o remount,size=1g {there}`; --shm-size of a container)"
+    return f"{wanted}: free some, or name another place with TMPDIR=FOLDER or --basetemp=FOLDER"

@@ -1,0 +1,33 @@
+"""Where tests find no room to write, one sentence says so."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tests.room import MIB, NEEDED, SHARED_MEMORY, sentence_on
+
+
+def test_a_run_on_a_full_disk_was_a_thousand_errors_without_a_reason(tmp_path: Path) -> None:
+    """The folder need not be there yet; the sentence has both figures and the way out."""
+    total_bytes = shutil.disk_usage(tmp_path).total
+    said = sentence_on(tmp_path / "to" / "be" / "made", total_bytes + MIB)
+    assert said is not None
+    assert said.startswith(f"{tmp_path} has ")
+    assert f"need {(total_bytes + MIB) // MIB} MiB" in said
+    assert "TMPDIR=" in said
+
+
+def test_enough_room_is_nothing_to_speak_of(tmp_path: Path) -> None:
+    assert sentence_on(tmp_path, 0) is None
+
+
+def test_shared_memory_is_made_larger_and_not_elsewhere() -> None:
+    said = sentence_on(SHARED_MEMORY, shutil.disk_usage(SHARED_MEMORY).total + MIB)
+    assert said is not None
+    assert "remount,size=" in said
+    assert "TMPDIR" not in said
+
+
+def test_what_runs_end_to_end_needs_more_than_what_is_quick() -> None:
+    assert NEEDED["end to end"][None] > NEEDED["quick"][None]
