@@ -33,10 +33,15 @@ check: ## the quick part of the tests: house rules, unit, contract, simulation
 # WORKERS= runs one test after the other.
 WORKERS := -n logical --maxprocesses 4 --dist loadgroup
 
+# A thousand processes of ours are started by these tests, in environments that write no bytecode: each would compile all
+# that it imports, 0.3 s of a daemon's 0.6 s.
+COMPILE := $(PYTHON) -m compileall -q hegm hegmd client
+
 test: ## all tests but those that need a GPU; end to end ones and a real systemd included
 	@tools/setup.sh full
 	@tools/pythons.sh || echo "make: going on with the Pythons of this machine"
 	@$(MAKE) --no-print-directory criu || echo "make: going on with the CRIU of this machine, if there is one"
+	@$(COMPILE)
 	$(PYTEST) -m "not gpu and not bench" -ra $(WORKERS)
 
 test-chaos: ## kill or strike everything at every state of every command, 2,000 times, while jobs train (CHAOS="--victim daemon")
