@@ -12,9 +12,10 @@ from hegmd.helper.link import Stuck
 from hegmd.methods.sight import Patience
 from tests.contract.driven import REST_BYTES, Parts, Rig, rigged, standing_in
 
-# Whoever is seen stopped twice in a row is; and with the other nobody waits for what does not move.
+# Whoever is seen stopped twice in a row is; and with the other nobody waits for what does not move, but for calls that
+# a busy machine is slow to begin.
 HASTY = Patience(look_s=0.02, stopped_s=0.02)
-IMPATIENT = Patience(look_s=0.02, floor_s=0.1, times=0.0, quiet_s=0.1)
+IMPATIENT = Patience(look_s=0.02, floor_s=1.0, times=0.0, quiet_s=1.0)
 SOON_S = 20.0
 
 
