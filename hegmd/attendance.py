@@ -1,5 +1,7 @@
 """Workers as they come and go: where a new one is, and how much it holds there, on a node with simulated GPUs.
 
+On one with real GPUs only those that could be started again are asked, until they train: whether that is on the CPU.
+
 A simulated driver does not see what a training holds, so the agent is asked: at one boundary soon after it came, then
 now and then. A worker that trains is put on the GPU that it was started for, or on the one with most room; one that an
 operation has moved is where that left it, also for a daemon that was started since. Nothing is asked of a worker that
@@ -15,6 +17,7 @@ from typing import Protocol
 import anyio
 
 from hegmd.errors import HegmError
+from hegmd.places import CPU
 from hegmd.rooms import Rooms
 from hegmd.workers import BACK, CAME, ENDED, Worker, Workers
 
@@ -45,6 +48,7 @@ class Attendance:
         last_place: Callable[[int, int], Placed | None],
         out_bytes: Callable[[], Mapping[int, int]],
         changed: Callable[[], object],
+        supervised: Callable[[Worker], object] = lambda _worker: None,
     ) -> None:
         self._workers = workers
         self._rooms = rooms
@@ -52,6 +56,7 @@ class Attendance:
         self._last_place = last_place
         self._out_bytes = out_bytes
         self._changed = changed
+        self._supervised = supervised
         self._due: dict[int, float] = {}
         self._news = anyio.Event()
 
@@ -61,7 +66,7 @@ class Attendance:
         if news == CAME and self._rooms.simulated:  # of others the driver says where they are, however they came there
             place = self._last_place(*who)
             if place is not None:
-                worker.gpu = place.at
+                worker.gpu = None if place.at == CPU else place.at
         if news in (CAME, BACK):
             self._due[worker.pid] = 0.0
             self._news.set()
@@ -70,19 +75,27 @@ class Attendance:
         self._changed()
 
     def held_bytes(self) -> Mapping[int, int]:
-        """For each worker that trains, the bytes that are held for it outside of its process; by pid."""
-        training = {worker.pid: 0 for worker in self._workers if worker.gpu is not None}
-        return {**training, **self._out_bytes()}
+        """For each worker that trains, the bytes that are held for it outside of its process; by pid.
+
+        One on the CPU is among them if it can be started again on a GPU.
+        """
+        training = [worker for worker in self._workers if worker.gpu is not None or self._may_leave_cpu(worker)]
+        return {**{worker.pid: 0 for worker in training}, **self._out_bytes()}
+
+    def _may_leave_cpu(self, worker: Worker) -> bool:
+        return worker.on_cpu and bool(self._supervised(worker))
+
+    def _is_asked(self, worker: Worker) -> bool:
+        """Of real GPUs the driver says who is on them; who trains on none is told from being started by itself."""
+        return worker.connected and (self._rooms.simulated or (not worker.boundary and bool(self._supervised(worker))))
 
     async def run(self) -> None:
         """Ask them how much they hold, until cancelled."""
-        if not self._rooms.simulated:
-            return
         async with anyio.create_task_group() as tasks:
             while True:
                 now = anyio.current_time()
                 for worker in self._workers:
-                    if worker.connected and self._due.get(worker.pid, now) <= now:
+                    if self._is_asked(worker) and self._due.get(worker.pid, now) <= now:
                         self._due[worker.pid] = now + CALM_S
                         tasks.start_soon(self.count, worker)
                 known = {worker.pid for worker in self._workers}
@@ -111,7 +124,7 @@ class Attendance:
             self._place(worker)
 
     def _place(self, worker: Worker) -> None:
-        if worker.gpu is None:
+        if worker.gpu is None and worker.about.gpu != CPU:
             worker.gpu = self._rooms.place(worker.about.gpu)
         if worker.gpu is not None:
             self._rooms.hold_what_fits((worker.pid, worker.identity.start_ticks), worker.gpu, worker.size_bytes or 0)

@@ -76,7 +76,7 @@ class Lookout:
             await self._weigh(pids)
         node = await self._inventory.settled()
         running, pool = self._running(), self._pool()  # before anything is waited for: of the same moment
-        candidates = await _seen_from_outside(tuple(self._candidates(node)), node)
+        candidates = await _seen_from_outside(_without_idle(tuple(self._candidates(node))), node)
         return Snapshot(
             gpus=tuple(_room(gpu, node.gpus) for gpu in node.gpus),
             candidates=candidates,
@@ -139,6 +139,7 @@ class Lookout:
                 name=process.name,
                 job=None if worker is None else _run(worker),
                 gpus=tuple(use.gpu for use in process.gpus),
+                on_cpu=worker is not None and worker.on_cpu,
                 kinds=tuple(use.kind for use in process.gpus),
                 vram_bytes=_sum([use.vram_bytes for use in process.gpus]),
                 shares_bytes={use.gpu: use.vram_bytes for use in process.gpus if use.vram_bytes is not None},
@@ -164,6 +165,12 @@ class Lookout:
             rank = worker.about.rank
             if worker.connected and rank is not None and (_job(worker), rank) not in present:
                 yield worker
+
+
+def _without_idle(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """The same, but for what runs on the CPU beside others of its job that are on a GPU: it moves with nobody."""
+    on_gpus = {(candidate.uid, candidate.job) for candidate in candidates if candidate.gpus}
+    return tuple([one for one in candidates if one.gpus or not one.on_cpu or (one.uid, one.job) not in on_gpus])
 
 
 def _run(worker: Worker) -> str | None:

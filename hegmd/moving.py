@@ -124,6 +124,7 @@ class Moving:
             last_place=self.runner.last_place,
             out_bytes=self.runner.held_bytes,
             changed=inventory.expire,
+            supervised=lambda worker: self.supervisors.find(worker.identity.uid, worker.about.run),
         )
         self._by_driver = None if simulated else self._driver_strays()
         self._standing = StandingStrays(workers, self._is_in_hand, by_driver=self._by_driver)

@@ -1,5 +1,8 @@
 """Where a process is: on one GPU, or on several, which are named in the order of its devices, as in `gpu2,gpu3`.
 
+Or on none at all, by its own choice: one that trains on the CPU is at a place as well, which has no GPU and no room
+that is to be held, and which a process only comes to, and leaves, by being started anew.
+
 Owns how such a place is written, and what is the same for one GPU and for several. Most of what moves knows of places
 alone: they are where a worker is, where it is to be, and what room is held on. Pure.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+CPU = "cpu"
 _BETWEEN = ","
 
 
@@ -17,8 +21,8 @@ def place_of(gpus: Iterable[str]) -> str:
 
 
 def gpus_of(place: str | None) -> tuple[str, ...]:
-    """The GPUs of a place, in the order of the process's devices; none for None."""
-    return () if place is None else tuple(place.split(_BETWEEN))
+    """The GPUs of a place, in the order of the process's devices; none for None and for the CPU."""
+    return () if place is None or place == CPU else tuple(place.split(_BETWEEN))
 
 
 def is_several(place: str | None) -> bool:

@@ -63,13 +63,14 @@ class Ground:
 class Candidate:
     """The part of a process that decides: its owner (None if the process cannot be seen), its agent, its GPUs.
 
-    `uses` are pairs of a GPU's id and the kind of use: compute, graphics or mps.
+    `uses` are pairs of a GPU's id and the kind of use: compute, graphics or mps. `on_cpu` it trains without any.
     """
 
     visible: bool
     uid: int | None
     agent: str | None
     uses: tuple[tuple[str, str], ...]
+    on_cpu: bool = False
 
 
 def ground_of(gpus: Sequence[Gpu], means: NodeMeans) -> Ground:
@@ -91,6 +92,9 @@ def ground_of(gpus: Sequence[Gpu], means: NodeMeans) -> Ground:
 
 def ways_of(candidate: Candidate, ground: Ground) -> tuple[Way, ...]:
     """The four ways in the order in which one would want them."""
+    if not candidate.uses and candidate.on_cpu:
+        closed = [Way(way=way, possible=False, reason=_ON_CPU) for way in ("agent", "driver", "criu")]
+        return (*closed, _restart_way(candidate))
     if not candidate.uses:
         return tuple(Way(way=way, possible=False, reason=_ON_NO_GPU) for way in ("agent", "driver", "criu", "restart"))
     by_id = {gpu.id: gpu for gpu in ground.gpus}
@@ -103,6 +107,7 @@ def ways_of(candidate: Candidate, ground: Ground) -> tuple[Way, ...]:
     )
 
 
+_ON_CPU = "it trains on the CPU, and has nothing on a GPU"
 _ON_NO_GPU = "it is on no GPU now; a suspended job goes on with `hegmctl resume`"
 
 

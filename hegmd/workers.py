@@ -36,6 +36,7 @@ from hegmd.agent_orders import (
 from hegmd.errors import DENIED, TIMEOUT, Bug, HegmError, Refused
 from hegmd.log import fields
 from hegmd.news import News
+from hegmd.places import CPU
 from hegmd.protocol.messages import AgentAttend, AgentReport, CudaFacts, LeftAlone, Order
 from hegmd.protocol.snapshots import AgentInfo
 
@@ -99,6 +100,11 @@ class Worker:
     def connected(self) -> bool:
         """Whether its agent can be given orders now."""
         return self._link is not None and not self.ended
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it trains without a GPU: it has passed boundaries, and was started so or holds nothing on one."""
+        return self.gpu is None and self.boundary > 0 and (self.about.gpu == CPU or self.size_bytes == 0)
 
     @property
     def busy(self) -> bool:
@@ -204,6 +210,7 @@ class Worker:
             parked=self.parked,
             held_bytes=self.held_bytes,
             image_missed=self.image_missed,
+            on_cpu=self.on_cpu,
         )
 
     # -- for Workers ---------------------------------------------------------------------------------------------------

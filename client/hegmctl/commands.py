@@ -360,8 +360,9 @@ def complete(session: Session) -> int:
 
     try:
         with session.connect(COMPLETION_TIMEOUT_S) as connection:
-            if session.arguments.required("WHAT") == "gpus":
-                write_lines([gpu.id for gpu in connection.gpus().gpus])
+            what = session.arguments.required("WHAT")
+            if what in ("gpus", "places"):
+                write_lines([*[gpu.id for gpu in connection.gpus().gpus], *(["cpu"] if what == "places" else [])])
             else:
                 write_lines([str(process.pid) for process in connection.processes().processes])
     except HegmError:

@@ -217,7 +217,9 @@ def _command(process: GpuProcess) -> str:
 
 
 def _on_gpus(process: GpuProcess) -> str:
-    """The GPUs' ids, runs of numbers drawn together: `gpu0-3,5`."""
+    """The GPUs' ids, runs of numbers drawn together: `gpu0-3,5`; `cpu` for one that trains on none."""
+    if not process.gpus and process.agent is not None and process.agent.on_cpu:
+        return "cpu"
     names = list(dict.fromkeys(use.gpu for use in process.gpus))
     numbers = sorted(int(name[3:]) for name in names if name.startswith("gpu") and name[3:].isdigit())
     if len(numbers) != len(names) or not numbers:

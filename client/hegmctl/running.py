@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hegmctl.arguments import Arguments
     from hegmctl.session import Session
 
+# On a simulated node, what is started so is on none of its GPUs.
+CPU = "cpu"
 DAEMON_UP_WITHIN_S = 20.0
 _LOOK_AGAIN_S = 0.02
 _LOG_TAIL_BYTES = 2000
@@ -150,7 +152,7 @@ def _look_at_daemon(session: Session, socket: str | None = None) -> None:
     """See that a daemon serves us and has the GPU that was asked for. Raises HegmError."""
     gpu = session.arguments.text("gpu")
     with session.connect(socket=socket) as connection:
-        if gpu is None:
+        if gpu in (None, CPU):
             return
         names = [known.id for known in connection.gpus().gpus]
         if gpu not in names:

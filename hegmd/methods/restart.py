@@ -1,9 +1,10 @@
 """The method of a restart: the process leaves by ending, and its supervisor starts another that goes on from its state.
 
-Nothing of the process itself moves, so it works between GPUs of any vendor and chip. What has to be right is that there
-is one process at a time and no more: with the memory the supervisor is handed a descriptor with a lock on it (`flock`),
-which the new process inherits and so holds for as long as it lives, whoever else ends. Whoever finds it locked starts
-nobody. The lock is on a file of its own: the memory is not to stay for as long as the job.
+Nothing of the process itself moves, so it works between GPUs of any vendor and chip, and from and to the CPU. What has
+to be right is that there is one process at a time and no more: with the memory the supervisor is handed a descriptor
+with a lock on it (`flock`), which the new process inherits and so holds for as long as it lives, whoever else ends.
+Whoever finds it locked starts nobody. The lock is on a file of its own: the memory is not to stay for as long as the
+job.
 
 The room for a process is held by the method of the GPUs that hegmd knows to hold room on, and let go of just before the
 new process is started, which takes it by itself. A restart that finds none has lost nothing: the state is in the pool.
@@ -23,6 +24,7 @@ import anyio
 from hegmd.errors import TIMEOUT, HegmError, Refused
 from hegmd.methods.base import Left, Method, Reborn, Standing, Subject
 from hegmd.methods.pooled import key_of
+from hegmd.places import CPU
 from hegmd.pool import Pool
 from hegmd.protocol.snapshots import Gpu
 from hegmd.supervisors import Supervisor, Supervisors
@@ -36,6 +38,8 @@ _LOOK_AGAIN_S = 0.25
 # What decides on which GPUs a process is, for each vendor; those of the others are taken away.
 _VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES", "simulated": "HEGM_GPU"}
 _OTHERS = ("ROCR_VISIBLE_DEVICES", *_VISIBLE.values())
+# With these a process finds no GPU, and a simulated node puts it on none. HIP takes an empty list for no list at all.
+_NOWHERE = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1", "HEGM_GPU": CPU}
 # Whose GPUs room can be held on.
 _HELD = frozenset(("nvidia", "simulated"))
 
@@ -66,12 +70,15 @@ class RestartMethod:
     # -- room ----------------------------------------------------------------------------------------------------------
 
     async def hold_room(self, subject: Subject, gpu: str, size_bytes: int) -> None:
-        if self._gpu(gpu).vendor in _HELD:
+        if self._has_room_held(gpu):
             await self._by.hold_room(subject, gpu, size_bytes)
 
     async def give_room(self, subject: Subject, gpu: str) -> None:
-        if self._gpu(gpu).vendor in _HELD:
+        if self._has_room_held(gpu):
             await self._by.give_room(subject, gpu)
+
+    def _has_room_held(self, place: str) -> bool:
+        return place != CPU and self._gpu(place).vendor in _HELD
 
     def rooms(self, subject: Subject) -> Mapping[str, int]:
         return self._by.rooms(subject)
@@ -147,7 +154,9 @@ class RestartMethod:
             os.close(claim)
 
     def _surroundings(self, gpu: str) -> dict[str, str]:
-        """By which variables a process finds itself on that GPU."""
+        """By which variables a process finds itself on that GPU, or on none."""
+        if gpu == CPU:
+            return dict(_NOWHERE)
         known = self._gpu(gpu)
         return {_VISIBLE[known.vendor]: gpu if known.vendor == "simulated" else known.uuid}
 
@@ -156,9 +165,10 @@ class RestartMethod:
         for worker in self._workers:
             about = worker.about
             if worker.connected and about.restarted == subject.operation and worker.identity.uid == subject.uid:
-                worker.gpu = worker.gpu or about.gpu or gpu
+                place = worker.gpu or about.gpu or gpu
+                worker.gpu = None if place == CPU else place
                 ticks = worker.identity.start_ticks
-                new = replace(subject, pid=worker.pid, start_ticks=ticks, gpu=worker.gpu, agent=worker)
+                new = replace(subject, pid=worker.pid, start_ticks=ticks, gpu=place, agent=worker)
                 self._by.note_size(new, worker.size_bytes or subject.size_bytes)
                 return Reborn(
                     gpu=gpu if about.gpu is None else about.gpu,

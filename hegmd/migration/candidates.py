@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, RESTART, Limits, Operation, Respawn, Worker
-from hegmd.places import gpus_of
+from hegmd.places import CPU, gpus_of
 from hegmd.protocol.messages import CudaFacts, LeftAlone
 from hegmd.protocol.operations import PlannedProcess
 from hegmd.protocol.record import Record, field
@@ -74,6 +74,7 @@ class Candidate(Record):
         "the `hegmctl run` that it belongs to: one id for each run, whatever it is called", default=None
     )
     gpus: tuple[str, ...] = field("the GPUs that it is on; empty for a rank that is on none yet")
+    on_cpu: bool = field("whether it trains without a GPU, as far as it says", default=False)
     kinds: tuple[str, ...] = field("how it uses each of them: compute, graphics or mps", default=())
     vram_bytes: int | None = field("what it holds on them by the driver's word; nil if that is not known", default=None)
     shares_bytes: Mapping[str, int] = field("what of that it holds on each, by GPU, as far as it is known", default={})
@@ -137,7 +138,7 @@ class Request(Record):
     kind: str = field("migrate, suspend, resume, checkpoint or quiesce")
     pids: tuple[int, ...] = field("the processes; the others of their jobs come along")
     to: str | None = field(
-        "the GPU for all of them, or the GPUs of one on several; for resume nil is where they were", default=None
+        "the GPU for all of them, the GPUs of one on several, or cpu; for resume nil is where they were", default=None
     )
     placement: Mapping[str, str] = field("the same for single ones, by pid; before `to`", default={})
     carrier: str | None = field("peer, host, worker or driver, where it is not to be chosen", default=None)
@@ -206,7 +207,7 @@ def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, s
         method=planned.method,
         carrier=planned.carrier if planned.carrier != "none" else "worker" if candidate.agent else "driver",
         rank=candidate.agent.rank if candidate.agent else None,
-        chip=chips.get(gpus_of(gpu)[0]) if gpu else None,
+        chip=chips.get(next(iter(gpus_of(gpu)), "")),
         was_on=gpu,
         origin=gpu,
         goal=planned.to,
@@ -217,7 +218,7 @@ def _worker(planned: PlannedProcess, candidate: Candidate, chips: Mapping[str, s
         shares_bytes=planned.shares_bytes,
         storage_shares_bytes=planned.storage_shares_bytes,
         overlap_bytes=planned.overlap_bytes,
-        rooms={gpu: planned.room_bytes} if gpu else {},
+        rooms={gpu: planned.room_bytes} if gpu and gpu != CPU else {},
         run=candidate.job if planned.method == RESTART else None,
         leaves=planned.method == RESTART,
     )

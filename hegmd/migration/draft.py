@@ -10,7 +10,7 @@ from hegmd.migration.candidates import Candidate, GpuRoom, Request, Snapshot
 from hegmd.migration.carriage import Choice
 from hegmd.migration.forecast import rooms_of
 from hegmd.migration.operation import RESTART
-from hegmd.places import added
+from hegmd.places import CPU, added
 from hegmd.protocol.operations import PlannedProcess, Reason
 
 
@@ -50,7 +50,7 @@ def room_needed(draft: Draft, held: Mapping[int, int]) -> dict[str, int]:
     """What those that move will take on each GPU, beyond what is held for them by pid."""
     needed: dict[str, int] = {}
     for worker in draft.moving:
-        if worker.to is not None and worker.to != worker.gpu:
+        if worker.to is not None and worker.to not in (CPU, worker.gpu):
             own_bytes = draft.choices.get(worker.pid, Choice("")).target_bytes
             more_bytes = worker.room_bytes + own_bytes - held.get(worker.pid, 0)
             places = dict.fromkeys(draft.anywhere.get(worker.pid, (worker.to,)), more_bytes)

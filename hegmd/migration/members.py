@@ -79,7 +79,8 @@ def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
             message = f"operation {op.id} ({op.kind}, {op.phase}) has started {who}, and waits for its next boundary"
             draft.against(BUSY, message, f"see: hegmctl op {op.id}", pid=candidate.pid)
             return False
-    if candidate.agent is not None and candidate.agent.rank is not None and not candidate.gpus:
+    on_cpu = candidate.on_cpu and not candidate.gpus
+    if candidate.agent is not None and candidate.agent.rank is not None and not candidate.gpus and not on_cpu:
         # It is among the candidates for its job's sake: the others must not leave without it.
         hint = "its ranks move together: ask again when all of them train"
         message = f"rank {candidate.agent.rank} ({who}) has not said yet what it holds"
@@ -92,7 +93,11 @@ def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
     elif candidate.agent.size_bytes is None:
         hint = "it has not trained yet, or its agent is just connecting; ask again in a moment"
         draft.against(REFUSED, f"the agent of {who} has not said yet what it holds", hint, pid=candidate.pid)
-    if not candidate.gpus and candidate.agent is not None and candidate.agent.size_bytes == 0:
+    if on_cpu:
+        if draft.request.via != RESTART:
+            hint = "only what is on a GPU can be taken off it; see hegmctl ps"
+            draft.against(REFUSED, f"{who} trains on the CPU, and has nothing on a GPU", hint, pid=candidate.pid)
+    elif not candidate.gpus and candidate.agent is not None and candidate.agent.size_bytes == 0:
         hint = "a job can be moved once it has storages of PyTorch; hegmctl ps shows who is on the GPUs"
         draft.against(REFUSED, f"{who} holds nothing that could be moved", hint, pid=candidate.pid)
     elif not candidate.gpus:

@@ -130,15 +130,15 @@ def _place(draft: Draft, candidate: Candidate) -> None:
         hint = f"start it with hegmctl run; as it is it can be moved or suspended: hegmctl suspend {candidate.pid}"
         draft.against(REFUSED, f"process {candidate.pid} has no agent, which an image needs", hint, pid=candidate.pid)
         return
+    if request.via == RESTART:
+        restarting.place(draft, candidate)
+        return
     own = targets.judge_source(draft, candidate.pid, source)
     to = None
     if own and request.kind not in (SUSPEND, CHECKPOINT):
         asked = request.placement.get(str(candidate.pid), request.to or source)
         to = targets.destination(draft, candidate.pid, source, asked)
         if to is None:
-            return
-        if request.via == RESTART:
-            restarting.place(draft, candidate, to)
             return
         targets.judge_place(draft, to, source, own[0].vendor, own[0].chip)
     if not own:
@@ -247,7 +247,7 @@ def _place_suspended(draft: Draft, worker: Worker, candidate: Candidate | None) 
     to = _place_resumed(draft, worker)
     if to is None:
         return
-    target = draft.gpu(gpus_of(to)[0])
+    target = draft.gpu(next(iter(gpus_of(to)), None))
     targets.judge_place(
         draft, to, None, target.vendor if target else SIMULATED, None if worker.restarts else worker.chip
     )
@@ -283,7 +283,7 @@ def _place_resumed(draft: Draft, worker: Worker) -> str | None:
     elif worker.at is not None and worker.method == DRIVER and not worker.parked and not worker.out:
         to = worker.at  # it was never off
     elif asked is not None:
-        return targets.destination(draft, worker.pid, worker.left or worker.was_on, asked)
+        return targets.destination(draft, worker.pid, worker.left or worker.was_on, asked, anew=worker.restarts)
     else:
         to = worker.keeps or worker.was_on
     if to is None:

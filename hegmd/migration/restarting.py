@@ -1,8 +1,9 @@
 """What a restart takes of a process, what stands against one, and what it does not keep. Pure.
 
-A restart is the way where nothing of the process can go: to a GPU of another vendor or chip, with another environment
-or Python. Its agent says what the state comes to and what would not be found again; who would start it again is its
-supervisor. What of the script's own variables begins anew is said before by name, where the agent can tell.
+A restart is the way where nothing of the process can go: to a GPU of another vendor or chip, from the CPU to a GPU or
+back, with another environment or Python. Its agent says what the state comes to and what would not be found again; who
+would start it again is its supervisor. What of the script's own variables begins anew is said before by name, where the
+agent can tell.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections.abc import Iterator, Sequence
 
 from hegmd.errors import REFUSED
 from hegmd.migration import targets
-from hegmd.migration.candidates import Candidate, Request
+from hegmd.migration.candidates import AgentSurvey, Candidate, Request
 from hegmd.migration.carriage import Choice
 from hegmd.migration.draft import Draft
-from hegmd.migration.operation import BY_STATE, RESTART
-from hegmd.migration.wording import listed, named
-from hegmd.places import gpus_of
+from hegmd.migration.operation import BY_STATE, RESTART, SIMULATED
+from hegmd.migration.wording import gigabytes, listed, named
+from hegmd.pieces import NEXT_TO_NOTHING_BYTES, whole_size
+from hegmd.places import CPU, gpus_of, place_of
 from hegmd.protocol.operations import PlannedProcess, Reason
 
 STEPS = (
@@ -28,13 +30,21 @@ START_S = 8.0
 _SUPERVISED = "start the job with: hegmctl run --allow-restart -- COMMAND"
 
 
-def place(draft: Draft, candidate: Candidate, to: str) -> None:
-    """Enter the process into the draft, or all that stands against its restart on that GPU."""
+def place(draft: Draft, candidate: Candidate) -> None:
+    """Enter the process into the draft, or all that stands against its restart where it was asked to be."""
     pid, agent, request = candidate.pid, candidate.agent, draft.request
     before = len(draft.reasons)
+    source = place_of(candidate.gpus) or CPU
+    if source != CPU and not targets.judge_source(draft, pid, source):
+        return
+    asked = request.placement.get(str(pid), request.to or source)
+    to = targets.destination(draft, pid, source, asked, anew=True)
+    if to is None:
+        return
     target = draft.gpu(to)
-    targets.judge_target(draft, to, "" if target is None else target.vendor, None, stays=to in candidate.gpus)
-    if len(gpus_of(to)) != 1 or len(candidate.gpus) > 1:
+    if to != CPU:
+        targets.judge_target(draft, to, "" if target is None else target.vendor, None, stays=to in candidate.gpus)
+    if len(gpus_of(to)) > 1 or len(candidate.gpus) > 1:
         message = f"process {pid} is on {listed(candidate.gpus)}, and is to be on {to}"
         draft.against(REFUSED, message, "a restart is of a process on one GPU, to one GPU", pid=pid)
     if agent is None:
@@ -57,29 +67,55 @@ def place(draft: Draft, candidate: Candidate, to: str) -> None:
     if request.respawn.python is not None and not candidate.python:
         hint = "leave --python out, or start the job with: hegmctl run --allow-restart -- PYTHON SCRIPT"
         draft.against(REFUSED, f"the command of process {pid} does not begin with a Python", hint, pid=pid)
+    if to == CPU and source != CPU and agent.state_bytes is not None:
+        _judge_memory(draft, pid, agent.state_bytes)
     if len(draft.reasons) == before:
-        _enter(draft, candidate, to, agent.state_bytes or 0)
+        _enter(draft, candidate, source, to, agent)
 
 
-def _enter(draft: Draft, candidate: Candidate, to: str, state_bytes: int) -> None:
+def _judge_memory(draft: Draft, pid: int, state_bytes: int) -> None:
+    """The memory of the node has to take what the GPU's had: in the pool, and once more in whoever goes on."""
+    available_bytes, needed_bytes = draft.snapshot.available_bytes, whole_size(state_bytes) + state_bytes
+    if available_bytes is not None and available_bytes < needed_bytes:
+        message = f"the node has {gigabytes(available_bytes)} of memory, and {gigabytes(needed_bytes)} are needed"
+        hint = "its state is in the pool, and once more in the process that goes on; end something first"
+        draft.against(REFUSED, f"{message} for process {pid} to go on on the CPU", hint, pid=pid)
+
+
+def _enter(draft: Draft, candidate: Candidate, source: str, to: str, agent: AgentSurvey) -> None:
+    state_bytes = agent.state_bytes or 0
+    on_gpu_bytes = (candidate.vram_bytes or 0) if candidate.gpus else _expected_bytes(draft, agent, to)
     draft.choices[candidate.pid] = Choice(BY_STATE, pool_bytes=state_bytes)
     draft.workers.append(
         PlannedProcess(
             pid=candidate.pid,
             name=named(candidate),
-            gpu=candidate.gpus[0],
+            gpu=source,
             to=to,
             size_bytes=state_bytes,
             carrier=BY_STATE,
             method=RESTART,
-            rest_bytes=max(0, (candidate.vram_bytes or 0) - state_bytes),
+            rest_bytes=max(0, on_gpu_bytes - state_bytes),
         )
     )
+
+
+def _expected_bytes(draft: Draft, agent: AgentSurvey, to: str) -> int:
+    """What one that was on no GPU takes on one at least: its state, and what a driver and its libraries have there."""
+    target = draft.gpu(to)
+    if target is None or target.vendor == SIMULATED:
+        return agent.size_bytes or 0
+    return (agent.state_bytes or 0) + NEXT_TO_NOTHING_BYTES
 
 
 def not_kept(members: Sequence[Candidate], request: Request) -> Iterator[str]:
     """What to know before saying yes."""
     for candidate in members:
+        if not candidate.gpus and request.to not in (None, CPU):
+            yield (
+                f"what process {candidate.pid} takes on {request.to} is not known before it is there: room is held for "
+                "its state and the driver's own, and not for what its batches need"
+            )
         yield (
             f"process {candidate.pid} ends, and another goes on in its place; files that it writes are opened again as "
             "its script opens them"

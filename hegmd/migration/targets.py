@@ -13,18 +13,26 @@ from hegmd.migration.draft import Draft
 from hegmd.migration.members import NVIDIA
 from hegmd.migration.operation import Worker
 from hegmd.migration.wording import listed
-from hegmd.places import gpus_of, is_several, place_of
+from hegmd.places import CPU, gpus_of, is_several, place_of
 
 _TO = "="
 
 
-def destination(draft: Draft, pid: int, source: str | None, asked: str) -> str | None:
-    """The place that was asked for by those words; None, with the reason in the draft, if they name none."""
+def destination(draft: Draft, pid: int, source: str | None, asked: str, *, anew: bool = False) -> str | None:
+    """The place that was asked for by those words; None, with the reason in the draft, if they name none.
+
+    `anew` it is for a process that is yet to be started.
+    """
     here = gpus_of(source)
+    if asked == CPU:
+        if not anew:
+            hint = f"have it started again without a GPU: hegmctl migrate {pid} --via restart --to {CPU}"
+            draft.against(REFUSED, f"process {pid} cannot go on on the CPU as it is", hint, pid=pid)
+        return CPU if anew else None
     if _TO in asked:
         return _exchanged(draft, pid, here, asked)
     there = gpus_of(asked)
-    if len(there) != max(1, len(here)):
+    if len(there) != max(1, len(here)) and not (anew and len(there) == 1):
         _against_count(draft, pid, here, there)
         return None
     return _of_its_own(draft, pid, there)
@@ -58,7 +66,7 @@ def _of_its_own(draft: Draft, pid: int, there: tuple[str, ...]) -> str | None:
 
 def _against_count(draft: Draft, pid: int, here: tuple[str, ...], there: tuple[str, ...]) -> None:
     if len(here) < 2:
-        message = f"process {pid} is on one GPU, and {len(there)} were named"
+        message = f"process {pid} is on {place_of(here) or 'no GPU'}, and {len(there)} GPUs were named"
         draft.against(REFUSED, message, f"name one: hegmctl migrate {pid} --to {there[0]}", pid=pid)
         return
     free = [gpu.id for gpu in draft.snapshot.gpus if gpu.id not in here]

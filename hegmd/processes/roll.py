@@ -179,6 +179,7 @@ class Roster:
             uid=facts.uid,
             agent=None if agent is None else f"{agent.name} {agent.version}".rstrip(),
             uses=tuple((use.gpu, use.kind) for use in _named_uses(uses, call.ids)),
+            on_cpu=agent is not None and agent.on_cpu,
         )
         ways = self._ways.get(candidate)
         if ways is None:

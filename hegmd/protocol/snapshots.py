@@ -117,6 +117,9 @@ class AgentInfo(Record):
         "why the last of the images that are taken of it now and then was not made; None if it was, or there are none",
         default=None,
     )
+    on_cpu: bool = field(
+        "whether it trains without a GPU, as far as it says: it can be started again on one", default=False
+    )
 
 
 class Way(Record):

@@ -14,7 +14,7 @@ import pytest
 
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import SCRIPTS, MovedJob, Script
+from tests.e2e.moved_job import SCRIPTS, SLOWLY_MS, MovedJob, Script
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
@@ -40,10 +40,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 class SupervisedJob(MovedJob):
     """The training under a supervisor, which goes no faster than it is read."""
 
-    def __init__(self, daemon: RunningDaemon, folder: Path, *options: str, resumes: str | None = None) -> None:
+    def __init__(
+        self, daemon: RunningDaemon, folder: Path, *options: str, resumes: str | None = None, gpu: str = "gpu0"
+    ) -> None:
         self.folder = folder
         again = () if resumes is None else ("--resume", resumes)
-        words = ("run", "--allow-restart", *(() if resumes else ("--gpu", "gpu0")), *again, *options)
+        words = ("run", "--allow-restart", *(() if resumes else ("--gpu", gpu)), *again, *options)
         Script.__init__(
             self, [sys.executable, "-m", "hegmctl", *words, "--", sys.executable, LEAVING], daemon.socket_path, folder
         )
@@ -57,6 +59,16 @@ class SupervisedJob(MovedJob):
     def trains(self) -> int:
         """The pid of the training once it is seen on a GPU."""
         return next(iter(self.places(1)))
+
+    def on_cpu(self) -> int:
+        """The pid of the training once it is seen to train on the CPU."""
+        with connect(str(self._daemon.socket_path)) as hegmd:
+            while True:
+                for process in hegmd.processes().processes:
+                    if process.agent is not None and process.agent.on_cpu and not process.gpus:
+                        assert [way.way for way in process.ways if way.possible] == ["restart"]
+                        return process.pid
+                self._read_on(SLOWLY_MS)
 
     def told_to_leave(self, pid: int, *words: str) -> str:
         """Ask for a restart without waiting for it; the operation's id. The start after it waits at its gate."""
@@ -108,6 +120,47 @@ def test_a_training_goes_on_elsewhere_with_another_python_and_environment(
         gpus = [(gpu, extra, prefix == str(other)) for _pid, gpu, extra, prefix in job.starts()]
         assert gpus == [("gpu0", "-", False), ("gpu1", "1", True), ("gpu0", "1", True)]
     assert not list((daemon.folder / "state").glob("restart-*.lock"))
+
+
+def test_a_training_on_the_cpu_goes_to_a_gpu_and_back(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+) -> None:
+    """It could be restarted from GPU to GPU only: on the CPU it was nowhere, and so was whoever asked for it."""
+    with SupervisedJob(daemon, tmp_path, gpu="cpu") as job:
+        first = job.on_cpu()
+        job.read_steps(5)
+        there = job.operation("migrate", str(first), "--via", "restart", "--to", "gpu0")
+        assert (there["phase"], there["processes"][0]["gpu"]) == ("done", "gpu0")
+        second = job.trains()
+        job.read_steps(4)
+        back = job.operation("migrate", str(job.process.pid), "--via", "restart", "--to", "cpu")
+        assert (back["phase"], back["processes"][0]["gpu"]) == ("done", "cpu")
+        assert job.on_cpu() not in (first, second)
+        assert _used(daemon) == {"gpu0": 0, "gpu1": 0}
+        assert job.steps() == undisturbed
+        assert [start[1] for start in job.starts()] == ["cpu", "gpu0", "cpu"]
+
+
+def test_a_start_on_a_gpu_that_fails_has_the_training_go_on_on_the_cpu(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+) -> None:
+    """There is no room to be held for it on the CPU, neither on the way back nor by a daemon that was started since."""
+    with SupervisedJob(daemon, tmp_path, gpu="cpu") as job:
+        turned = job.ended("migrate", str(job.on_cpu()), "--via", "restart", "--to", "gpu1", "--env", "BROKEN=1")
+        assert (turned["phase"], turned["processes"][0]["gpu"]) == ("undone", "cpu")
+        op_id = job.told_to_leave(job.on_cpu())
+        job.waiting()
+        daemon.stop(signal.SIGKILL)
+        daemon.start()
+        job.let_in()
+        assert _followed(job, daemon, op_id)["phase"] == "done"
+        assert job.steps() == undisturbed
+        assert [start[1] for start in job.starts()] == ["cpu", "gpu1", "gpu1", "cpu", "gpu1"]
+
+
+def _used(daemon: RunningDaemon) -> dict[str, int]:
+    with connect(str(daemon.socket_path)) as hegmd:
+        return {gpu.id: gpu.memory_used_bytes or 0 for gpu in hegmd.gpus().gpus}
 
 
 def _other_python(folder: Path) -> Path:

@@ -91,7 +91,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.units": ("hegmd.errors", "hegmd.detached", "hegmd.external"),
     "hegmd.devices": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.toml_lines"),
     "hegmd.agent_orders": GROUND,
-    "hegmd.workers": (*GROUND, "hegmd.log", "hegmd.agent_orders"),
+    "hegmd.workers": (*GROUND, "hegmd.log", "hegmd.agent_orders", "hegmd.places"),
     "hegmd.supervisors": GROUND,
     "hegmd.workloads": GROUND,
     "hegmd.ways": GROUND,
@@ -140,7 +140,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.pool_found": (*POOLED, "hegmd.pool_piece"),
     "hegmd.pool": (*POOLED, "hegmd.log", "hegmd.pool_piece", "hegmd.spilling"),
     "hegmd.rooms": (*GROUND, "hegmd.log", "hegmd.devices"),
-    "hegmd.attendance": (*GROUND, "hegmd.rooms", "hegmd.workers"),
+    "hegmd.attendance": (*GROUND, "hegmd.places", "hegmd.rooms", "hegmd.workers"),
     "hegmd.methods": (
         *(*GROUND, "hegmd.log", "hegmd.agent_orders", "hegmd.helper", "hegmd.pieces", "hegmd.places", "hegmd.pool"),
         *("hegmd.rooms", "hegmd.supervisors", "hegmd.vram", "hegmd.workers"),

@@ -32,6 +32,12 @@ def test_the_four_ways_come_in_the_order_of_preference() -> None:
     assert [way.way for way in ways_of(JOB, NODE)] == ["agent", "driver", "criu", "restart"]
 
 
+def test_a_job_on_the_cpu_can_be_started_again_on_a_gpu_and_nothing_else() -> None:
+    there = replace(WITH_AGENT, uses=(), on_cpu=True)
+    assert [found.way for found in ways_of(there, NODE) if found.possible] == ["restart"]
+    assert not any(found.possible for found in ways_of(replace(there, on_cpu=False), NODE))
+
+
 def test_a_plain_job_on_two_equal_gpus_can_go_by_driver_and_criu() -> None:
     possible = {way.way: way.possible for way in ways_of(JOB, NODE)}
     assert possible == {"agent": False, "driver": True, "criu": True, "restart": False}

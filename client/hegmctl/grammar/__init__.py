@@ -21,6 +21,7 @@ from hegmctl.grammar.words import (
     PATH,
     PID,
     PIDS,
+    PLACES,
     POSITIVE,
     SECONDS,
     SIZE,
@@ -44,6 +45,7 @@ __all__ = [
     "PATH",
     "PID",
     "PIDS",
+    "PLACES",
     "POSITIVE",
     "PROGRAM",
     "SECONDS",
@@ -92,7 +94,7 @@ _ASIDE = (
     Verb(
         "__complete",
         "what shell completions ask for: one candidate a line, and silence when there is no daemon",
-        arguments=(Argument("WHAT", choices=(GPUS, PIDS), doc="what to list"),),
+        arguments=(Argument("WHAT", choices=(GPUS, PLACES, PIDS), doc="what to list"),),
         hidden=True,
     ),
 )

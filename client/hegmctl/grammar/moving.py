@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hegmctl.grammar.shared import CARRIER, DRY_RUN, NO_WAIT, WAIT
-from hegmctl.grammar.words import FILES, GPUS, PATH, PID, PIDS, POSITIVE, SECONDS, TEXT, Argument, Option, Verb
+from hegmctl.grammar.words import FILES, GPUS, PATH, PID, PIDS, PLACES, POSITIVE, SECONDS, TEXT, Argument, Option, Verb
 
 _JOBS = Argument("PID", many=True, kind=PID, complete=PIDS, doc="the processes; the others of their jobs come along")
 
@@ -17,7 +17,7 @@ MOVING = (
         "for this user's own processes, which ends when its last job has. With --allow-restart it stays as the "
         "command's parent: signals and exit status are passed on, and killed, it leaves the command running.",
         options=(
-            Option("--gpu", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to be on, on a simulated node"),
+            Option("--gpu", kind=TEXT, metavar="GPU", complete=PLACES, doc="the GPU to be on, where simulated; or cpu"),
             Option(
                 "--name", kind=TEXT, metavar="NAME", doc="what to call the job; two runs of one name are still two jobs"
             ),
@@ -65,7 +65,7 @@ MOVING = (
         "Of a process on several GPUs, --to names one for each, as `hegmctl ps` has them, or which takes whose place.",
         options=(
             Option(
-                "--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go to; GPU,GPU or OLD=NEW for several"
+                "--to", kind=TEXT, metavar="GPU", complete=PLACES, doc="the GPU to go to, or cpu; GPU,GPU or OLD=NEW"
             ),
             Option(
                 "--via",
@@ -95,6 +95,7 @@ MOVING = (
                 "hegmctl migrate 4711 --via restart --to gpu1 --python /opt/rocm/bin/python3",
                 "to another vendor, with a Python that can use it",
             ),
+            ("hegmctl migrate 4711 --via restart --to cpu", "off the GPUs, training on; --to gpu0 brings it back"),
         ),
     ),
     Verb(
@@ -169,7 +170,7 @@ MOVING = (
         "let a suspended job go on, or one that only stands",
         "Done means that its next batch was seen. If its bytes are not back after --timeout, it is suspended again.",
         options=(
-            Option("--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go on at; else where it was"),
+            Option("--to", kind=TEXT, metavar="GPU", complete=PLACES, doc="the GPU to go on at; else where it was"),
             DRY_RUN,
             WAIT,
             NO_WAIT,

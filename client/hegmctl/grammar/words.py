@@ -12,9 +12,10 @@ SECONDS = "a number of seconds"
 SIZE = "a size such as 2GiB"
 PID = "a process id"
 
-# What the shell can offer for a value; `gpus`, `pids` and `event-kinds` are asked of the daemon.
+# What the shell can offer for a value; `gpus`, `places`, `pids` and `event-kinds` are asked of the daemon.
 FILES = "files"
 GPUS = "gpus"
+PLACES = "places"
 PIDS = "pids"
 COMMANDS = "commands"
 

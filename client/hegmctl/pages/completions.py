@@ -17,6 +17,7 @@ from hegmctl.grammar import (
     GPUS,
     GROUPS,
     PIDS,
+    PLACES,
     PROGRAM,
     VERBS,
     Argument,
@@ -24,6 +25,8 @@ from hegmctl.grammar import (
     Verb,
 )
 
+# What the daemon is asked for.
+ASKED = (GPUS, PLACES, PIDS)
 _HEAD = "Completion of hegmctl for {of}, made from its grammar by `python3 -m hegmctl.pages completions`."
 
 
@@ -66,7 +69,7 @@ _hegmctl_candidates() {{  # KIND CURRENT: what can stand here
     if [[ -n $hegm_socket ]]; then socket=(--socket "$hegm_socket"); fi
     case $1 in
         {files}) compopt -o filenames 2>/dev/null; mapfile -t COMPREPLY < <(compgen -f -- "$2") ;;
-        {gpus}|{pids})
+        {asked})
             local known
             known=$("${{COMP_WORDS[0]}}" "${{socket[@]}}" __complete "$1" 2>/dev/null)
             mapfile -t COMPREPLY < <(compgen -W "$known" -- "$2") ;;
@@ -138,8 +141,7 @@ def bash() -> str:
     return _BASH.format(
         head=_HEAD.format(of="bash"),
         files=FILES,
-        gpus=GPUS,
-        pids=PIDS,
+        asked="|".join(ASKED),
         valued=" | ".join(valued),
         verbs="\n".join(verbs),
         values="\n".join(values),
@@ -169,7 +171,7 @@ def _bash_words(pattern: str, first: str, options: tuple[Option, ...], arguments
 
 def _bash_argument(argument: Argument) -> str:
     fixed = list(_first_words()) if argument.complete == COMMANDS else list(argument.choices)
-    if argument.complete in (GPUS, PIDS):
+    if argument.complete in ASKED:
         more = f'; COMPREPLY+=($(compgen -W "{" ".join(fixed)}" -- "$current"))' if fixed else ""
         return f'_hegmctl_candidates {argument.complete} "$current"{more}'
     return f"""_hegmctl_candidates '{" ".join(fixed)}' "$current\""""
@@ -275,7 +277,7 @@ def _zsh_option(option: Option) -> list[str]:
 def _zsh_action(complete: str, of: Option | Argument) -> str:
     if complete == FILES:
         return "_files"
-    if complete in (GPUS, PIDS):
+    if complete in ASKED:
         return f" _hegmctl_live {' '.join((complete, *of.choices))}"  # a blank first: called with these words alone
     words = tuple(_first_words()) if complete == COMMANDS else of.choices
     return f"({' '.join(words)})" if words else " "
@@ -345,7 +347,7 @@ def _fish_option(option: Option) -> str:
 
 def _fish_words(complete: str, of: Option | Argument) -> str:
     fixed = " ".join(_first_words() if complete == COMMANDS else of.choices)
-    live = f"({PROGRAM} __complete {complete} 2>/dev/null)" if complete in (GPUS, PIDS) else ""
+    live = f"({PROGRAM} __complete {complete} 2>/dev/null)" if complete in ASKED else ""
     words = " ".join(part for part in (live, fixed) if part)
     return _fish_quoted(words) if words else ""
 

@@ -12,7 +12,7 @@ import os
 import sys
 
 from .. import life
-from . import contents, frameworks, generators, iterations, readiness, variables
+from . import contents, frameworks, generators, iterations, readiness, variables, whereabouts
 from .baseline import Baseline, baseline_of, refusal_of
 from .holdings import (
     GENERATOR,
@@ -217,12 +217,16 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     reasons += variables.misfits(state[variables.KEY], frames)
     if reasons:
         raise DoesNotFit(reasons)
+    told: list[str] = []
     for kind in (MODULE, OPTIMIZER, SCHEDULER, SCALER, STATEFUL, TENSOR, GENERATOR):
         for saved, found in pairs.values():
             if found.kind == kind:
-                _put(found, saved["content"])
+                told += [f"{saved['names'][0]}: {what}" for what in _put(found, saved["content"])]
     contents.make_copies()
-    _say_anew([*state[variables.KEY]["anew"], *variables.put_back(state[variables.KEY], frames)])
+    from_cpu = whereabouts.left_cpu(_tensors_in(pairs))
+    missing = variables.put_back(state[variables.KEY], frames, from_cpu=from_cpu)
+    _say_anew([*state[variables.KEY]["anew"], *missing])
+    _say_otherwise(told)
     said_by_script.put_back(state[KEY], optimizers)
     frameworks.resuming.put_back(state[frameworks.KEY])
     generators.set_shared(state["shared"])
@@ -233,6 +237,19 @@ def _say_anew(names: list[str]) -> None:
     if names:
         text = f"hegm: begins anew after the restart: {'; '.join(names)}. hegm.keep keeps such things.\n"
         os.write(2, text.encode(errors="replace"))
+
+
+def _say_otherwise(told: list[str]) -> None:
+    """What another kind of device has otherwise, on stderr."""
+    if told:
+        os.write(2, f"hegm: after the restart: {'; '.join(told)}.\n".encode(errors="replace"))
+
+
+def _tensors_in(pairs: dict[int, tuple[Any, Holding]]) -> Iterator[tuple[Any, Any]]:
+    """Of all modules each tensor that was taken, with the one here."""
+    for saved, found in pairs.values():
+        if found.kind == MODULE:
+            yield from contents.tensors_beside(found.thing, saved["content"])
 
 
 # ---- by kind --------------------------------------------------------------------------------------------------------
@@ -260,11 +277,16 @@ def _unfit(found: Holding, content: Any, references: dict[int, Any]) -> list[str
     return []
 
 
-def _put(found: Holding, content: Any) -> None:
+def _put(found: Holding, content: Any) -> list[str]:
+    """Set it; what of it is otherwise here."""
+    if found.kind == OPTIMIZER:
+        return contents.put_optimizer(found.thing, content)
+    if found.kind == GENERATOR and not generators.fits(found.thing, content):
+        return ["its numbers are those of a generator that has just been made: it was on another kind of device"]
+    if found.kind == SCALER and not content:  # of one that was not in use, as on the CPU
+        return [] if not found.thing.is_enabled() else ["it begins at its first scale: before it scaled nothing"]
     if found.kind == MODULE:
         contents.put_module(found.thing, content)
-    elif found.kind == OPTIMIZER:
-        contents.put_optimizer(found.thing, content)
     elif found.kind == GENERATOR:
         generators.set_to(found.thing, content)
     elif found.kind == TENSOR:
@@ -272,6 +294,7 @@ def _put(found: Holding, content: Any) -> None:
         contents.put_tensor(found.thing, tensor, gradient, requires=requires)
     else:
         found.thing.load_state_dict(contents.owned(content))
+    return []
 
 
 def _references(holdings: dict[int, Holding]) -> dict[int, tuple[int, str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict
 
-from . import arrays, carriage
+from . import arrays, carriage, whereabouts
 from .kinds import is_a
 
 TYPE_CHECKING = False
@@ -71,6 +71,12 @@ def put_module(module: Any, taken: Any) -> None:
     for name, inner in _with_extra(module):
         if name in taken["extra"]:
             inner.set_extra_state(owned(taken["extra"][name]))
+
+
+def tensors_beside(module: Any, taken: Any) -> Iterator[tuple[Any, Any]]:
+    """Each tensor that was taken, with the module's own."""
+    here = dict(_tensors_of(module))
+    yield from ((tensor, here[name]) for name, tensor, _requires in taken["tensors"] if name in here)
 
 
 def has_tensors(module: Any) -> bool:
@@ -150,18 +156,19 @@ def unfit_optimizer(optimizer: Any, taken: Any, references: dict[int, Any]) -> l
     return reasons
 
 
-def put_optimizer(optimizer: Any, taken: Any) -> None:
-    """Set groups and state; parameters that no module has are copied too."""
-    torch: Any = sys.modules["torch"]
+def put_optimizer(optimizer: Any, taken: Any) -> list[str]:
+    """Set groups and state; parameters that no module has are copied too. What is otherwise on another kind of device.
+
+    There the script's own choice of how steps are computed stays.
+    """
+    told: list[str] = []
     if taken["called"]:
         setattr(optimizer, _CALLED, True)
     states = iter(taken["states"])
     for group, before in zip(optimizer.param_groups, taken["groups"]):
-        for name, value in before["options"].items():
-            if isinstance(group.get(name), torch.Tensor) and is_a(value, torch.Tensor):
-                _copy(group[name], value)
-            else:
-                group[name] = owned(value)
+        kinds = [(device, parameter.device.type) for (*_, device), parameter in zip(before["params"], group["params"])]
+        moved = next((pair for pair in kinds if pair[0] != pair[1]), None)
+        told += _set_options(group, before["options"], moved)
         for parameter, (where, key, device) in zip(group["params"], before["params"]):
             if where == "own":
                 tensor, gradient, requires = taken["own"][key]
@@ -170,20 +177,34 @@ def put_optimizer(optimizer: Any, taken: Any) -> None:
             if state is None:
                 optimizer.state.pop(parameter, None)
             else:
-                optimizer.state[parameter] = _moved(state, device, parameter.device)
+                optimizer.state[parameter] = _moved(state, device, parameter.device, group)
+    return list(dict.fromkeys(told))
 
 
-def _moved(state: Any, was_on: str, device: Any) -> Any:
-    """What was beside its parameter is beside it again; counts that were on the CPU stay there."""
+def _set_options(group: dict[str, Any], options: dict[str, Any], moved: tuple[str, str] | None) -> Iterator[str]:
+    """`moved` are the kinds of devices that its parameters were on and are on, where these differ."""
+    torch: Any = sys.modules["torch"]
+    for name, value in options.items():
+        if moved is not None and name in whereabouts.IMPLEMENTATION:
+            if group.get(name) != value:
+                yield f"{name} was {value} on {moved[0]} and is {group.get(name)} on {moved[1]}"
+        elif isinstance(group.get(name), torch.Tensor) and is_a(value, torch.Tensor):
+            _copy(group[name], value)
+        else:
+            group[name] = owned(value)
+
+
+def _moved(state: Any, was_on: str, device: Any, group: dict[str, Any], name: Any = None) -> Any:
+    """What an optimizer has beside a parameter, which was on that kind of device and is on this one now."""
     torch: Any = sys.modules["torch"]
     if is_a(state, torch.Tensor):
-        return _made(state, device if arrays.was_on(state).type == was_on else "cpu")
+        return _made(state, whereabouts.device_of_state(name, arrays.was_on(state), group, was_on, device))
     if is_a(state, dict):
         if set(state) == {_COUNTER}:
             return _counter(state[_COUNTER])
-        return type(state)((key, _moved(value, was_on, device)) for key, value in state.items())
+        return type(state)((key, _moved(value, was_on, device, group, key)) for key, value in state.items())
     if is_a(state, list, tuple):
-        return type(state)(_moved(value, was_on, device) for value in state)
+        return type(state)(_moved(value, was_on, device, group) for value in state)
     return state
 
 
@@ -226,7 +247,7 @@ def loose(value: Any) -> Any:
 def owned(value: Any) -> Any:
     """The same with memory of its own: what is read from a state file lies in the file."""
     if hasattr(value, "untyped_storage"):
-        return _made(value, _device_like(arrays.was_on(value)))
+        return _made(value, whereabouts.device_like(arrays.was_on(value)))
     if hasattr(value, "tobytes") and hasattr(value, "copy"):
         return value.copy()
     if is_a(value, dict):
@@ -244,14 +265,6 @@ def _counter(counts: dict[Any, int]) -> Counter[Any]:
 
 def _like(torch: Any, tensor: Any, gradient: Any) -> Any:
     return _copy(torch.empty_like(tensor, dtype=gradient.dtype, requires_grad=False), gradient)
-
-
-def _device_like(was_on: Any) -> Any:
-    """A device of the kind that a tensor was on, where this process has one: it may be another one's number now."""
-    torch: Any = sys.modules["torch"]
-    if was_on.type == "cuda" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return "cpu"
 
 
 # ---- copies ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 # ---- those that all share -------------------------------------------------------------------------------------------
 
+#: Of GPUs that this process does not have: kept for whoever goes on from it where they are there again.
+_absent: dict[str, Any] = {}
+
 
 def read_shared(*, with_gpus: bool = True) -> dict[str, Any]:
     """The states of Python's, NumPy's and PyTorch's own generators, those of its GPUs if they are wanted, by name."""
@@ -31,11 +34,11 @@ def read_shared(*, with_gpus: bool = True) -> dict[str, Any]:
         states["torch"] = _bytes_of(torch.random.get_rng_state())
         for index in range(_number_of_gpus(torch) if with_gpus else 0):
             states[f"cuda:{index}"] = _bytes_of(torch.cuda.get_rng_state(index))
-    return states
+    return {**_absent, **states} if with_gpus else states
 
 
 def set_shared(states: Mapping[str, Any]) -> None:
-    """Set those that are in here and whose module or GPU is there; the others stay as they are."""
+    """Set those that are in here and whose module or GPU is there; of GPUs that are not, they are kept as they are."""
     random, numpy, torch = _modules()
     if random is not None and "python" in states:
         random.setstate(states["python"])
@@ -45,11 +48,16 @@ def set_shared(states: Mapping[str, Any]) -> None:
         return
     if "torch" in states:
         torch.random.set_rng_state(_tensor_of(torch, states["torch"]))
-    present = _number_of_gpus(torch)
-    for name, state in states.items():
-        kind, _, index = name.partition(":")
-        if kind == "cuda" and int(index) < present:
-            torch.cuda.set_rng_state(_tensor_of(torch, state), int(index))
+    of_gpus = {name: state for name, state in states.items() if name.startswith("cuda:")}
+    # Of one that is not in use yet PyTorch keeps it until it is.
+    present = int(torch.cuda.device_count()) if of_gpus and torch.cuda.is_available() else 0
+    for name, state in of_gpus.items():
+        index = int(name.partition(":")[2])
+        if index < present:
+            torch.cuda.set_rng_state(_tensor_of(torch, state), index)
+            _absent.pop(name, None)
+        else:
+            _absent[name] = state
 
 
 # ---- objects --------------------------------------------------------------------------------------------------------
@@ -75,6 +83,14 @@ def read(generator: Any) -> Any:
     if numpy is not None and is_a(generator, numpy.random.RandomState):
         return _plain_of_numpy(generator.get_state(legacy=False))
     return _bytes_of(generator.get_state())
+
+
+def fits(generator: Any, state: Any) -> bool:
+    """Whether the state is of such a generator: PyTorch's on a GPU is another one than that on the CPU."""
+    _random, _numpy, torch = _modules()
+    if torch is None or not is_a(generator, torch.Generator):
+        return True
+    return bool(generator.get_state().numel() == len(state))
 
 
 def set_to(generator: Any, state: Any) -> None:

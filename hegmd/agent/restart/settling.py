@@ -105,8 +105,9 @@ def _odd(array: Any) -> bool:
 class Settling:
     """Values on their way back. `missing` gathers what should have been there and is not."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, from_cpu: bool = False) -> None:
         self.missing: list[str] = []
+        self._from_cpu = from_cpu
 
     def settle(self, form: Any, here: Any, name: str, *, in_place: bool = False) -> Any:
         """The value, in the container that is here where there is one. `in_place` is for tensors."""
@@ -120,7 +121,7 @@ class Settling:
         if kind == NAMED:
             return self._named(form, here, name)
         if kind == "tensor":
-            return _tensor(form, here, in_place=in_place)
+            return _tensor(form, here, in_place=in_place, from_cpu=self._from_cpu)
         if kind == "array":
             return _array(form[1], here, in_place=in_place)
         if kind == "mapping":
@@ -181,8 +182,8 @@ class Settling:
         return kinds.get(type_name, dict)()
 
 
-def _tensor(form: Any, here: Any, *, in_place: bool) -> Any:
-    from .arrays import was_on
+def _tensor(form: Any, here: Any, *, in_place: bool, from_cpu: bool) -> Any:
+    from .whereabouts import device_beside
 
     torch: Any = sys.modules["torch"]
     _kind, saved, requires = form
@@ -191,7 +192,7 @@ def _tensor(form: Any, here: Any, *, in_place: bool) -> Any:
         with torch.no_grad():
             here.copy_(saved)
         return here
-    on = here.device if is_a(here, torch.Tensor) and here.device.type == was_on(saved).type else was_on(saved)
+    on = device_beside(saved, here, from_cpu=from_cpu)
     return saved.detach().to(on, copy=True).requires_grad_(requires)
 
 

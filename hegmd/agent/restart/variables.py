@@ -334,9 +334,9 @@ def misfits(taken: Any, frames: list[FrameType]) -> list[str]:
     return reasons
 
 
-def put_back(taken: Any, frames: list[FrameType]) -> list[str]:
+def put_back(taken: Any, frames: list[FrameType], *, from_cpu: bool = False) -> list[str]:
     """Set all of it; what was not there to be set. Called by the training thread, whose frames these are."""
-    settling = Settling()
+    settling = Settling(from_cpu=from_cpu)
     for module_name, name, form, is_stored in taken["globals"]:
         values: Any = vars(sys.modules[module_name]) if module_name in sys.modules else {}
         values[name] = settling.settle(form, values.get(name), name, in_place=not is_stored)

@@ -22,7 +22,7 @@ torch.manual_seed(3)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 loader = DataLoader(TensorDataset(torch.randn(40, 8)), batch_size=4, shuffle=True)
-for epoch in range(12):
+for epoch in range(24):
     for index, (batch,) in enumerate(loader):
         loss = model(batch).pow(2).mean()
         optimizer.zero_grad()

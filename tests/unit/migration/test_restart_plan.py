@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
-from hegmd.migration.operation import BY_STATE, MIGRATE, RESTART, Limits, Respawn
-from hegmd.migration.plan import planned
+from hegmd.migration.operation import BY_STATE, MIGRATE, RESTART, RESUME, SUSPEND, Limits, Respawn
+from hegmd.migration.plan import planned, planned_resume
+from hegmd.pieces import NEXT_TO_NOTHING_BYTES, whole_size
 from hegmd.protocol.operations import Reason
 
 GIB = 1 << 30
@@ -91,3 +92,58 @@ def test_everything_that_stands_against_it_is_said() -> None:
     assert "does not begin with a Python" in said(planned(node(python=False), other))
     large = node({"state_bytes": 2 * GIB})
     assert "of the pool are needed" in said(planned(large, via))
+
+
+def on_cpu(agent: dict[str, Any] | None = None, **candidate: Any) -> Snapshot:
+    return node({"size_bytes": 0, **(agent or {})}, **{"gpus": (), "on_cpu": True, "vram_bytes": None, **candidate})
+
+
+def test_a_job_on_the_cpu_was_nowhere_and_could_not_be_restarted_on_a_gpu() -> None:
+    plan = plan_of(planned(on_cpu(), ask("gpu3", via=RESTART)))
+    member = plan.workers[0]
+    assert (member.gpu, member.to, member.method) == ("cpu", "gpu3", RESTART)
+    assert plan.room_needed_bytes == {"gpu3": 4096 + NEXT_TO_NOTHING_BYTES}
+    assert "is not known before it is there" in plan.hazards[0]
+    simulated = plan_of(planned(on_cpu({"size_bytes": 9000}), ask("gpu1", via=RESTART)))
+    assert simulated.room_needed_bytes == {"gpu1": 9000}
+    op = plan.operation("1", on_cpu().candidates, {}, limits=Limits(), utc=0.0)
+    assert (op.workers[0].at, op.workers[0].was_on, op.workers[0].rooms) == ("cpu", "cpu", {})
+
+
+def test_a_job_on_the_cpu_is_no_job_for_anything_but_a_restart_and_is_told_of_that() -> None:
+    refused = said(planned(on_cpu(), ask("gpu1")))
+    assert "process 7 trains on the CPU" in refused
+    assert "hegmctl migrate 7 --via restart --to GPU --dry-run" in refused
+    assert plan_of(planned(on_cpu(), ask("gpu1", allow_restart=True))).workers[0].method == RESTART
+    assert "trains on the CPU" in said(planned(on_cpu(), Request(kind=SUSPEND, pids=(7,))))
+
+
+def test_nobody_goes_to_the_cpu_but_by_a_restart_and_no_room_is_needed_there() -> None:
+    assert "--via restart --to cpu" in said(planned(node(), ask("cpu")))
+    plan = plan_of(planned(node(), ask("cpu", via=RESTART)))
+    assert (plan.workers[0].gpu, plan.workers[0].to, plan.room_needed_bytes) == ("gpu0", "cpu", {})
+    again = plan_of(planned(on_cpu(), ask(None, via=RESTART)))
+    assert (again.workers[0].gpu, again.workers[0].to) == ("cpu", "cpu")
+
+
+def test_memory_for_what_comes_to_the_cpu_is_looked_at_before_anything_is_done() -> None:
+    """The state is there twice for a while, and a node that has not that much would end some process or other."""
+    needed_bytes = whole_size(4096) + 4096
+    tight = node().replace(available_bytes=needed_bytes - 1)
+    assert "are needed for process 7 to go on on the CPU" in said(planned(tight, ask("cpu", via=RESTART)))
+    plan_of(planned(tight.replace(available_bytes=needed_bytes), ask("cpu", via=RESTART)))
+
+
+def test_a_state_that_is_held_goes_on_on_the_cpu_and_nothing_else_does() -> None:
+    snapshot = node()
+    op = plan_of(planned(snapshot, ask("gpu1", via=RESTART))).operation(
+        "1", snapshot.candidates, {}, limits=Limits(), utc=0.0
+    )
+    left = op.workers[0].replace(at=None, left="gpu0", saved=True, out=True)
+    resume = Request(kind=RESUME, pids=(7,), to="cpu")
+    plan = plan_of(planned_resume(snapshot, resume, op.replace(phase="suspended", workers=(left,))))
+    assert (plan.workers[0].to, plan.room_needed_bytes) == ("cpu", {})
+    driven = left.replace(method="driver", saved=False)
+    assert "cannot go on on the CPU" in said(
+        planned_resume(snapshot, resume, op.replace(phase="suspended", workers=(driven,)))
+    )

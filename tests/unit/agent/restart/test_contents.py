@@ -1,4 +1,7 @@
-"""What an optimizer holds goes back to where it was kept: beside its parameter, or on the CPU."""
+"""What an optimizer holds goes back to where it was kept: beside its parameter, or on the CPU.
+
+Where a GPU is wanted `meta` plays one: it is another device, and a tensor there has no bytes.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from hegmd.agent.restart import arrays, contents, plain
 class Optimizer:
     """As much of one as is looked at; making a real one has PyTorch import its compiler."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, **options: Any) -> None:
         parameter = torch.nn.Parameter(torch.ones(3, device=device))
-        self.param_groups: list[dict[str, Any]] = [{"params": [parameter], "lr": 0.1}]
+        self.param_groups: list[dict[str, Any]] = [{"params": [parameter], "lr": 0.1, **options}]
         self.state = {parameter: {"momentum_buffer": torch.full((3,), 2.0), "step": torch.tensor(7.0)}}
 
 
@@ -38,6 +41,46 @@ def test_moments_of_a_gpu_went_to_the_cpu_when_they_were_put_back() -> None:
     assert state["momentum_buffer"].device.type == "meta"
     assert state["step"].device.type == "cpu"
     assert state["step"] == 7.0
+
+
+def written(value: Any) -> Any:
+    fd = os.memfd_create("state", os.MFD_CLOEXEC)
+    try:
+        plain.write(fd, value)
+        return plain.read(fd)
+    finally:
+        os.close(fd)
+
+
+def test_counts_of_steps_went_to_the_gpu_with_the_moments_and_each_step_waited_for_them() -> None:
+    """From the CPU everything beside a parameter is on the CPU; PyTorch reads the counts there unless it is fused."""
+    for options, counts_on in (({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")):
+        put = Optimizer("meta", **options)
+        contents.put_optimizer(put, written(contents.take_optimizer(Optimizer("cpu"), {})))
+        contents.make_copies()
+        (state,) = put.state.values()
+        assert (state["momentum_buffer"].device.type, state["step"].device.type) == ("meta", counts_on)
+
+
+def test_how_steps_are_computed_is_told_and_not_taken_to_another_kind_of_device() -> None:
+    """`fused=torch.cuda.is_available()` was False on the GPU too, and `capturable` of a GPU failed on the CPU."""
+    before = Optimizer("meta", fused=True, capturable=True, foreach=None)
+    taken = contents.take_optimizer(before, {})
+    taken["states"] = [None]  # which has no bytes on `meta`
+    taken["own"] = [(torch.ones(3), None, True)]
+    put = Optimizer("cpu", fused=None, capturable=False, foreach=None)
+    put.param_groups[0]["lr"] = 7.0
+    told = contents.put_optimizer(put, taken)
+    assert {name: put.param_groups[0][name] for name in ("fused", "capturable", "lr")} == {
+        "fused": None,
+        "capturable": False,
+        "lr": 0.1,
+    }
+    assert told == ["fused was True on meta and is None on cpu", "capturable was True on meta and is False on cpu"]
+    same = Optimizer("cpu", fused=False)
+    assert contents.put_optimizer(same, contents.take_optimizer(Optimizer("cpu", fused=True), {})) == []
+    assert same.param_groups[0]["fused"] is True
+    contents.make_copies()
 
 
 def test_large_and_small_tensors_are_there_once_all_copies_are_made() -> None:
