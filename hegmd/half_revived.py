@@ -4,8 +4,9 @@ Owns these notes, and what a start does with one that it finds: no operation tel
 it is ended, the bytes that were read for it are given back, and the image is as it was. The unit that it was to be in,
 or the attendant that is its parent, has all of it. A process alone is known by its number, by having been made after
 the note, and by its command line or the `hegmctl run` in its environment, which came with its memory: a number alone
-may be somebody else's by then. A note that could not be taken away tells of a job that has long had an operation of its
-own: what any operation has, or had, is let be.
+may be somebody else's by then. A CRIU that is still at work has nothing yet that such a process is known by; its
+attendant is, and sees to its end. A note that could not be taken away tells of a job that has long had an operation
+of its own: what any operation has, or had, is let be.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class HalfRevived:
         note = {
             "boot": _BOOT_ID.read_text().strip(),
             "since_ticks": int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")),
+            "root": manifest.root_pid,
             "pids": [process.pid for process in manifest.processes],
             "commands": [process.command or "" for process in manifest.processes],
             "runs": sorted(runs),
@@ -96,7 +98,7 @@ class HalfRevived:
         logger.warning("hegmd was stopped while it restored a job as operation %s: what came of it ends", op_id)
         if isinstance(note.get("unit"), str):
             await stop_unit(str(note["unit"]))
-        await run_detached(lambda _: _end(came), name="hegmd-end")
+        await run_detached(lambda _: _end(came, attendants_of(note)), name="hegmd-end")
 
     def _found(self) -> Iterator[tuple[str, Mapping[str, object]]]:
         with suppress(FileNotFoundError):
@@ -107,15 +109,32 @@ class HalfRevived:
                 yield name, note or {}
 
 
-def _end(came: Mapping[int, int]) -> None:
-    """End them, and whoever they have made, where their parent is one that knows."""
-    for pid in came:
-        with suppress(OSError):
-            parent = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-            if (_command(parent) or "").partition("attendant.py tend ")[2].split(" ")[1:2] == [str(pid)]:
-                for attendant, ticks in population_of([parent]).start_ticks.items():
-                    ask(attendant, ticks, signal.SIGUSR1)
+def _end(came: Mapping[int, int], attendants: Mapping[int, int]) -> None:
+    """End them, and whoever they have made or CRIU is making, where somebody attends to these: that one knows them."""
+    for pid, ticks in attendants.items():
+        logger.warning("CRIU's attendant, process %d, is told to end what it restores", pid)
+        ask(pid, ticks, signal.SIGUSR1)
     end_all(Population(came))
+
+
+def attendants_of(note: Mapping[str, object]) -> Mapping[int, int]:
+    """The attendants of that restore, with their start times: by their command lines, the daemon's own user's, and made
+    after the note. Blocks."""
+    root, since = note.get("root"), note.get("since_ticks")
+    if not isinstance(root, int) or not isinstance(since, int):
+        return {}
+    found: list[int] = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError):
+                words = Path("/proc", name, "cmdline").read_bytes().split(b"\0")
+                at = words.index(b"tend") if b"tend" in words else -1
+                is_one = (
+                    at > 0 and words[at - 1].endswith(b"/attendant.py") and words[at + 2 : at + 3] == [b"%d" % root]
+                )
+                if is_one and Path("/proc", name).stat().st_uid == os.geteuid():
+                    found.append(int(name))
+    return {pid: ticks for pid, ticks in population_of(found).start_ticks.items() if ticks >= since}
 
 
 def _of(note: Mapping[str, object]) -> Mapping[int, int] | None:

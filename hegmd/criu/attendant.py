@@ -13,7 +13,7 @@ attendant.py tend FD PID [WISHES] -- PROGRAM ARGUMENTS...
     ends, until nobody is left, and ends as PID did, the job's root. If the program fails, everybody who came of it
     is ended: being their nearest reaper, it knows who they are, where a number alone could by then be a stranger's.
     On SIGTERM before that, the program has some time to come to its end, since CRIU leaves files behind when it is
-    cut off, and then the same is done. So it is afterwards on SIGUSR1, and when nobody is at FD to hear of success.
+    cut off, and then the same is done. So it is on SIGUSR1, at any time, and when nobody is at FD to hear of success.
 
 The wishes, each seen to before the program is there:
 
@@ -76,6 +76,8 @@ def start(words: list[str]) -> NoReturn:
         os.close(descriptor)
     if user is not None:
         _become(user)
+    # A limit on the size of files is an error to it then, from which it cleans up, and not its end: see population.py.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     os.execv(words[at + 1], words[at + 1 :])
 
 
@@ -99,10 +101,12 @@ def tend(told: int, root: int, words: list[str]) -> int:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     asked: list[int] = []
     signal.signal(signal.SIGALRM, lambda _number, _frame: _end_descendants())
-    signal.signal(signal.SIGTERM, lambda _number, _frame: asked.append(signal.alarm(ASKED_GRACE_S)))
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda _number, _frame: asked.append(signal.alarm(ASKED_GRACE_S)))
     program = os.fork()
     if program == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         os.close(told)
         start(words)
     status = _status(os.waitpid(program, 0)[1])
@@ -111,8 +115,10 @@ def tend(told: int, root: int, words: list[str]) -> int:
         _end_descendants()
         _reap(root)
         return status or 128 + signal.SIGTERM
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, lambda _number, _frame: _end_descendants())
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if asked:  # just now
+        _end_descendants()
     os.chdir("/")
     try:
         os.write(told, b"restored")

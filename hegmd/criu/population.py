@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import select
 import signal
 import time
@@ -93,13 +94,13 @@ def wait_until_free(numbers: Collection[int], limit_s: float = _REAPED_WITHIN_S)
 def let_go(people: Population) -> None:
     """Have everybody go on who did not stand still by a signal when they were looked at. Blocks; raises nothing.
 
-    A CRIU that is still at work on them is waited for, since it would stop them again: a daemon that was killed in the
-    middle of a dump has left one behind. Nobody else is, whoever may trace them. The signal is sent to all of them,
-    because one that CRIU has just let go of may not have come to its stop yet.
+    A CRIU that is still at work on them is told to end, and waited for, since it would stop them again: a daemon that
+    was killed in the middle of a dump has left one behind. Nobody else is, whoever may trace them. The signal is sent
+    to all of them, because one that CRIU has just let go of may not have come to its stop yet.
     """
     try:
         for dumper in dumpers_of(people.start_ticks):
-            _await_end(dumper)
+            _see_off(dumper)
     except OSError as error:
         _log.warning("it cannot be seen whether CRIU is still at work on process %s: %s", [*people.start_ticks], error)
     for pid, ticks in people.start_ticks.items():
@@ -189,19 +190,48 @@ def _held(pid: int, start_ticks: int) -> Generator[int | None, None, None]:
         os.close(pidfd)
 
 
-def _await_end(pid: int) -> None:
+def _see_off(dumper: int) -> None:
+    """Have a dump that nobody wants any more end, and wait for that.
+
+    A signal that kills could come while CRIU has a process of the job make a system call, and that process ends with
+    it. So its next write is made to fail, as on a disk that is full: it takes its hands off the job by itself then.
+    """
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = os.pidfd_open(dumper)
     except ProcessLookupError:
         return
     try:
-        _ended(pidfd, _DUMPER_GRACE_S)
+        is_told = _let_writes_fail(dumper)
+        how = "told to end" if is_told else "not to be told, and will come to its end by itself"
+        _log.warning(
+            "CRIU is at work, as process %d, on a job of which no image is wanted any more: it is %s", dumper, how
+        )
+        if not _ended(pidfd, _DUMPER_GRACE_S):
+            _log.error(
+                "CRIU, process %d, has not ended within %d s: the job may go on standing; look at the disk that it "
+                "writes to, and whether somebody has stopped it",
+                dumper,
+                _DUMPER_GRACE_S,
+            )
     finally:
         os.close(pidfd)
 
 
-def _ended(pidfd: int, limit_s: float) -> None:
-    select.select([pidfd], [], [], limit_s)
+def _let_writes_fail(pid: int) -> bool:
+    """Whether that process cannot make any file larger any more, and is told so by an error and by no signal."""
+    if not int(_status_field(pid, "SigIgn") or "0", 16) >> (signal.SIGXFSZ - 1) & 1:
+        return False  # the signal would kill it
+    try:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's, and we lack CAP_SYS_RESOURCE
+        return False
+    return True
+
+
+def _ended(pidfd: int, limit_s: float) -> bool:
+    return bool(select.select([pidfd], [], [], limit_s)[0])
 
 
 def _state(pid: int) -> str:

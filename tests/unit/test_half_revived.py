@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import anyio
+
+from hegmd.criu import attendant as attendants
 from hegmd.criu.population import population_of
 from hegmd.half_revived import FOLDER_NAME, HalfRevived
 from hegmd.pool import Pool
 from hegmd.protocol.images import ImageProcess, Manifest
 
+ATTENDANT = Path(attendants.__file__)
 SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
 OP = "7"
 
@@ -50,6 +56,40 @@ async def test_what_came_back_of_a_job_without_hegmctl_run_stayed_without_its_by
         await noted(tmp_path, process.pid, command_of(process.pid)).clear((), (), Pool(1 << 20))
         assert process.wait(10) == -9
     assert list((tmp_path / FOLDER_NAME).iterdir()) == []
+
+
+# What the attendant starts in CRIU's place, and which is still at work: its own child is no process of a job yet.
+AT_WORK = "import os, sys, time\nprint('ready', flush=True)\nif os.fork() == 0: time.sleep(600)\nsys.stdin.read()"
+
+
+@contextmanager
+def attended(root: int) -> Iterator[subprocess.Popen[str]]:
+    """An attendant with something at work that goes on until its input is closed."""
+    told, tells = os.pipe()
+    argv = [sys.executable, "-SE", str(ATTENDANT), "tend", str(tells), str(root), "--", sys.executable, "-c", AT_WORK]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(argv, pass_fds=(tells,), **pipes) as attendant:
+        os.close(tells)
+        assert attendant.stdout is not None
+        assert attendant.stdout.readline() == "ready\n"
+        yield attendant
+    os.close(told)
+
+
+async def test_criu_that_was_still_at_work_on_a_restore_went_on_after_its_daemon_was_killed(tmp_path: Path) -> None:
+    """What it made appeared later, under numbers that the image was restored to again meanwhile."""
+    root = 1 << 22  # no process has that number
+    notes = HalfRevived(tmp_path)
+    process = ImageProcess(pid=root, parent_pid=None, uid=0, command="python train.py")
+    notes.note(OP, Manifest(root_pid=root, processes=(process,)), None)
+    with attended(root) as attendant:
+        assert attendant.stdin is not None
+        assert attendant.stdout is not None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(notes.clear, (), (), Pool(1 << 20))
+            attendant.stdin.close()  # CRIU comes to its end meanwhile, before it is told or after that
+        assert attendant.wait(0) is not None
+        assert attendant.stdout.read() == "", "nobody of them has the pipe any more"
 
 
 async def test_a_note_that_could_not_be_taken_away_ended_a_job_that_had_long_come_back(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +128,34 @@ def test_what_a_killed_criu_left_standing_was_waited_for_for_ever() -> None:
     with sleeper("dump", "--tree", str(ROOT), "--images-dir", "x") as process:
         stop(process)
         assert dumpers_of([ROOT]) == ()
+
+
+# Writes for as long as it can, as CRIU does, and then lets go.
+WRITER = "import os, sys\nprint('ready', flush=True)\nfile = os.open(sys.argv[-1], os.O_WRONLY | os.O_CREAT)\n"
+WRITER += "try:\n    while True: os.pwrite(file, b'x', 0)\nexcept OSError as error: sys.exit(error.errno)"
+
+
+def test_a_dump_that_nobody_wanted_any_more_was_waited_for_to_its_end(tmp_path: Path) -> None:
+    """A daemon that was started anew waited for up to 15 minutes, the job standing, for an image that it threw away."""
+    people = population_of([ROOT])
+    with sleeper("dump", "--tree", str(ROOT), "--images-dir", str(tmp_path / "pages"), text=WRITER) as dumper:
+        let_go(people)
+        assert dumper.wait(0) == errno.EFBIG, "it was told by an error, and was not killed"
+
+
+def test_a_dump_that_a_signal_would_kill_is_not_told_to_end(tmp_path: Path) -> None:
+    """Killed within a process of the job, it could take that with it; it comes to its end by itself."""
+    text = f"import signal; signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n{WRITER}"
+    text = text.replace("while True", "while not os.path.exists(sys.argv[-2])")
+    enough = tmp_path / "enough"
+    people = population_of([ROOT])
+    words = ("dump", "--tree", str(ROOT), "--images-dir", str(enough), str(tmp_path / "pages"))
+    with sleeper(*words, text=text) as dumper:
+        told = threading.Timer(0, enough.touch)
+        told.start()
+        let_go(people)
+        told.join()
+        assert dumper.wait(0) == 0
 
 
 def test_another_users_program_that_was_called_like_a_dumper_kept_a_job_standing() -> None:
