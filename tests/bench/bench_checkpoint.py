@@ -19,14 +19,13 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
 from hegmd.criu.population import end_all, population_of
 from hegmd.criu.tree import pids_below
 from tests.bench.bench_blackout import environment_for, operation, shown_on_gpu
 from tests.bench.report import Row
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.handed_job import daemon_with_criu
+from tests.e2e.handed_job import daemon_by
+from tests.e2e.real_criu import find_criu
 
 SCRIPT = Path(__file__).parent / "scripts" / "holding.py"
 ROUNDS = 3
@@ -38,18 +37,14 @@ def run() -> list[Row]:
         print("no PyTorch here: images of trainings are left out", file=sys.stderr)
         return []
     disk = Path(os.environ.get("HEGM_BENCH_IMAGE_DIR", "/var/tmp"))
-    with tempfile.TemporaryDirectory(prefix="hegm-") as folder:
-        try:
-            running = daemon_with_criu(Path(folder))
-        except pytest.skip.Exception as why:
-            print(f"images of trainings are left out: {why}", file=sys.stderr)
-            return []
-        with running as daemon:
-            return [
-                row
-                for name, place in (("disk", disk), ("tmpfs", Path("/dev/shm")))
-                for row in _rows(daemon, name, place)
-            ]
+    criu = find_criu()
+    if isinstance(criu, str):
+        print(f"images of trainings are left out: {criu}", file=sys.stderr)
+        return []
+    with tempfile.TemporaryDirectory(prefix="hegm-") as folder, daemon_by(criu, Path(folder)) as daemon:
+        return [
+            row for name, place in (("disk", disk), ("tmpfs", Path("/dev/shm"))) for row in _rows(daemon, name, place)
+        ]
 
 
 def _rows(daemon: RunningDaemon, name: str, place: Path) -> list[Row]:

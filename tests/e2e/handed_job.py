@@ -21,6 +21,7 @@ from typing import Any
 from typing_extensions import Self
 
 from hegmd.criu.population import end_all, population_of
+from hegmd.criu.program import Criu
 from hegmd.criu.tree import read_tree
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import environment
@@ -33,10 +34,15 @@ ENDS_WITHIN_S = 60.0
 
 def daemon_with_criu(folder: Path, *arguments: str, **environ: str) -> RunningDaemon:
     """A daemon with the CRIU of these tests; skips the test where there is none."""
+    return daemon_by(criu_or_skip(), folder, *arguments, **environ)
+
+
+def daemon_by(criu: Criu, folder: Path, *arguments: str, **environ: str) -> RunningDaemon:
+    """A daemon with that CRIU."""
     config = folder / "hegmd.toml"
     locks = folder / "locks"
     locks.mkdir(mode=0o755, exist_ok=True)
-    config.write_text(f'[images]\ncriu = "{criu_or_skip().path}"\nlock_dir = "{locks}"\n')
+    config.write_text(f'[images]\ncriu = "{criu.path}"\nlock_dir = "{locks}"\n')
     return RunningDaemon(folder, "--config", str(config), *arguments, environ=environ)
 
 

@@ -30,7 +30,8 @@ UNPACKED = Path(__file__).parents[2] / "build" / "criu" / "bin" / "criu"
 
 
 @cache
-def _found() -> Criu | str:
+def find_criu() -> Criu | str:
+    """The CRIU to test with, or why there is none."""
     if os.geteuid() != 0:
         return "CRIU needs root"
     program = str(UNPACKED) if UNPACKED.exists() else find_program("criu")
@@ -46,7 +47,7 @@ def _found() -> Criu | str:
 
 def criu_or_skip() -> Criu:
     """The CRIU to test with; skips the test where there is none."""
-    found = _found()
+    found = find_criu()
     if isinstance(found, str):
         pytest.skip(found)
     return found
