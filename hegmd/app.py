@@ -453,6 +453,7 @@ class App:
             audit_lost=self._audit.lost,
             pool_bytes=self._moving.pool.figures(),
             strays=len(self._moving.strays.all()),
+            images_missed=self._moving.periodic.missed,
         )
         return render(snapshot, self._counters, build=build, own=read_own_process(), tallies=tallies)
 

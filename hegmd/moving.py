@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ from hegmd.methods.steps import Steps
 from hegmd.methods.worker import WorkerCarrier
 from hegmd.migration.course import TERMINAL
 from hegmd.migration.disk import Disk
-from hegmd.migration.paces import OUT, Paces
+from hegmd.migration.paces import Paces
 from hegmd.migration.performer import Performer
 from hegmd.migration.runner import Runner, rooms_to_restore
 from hegmd.operations import Answer, Asked, Operations, refusal
@@ -62,9 +62,9 @@ from hegmd.reviving import Reviving
 from hegmd.rooms import Rooms
 from hegmd.sequences import Sequences
 from hegmd.strays import DistrustedStrays, PieceStrays, Source, StandingStrays, Strays, VideoStrays
-from hegmd.supervisors import Supervisors
+from hegmd.supervisors import SupervisorAway, Supervisors
 from hegmd.vram import VideoMemory
-from hegmd.workers import Workers
+from hegmd.workers import Worker, Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,8 @@ class Moving:
             supervisor=self.supervisors.find,
         )
         self._make_desks(lookout, handoff, restart_always=restart_always)
-        self.periodic = Periodic(workers, self.runner, events, take=self._take_image, trim=self._trim_images)
+        take, trim = self._take_image, self._trim_images
+        self.periodic = Periodic(workers, self.runner, events, take=take, trim=trim, note=self._note_to_watcher)
         for part in (self.attendance, self.runner, self.resting, self.strays, self.periodic):
             workers.listen(part.hear)
 
@@ -240,13 +241,20 @@ class Moving:
         parts = (self._opened_images, self.places, self._workers, self.pool)
         by: dict[str, Any] = {"criu": self._criu, "look": self._look, "in_unit": self._images_by.in_unit}
         locks = LockFiles(self._images_by.lock_dir)
-        self._handoff = Handoff(*parts, **by, locks=locks, noted=partial(self._paces.note_image, OUT))
+        self._handoff = Handoff(*parts, **by, locks=locks, noted=self._paces.note_image)
         return self._handoff, Reviving(
             *parts, **by, simulated=simulated, notes=self._half_revived, by_owner=self._images_by.by_owner
         )
 
     async def _take_image(self, pid: int, path: str, rights: Rights, asked: Asked) -> Answer:
         return await self.checkpoints.checkpoint(pid, path, rights, asked, leave_running=True)
+
+    async def _note_to_watcher(self, worker: Worker, message: str, hint: str) -> None:
+        """Have the `hegmctl run` that stays with that job say it, where one does."""
+        supervisor = self.supervisors.find(worker.identity.uid, worker.about.run)
+        if supervisor is not None:
+            with suppress(SupervisorAway):
+                await supervisor.tell("note", "", message=message, hint=hint)
 
     async def _trim_images(self, path: str, series: str, keep: int, rights: Rights) -> list[str]:
         return await self._opened_images().trim(path, series, keep, rights)

@@ -5,8 +5,9 @@ checkpoint --leave-running` takes one, with the rights of the job's own user. On
 beyond those to keep go, so that the last whole one never makes room for one that may fail.
 
 Nothing of it is kept here: the agents say it again to the next daemon, and when the last image was asked for stands in
-the journal of operations. A turn that fails is told of and followed by the next; one for which another operation has
-the job is made up for as soon as that is over.
+the journal of operations. A turn that fails is told of and followed by the next, and whoever watches the job is told of
+the first in a row, and of the end of it; one for which another operation has the job is made up for as soon as that is
+over.
 """
 
 from __future__ import annotations
@@ -43,10 +44,17 @@ LOOK_AGAIN_S = 5.0
 
 Take = Callable[[int, str, Rights, Asked], Awaitable[Answer]]
 Trim = Callable[[str, str, int, Rights], Awaitable[Sequence[str]]]
+Note = Callable[[Worker, str, str], Awaitable[object]]
+
+
+async def _to_nobody(_worker: Worker, _message: str, _hint: str) -> None:
+    """Nobody watches."""
 
 
 class Periodic(TaskHome):
     """Sees to them. `take` makes an image of a job that goes on, `trim` removes all of a series but so many.
+
+    `note` says something, and the next step, to whoever watches the job.
 
     `utc` and `sleep` are the clock. `run` has to be running.
     """
@@ -59,6 +67,7 @@ class Periodic(TaskHome):
         *,
         take: Take,
         trim: Trim,
+        note: Note = _to_nobody,
         utc: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
     ) -> None:
@@ -67,11 +76,18 @@ class Periodic(TaskHome):
         self._events = events
         self._take = take
         self._trim = trim
+        self._note = note
+        self._without: set[str | None] = set()
         self._utc = utc
         self._sleep = sleep
         self._known: set[str] = set()
         self._slots = anyio.Semaphore(AT_ONCE)
         super().__init__()
+
+    @property
+    def missed(self) -> int:
+        """How many jobs have no image of the last time at which one was due."""
+        return len(self._without)
 
     def hear(self, news: str, worker: Worker) -> None:
         """Listens to the workers: the first of a job that wants images begins to have them."""
@@ -110,6 +126,7 @@ class Periodic(TaskHome):
                     since_utc = max(begun_utc, self._utc() - wish.every_s / 2)
         finally:
             self._known.discard(run)
+            self._without.discard(run)
 
     def _one_of(self, run: str) -> Worker | None:
         """A process of the job; one that trains, if any does: launchers have agents too."""
@@ -137,23 +154,33 @@ class Periodic(TaskHome):
             op = answer.operation
             if op is None or op.phase != DONE or op.failure is not None:
                 failure = None if op is None else op.failure
-                self._missed(worker, path, "it was not made" if failure is None else failure.message)
+                await self._missed(worker, path, "it was not made" if failure is None else failure.message)
                 return
-            worker.image_missed = None
+            await self._made(worker)
             logger.info("process %d has an image in %s", worker.pid, path, extra=fields(pid=worker.pid, path=path))
             gone = await self._trim(wish.path, series, wish.keep, rights)
             logger.debug("of the images of %s, %d were removed", series, len(gone))
         except HegmError as error:
-            self._missed(worker, path, error.message)
+            await self._missed(worker, path, error.message)
         except Exception as bug:  # the edge of one turn: the next is not to be missed for it
             logger.exception("the image %s failed inside hegmd", path)
-            self._missed(worker, path, f"{INTERNAL.name}: {type(bug).__name__}: {bug}")
+            await self._missed(worker, path, f"{INTERNAL.name}: {type(bug).__name__}: {bug}")
 
-    def _missed(self, worker: Worker, path: str, why: str) -> None:
+    async def _made(self, worker: Worker) -> None:
+        worker.image_missed = None
+        if worker.about.run in self._without:
+            self._without.discard(worker.about.run)
+            await self._note(worker, "images of this job are made again", "see them with: hegmctl images ls DIR")
+
+    async def _missed(self, worker: Worker, path: str, why: str) -> None:
         message = f"process {worker.pid}: no image in {path}, or too many of them: {why}; it is tried again in its time"
         worker.image_missed = f"no image at {time.strftime('%H:%M:%S', time.localtime(self._utc()))}: {why}"
         self._events.record("operation.image-missed", "warning", message, pid=worker.pid, facts={"path": path})
         logger.warning("%s", message, extra=fields(pid=worker.pid, path=path))
+        if worker.about.run not in self._without:
+            self._without.add(worker.about.run)
+            hint = "it is tried again in its time, and this is not said each time: hegmctl ps tells of the last"
+            await self._note(worker, f"no image of this job was made: {why}", hint)
 
 
 def series_of(worker: Worker) -> str:

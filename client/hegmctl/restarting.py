@@ -162,6 +162,8 @@ class DaemonDesk:
             self._forget()
         elif order.do == "give-up" and self._left:
             self._give_up = GiveUp(order.message, order.hint)
+        elif order.do == "note":
+            self._say(f"{order.message}; {order.hint}")
 
     def _take_start(self, order: SupervisorOrder, fds: Descriptors) -> None:
         if self._started and self._operation == order.operation:  # an earlier run of the daemon has asked for it

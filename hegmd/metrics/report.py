@@ -56,6 +56,7 @@ class Tallies:
     audit_lost: int = 0
     pool_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     strays: int = 0
+    images_missed: int = 0
 
 
 # A value of a GPU that changes, by name, kind, meaning, and how it is found.
@@ -223,6 +224,8 @@ def _kept(out: Exposition, tallies: Tallies) -> None:
     _by_word(pool, "what", tallies.pool_bytes)
     strays = out.family("hegmd_strays", "gauge", "Bytes and processes that no operation has and that need a person.")
     strays.add(tallies.strays)
+    missed = out.family("hegmd_images_missed", "gauge", "Jobs that have no image of the last time that one was due.")
+    missed.add(tallies.images_missed)
 
 
 def _daemon(out: Exposition, build: Build, own: OwnProcess) -> None:

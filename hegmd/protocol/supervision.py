@@ -23,14 +23,15 @@ class SupervisorOrder(Record):
     do: str = field(
         "expect: its command may end with the exit code of a restart, and is then to be waited for; start: start it "
         "again, from the state in the descriptor that comes along; forget: the operation is over, nothing is expected "
-        "any more; give-up: it cannot be started again, and its state stays where the operation has it"
+        "any more; give-up: it cannot be started again, and its state stays where the operation has it; note: whoever "
+        "watches is to read its message and its hint. What it does not know it leaves be"
     )
-    operation: str = field("the operation that it is about")
+    operation: str = field("the operation that it is about; empty for a note")
     set: Mapping[str, str] = field("start: variables of its environment to set, beside those it had", default={})
     unset: tuple[str, ...] = field("start: variables to leave out", default=())
     python: str | None = field("start: the interpreter to take in the place of its own", default=None)
-    message: str = field("give-up: why", default="")
-    hint: str = field("give-up: the next step", default="")
+    message: str = field("give-up: why; note: what", default="")
+    hint: str = field("give-up, note: the next step", default="")
 
 
 class SupervisionEnded(Record):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from hegmd.external import Rights
 from hegmd.operations import Answer, Asked
 from hegmd.periodic import Periodic, series_of
 from hegmd.protocol.operations import PeriodicImages
+from hegmd.workers import Worker
 from tests.unit.moving_node import Node, running
 
 Child = subprocess.Popen[bytes]
@@ -48,9 +49,13 @@ class Shelf:
         self.node, self.clock, self.takes_s, self.fails = node, clock, takes_s, fails
         self.taken: list[tuple[float, str]] = []
         self.trimmed: list[tuple[str, str, int]] = []
+        self.notes: list[str] = []
+        self.missed: list[int] = []
+        self.count: Callable[[], int] = lambda: 0
 
     async def take(self, pid: int, path: str, rights: Rights, asked: Asked) -> Answer:
         self.taken.append((self.clock.utc_s, path))
+        self.missed.append(self.count())
         self.clock.utc_s += self.takes_s
         if len(self.taken) in self.fails:
             raise HegmError(REFUSED, "the disk is full", "free some")
@@ -59,6 +64,10 @@ class Shelf:
     def _other(self, pid: int) -> str:
         worker = self.node.workers.find(pid)
         return "gpu1" if worker is not None and worker.gpu == "gpu0" else "gpu0"
+
+    async def note(self, worker: Worker, message: str, hint: str) -> None:
+        """Whoever watches the job is told."""
+        self.notes.append(f"{message}; {hint}")
 
     async def trim(self, path: str, series: str, keep: int, rights: Rights) -> Sequence[str]:
         self.trimmed.append((path, series, keep))
@@ -73,9 +82,11 @@ async def attended(node: Node, clock: Clock, shelf: Shelf) -> AsyncIterator[None
         node.events,
         take=shelf.take,
         trim=shelf.trim,
+        note=shelf.note,
         utc=clock.utc,
         sleep=clock.sleep,
     )
+    shelf.count = lambda: periodic.missed
     node.workers.listen(periodic.hear)
     async with anyio.create_task_group() as tasks:
         await tasks.start(periodic.run)
@@ -108,6 +119,21 @@ async def test_one_that_fails_is_told_of_and_nothing_is_removed_for_it(tmp_path:
         (missed,) = node.events.remembered(kinds=("operation.image-missed",))
         assert "the disk is full" in missed.message
         assert missed.pid == process.pid
+
+
+async def test_who_watches_the_job_was_told_of_no_miss_and_is_told_of_the_first_in_a_row(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        clock = Clock(3700.0)
+        shelf = Shelf(node, clock, fails=[1, 2, 3, 5])
+        async with attended(node, clock, shelf):
+            await node.attend(process.pid, images=WISH, run="ab12")
+        lost, found, lost_again, found_again = shelf.notes
+        assert "no image of this job was made: the disk is full; it is tried again in its time" in lost
+        assert found.startswith("images of this job are made again")
+        assert (lost_again, found_again) == (lost, found)
+        assert shelf.missed == [0, 1, 1, 1, 0, 1], "jobs without, whenever the next is taken"
 
 
 async def test_a_miss_is_seen_by_whoever_looks_at_the_job_until_one_is_made(tmp_path: Path, process: Child) -> None:

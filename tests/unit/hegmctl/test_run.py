@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from hegmd.protocol import messages as m
+from hegmd.protocol.connection import Asked
 from tests.unit.hegmctl import node
-from tests.unit.hegmctl.fake_daemon import FakeDaemon
+from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon
 from tests.unit.hegmctl.running import ROOT, command, environment, hegmctl
 
 # Says all that a process can see of how it was started. `-I -S`: no variable of ours, and so no agent, is looked at.
@@ -125,6 +127,25 @@ def test_images_that_cannot_be_had_are_refused_before_anything_runs(
     ran = hegmctl("run", *options.split(), "--", "true", socket=daemon.path)
     assert ran.returncode != 0
     assert says in ran.stderr
+
+
+def test_images_that_are_missed_were_told_of_in_the_daemons_log_alone(socket_path: Path) -> None:
+    """Whoever stays with the job says what the daemon has to say, the job running on."""
+
+    def supervise(caller: Caller, asked: Asked) -> None:
+        for number, do in enumerate(("note", "of a later release", "note"), 1):
+            order = m.SupervisorOrder(order=number, do=do, operation="", message=f"no image {number}", hint="free some")
+            caller.event(asked.id, order)
+
+    words = ["run", "--allow-restart", "--", "sh", "-c", "read line; exit 3"]
+    with FakeDaemon(socket_path, {**node.answers(), m.Supervise: supervise}):
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command(*words), env=environment(socket_path), **pipes) as run:
+            assert run.stderr is not None
+            said = [run.stderr.readline() for _ in range(2)]
+            run.communicate("go on\n", timeout=20)
+    assert [line.rpartition(": ")[2].rstrip() for line in said] == ["no image 1; free some", "no image 3; free some"]
+    assert run.returncode == 3
 
 
 def test_a_command_in_a_pipe_sees_no_difference(daemon: FakeDaemon, tmp_path: Path) -> None:
