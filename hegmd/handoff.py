@@ -3,7 +3,8 @@
 Owns the order of these, and what is undone when any of it fails or is not wanted any more: the image is discarded, the
 processes go on, and their agents are called back before anybody hears of the failure. The bytes are written while CRIU
 dumps. A job that is to end stands still from the dump to its end, since a thread of it that is not parked would go on
-writing to files whose sizes are in the image. What is decided from the outcome is the machine's business.
+writing to files whose sizes are in the image. One that goes on does so as soon as all is written, and its image is read
+back while it trains: reading it needs nothing of the job. What is decided from the outcome is the machine's business.
 
 Longer than 400 lines because what is begun, undone and found again after a restart is to be read against one another.
 """
@@ -17,6 +18,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import anyio
 
@@ -43,6 +45,7 @@ from hegmd.meeting import MeetingPlaces
 from hegmd.migration.operation import Handoff as Wish
 from hegmd.migration.operation import Operation
 from hegmd.migration.operation import Worker as Member
+from hegmd.migration.paces import LEFT, OUT
 from hegmd.pool import Key, Pool
 from hegmd.pool_names import parse_name
 from hegmd.protocol.images import ImageWorker, Manifest
@@ -85,8 +88,9 @@ class Handoff:
         look: Callable[[], Awaitable[NodeSnapshot]],
         in_unit: bool,
         locks: LockFiles,
-        noted: Callable[[int, float], object] = lambda _size_bytes, _took_s: None,
+        noted: Callable[[str, int, float], object] = lambda _direction, _size_bytes, _took_s: None,
     ) -> None:
+        self._written: dict[str, tuple[Lent, Manifest]] = {}
         self._noted = noted
         self._locks = locks
         self._images = images
@@ -155,15 +159,58 @@ class Handoff:
             lent = await self._images().lend(wish.path, _rights(wish), apart=guise is not None)
             await self._step_aside(op, wish)
             manifest = await self._write(op, wish, lent, criu, guise, on_progress)
+            if not wish.leave_running:
+                manifest = await lent.finish(manifest)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 if lent is not None:
                     await lent.discard()
                 await self._go_on(op, wish)
             raise
-        self._noted(size_of(manifest), anyio.current_time() - began)
-        if wish.leave_running:
-            await self._go_on(op, wish)
+        took_s = anyio.current_time() - began
+        if not wish.leave_running:
+            self._noted(OUT, size_of(manifest), took_s)
+            return
+        self._written[op.id] = lent, manifest
+        self._noted(LEFT, await run_detached(lambda _: lent.written_bytes(), name="hegmd-written"), took_s)
+        await self._go_on(op, wish)
+
+    async def seal(self, op: Operation, on_progress: Progress) -> None:
+        """Read back the image of a job that has gone on, and give it its name.
+
+        Raises HegmError; there is no image then. Cancelled, the same. One that a daemon before this one had written,
+        and that is not whole by now, is none.
+        """
+        wish = _wish_of(op)
+        written = self._written.pop(op.id, None)
+        if written is None:
+            try:
+                await self._require_whole(op, wish)
+            except BaseException as error:
+                if self._is_stopping and not isinstance(error, HegmError):
+                    raise
+                await self._leave_none(wish, error)
+            return
+        lent, manifest = written
+        try:
+            await lent.finish(manifest, on_progress)
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                await lent.discard()
+            if not isinstance(error, HegmError):
+                raise
+            message = f"the image in {wish.path} was not good when it was read back, and is removed: {error.message}"
+            raise HegmError(error.code, message, f"the job goes on; {error.hint}", error.facts) from error
+
+    async def scrap(self, op: Operation) -> None:
+        """Leave nothing of an image that was written, or that was being read back. Raises nothing."""
+        wish = _wish_of(op)
+        written = self._written.pop(op.id, None)
+        if written is not None:
+            await written[0].discard()
+            return
+        with contextlib.suppress(HegmError):
+            await self._images().sweep(wish.path, _rights(wish))
 
     async def _look_at_tree(self, op: Operation, wish: Wish, sockets: Collection[str]) -> tuple[Tree, Needs]:
         try:
@@ -189,7 +236,7 @@ class Handoff:
         node = await self._write_side_by_side(op, wish, lent, criu, (tree, needs, guise), on_progress)
         dumped = await run_detached(lambda _: dumped_processes(lent.criu_dir_fd), name="hegmd-dumped")
         _require_no_more(dumped, tree, _rights(wish))
-        manifest = composed(
+        return composed(
             op,
             (await self._look()).gpus,
             tree,
@@ -201,7 +248,6 @@ class Handoff:
             as_user=guise is not None,
             node=node,
         )
-        return await lent.finish(manifest)
 
     async def _write_side_by_side(
         self,
@@ -334,27 +380,34 @@ class Handoff:
         """
         wish = _wish_of(op)
         try:
-            image = await self._images().open(wish.path, _rights(wish))
-            try:
-                if not is_of(image.manifest, op):
-                    raise Refused(f"{wish.path} is another image", "nothing was done to it")
-            finally:
-                await image.end()
+            await self._require_whole(op, wish)
         except BaseException as error:
             if self._is_stopping and not isinstance(error, HegmError):
                 raise
-            with anyio.CancelScope(shield=True):
-                await self._go_on(op, wish)
-                with contextlib.suppress(HegmError):
-                    await self._images().sweep(wish.path, _rights(wish))
-            if not isinstance(error, HegmError):
-                raise
-            raise Refused(
-                f"hegmd was stopped before the image in {wish.path} was whole: {error.message}",
-                "ask for it again; the job goes on",
-            ) from error
+            await self._go_on(op, wish)
+            await self._leave_none(wish, error)
         if wish.leave_running:
             await self._go_on(op, wish)
+
+    async def _require_whole(self, op: Operation, wish: Wish) -> None:
+        """Raise HegmError unless the image has its name, and is of that operation."""
+        image = await self._images().open(wish.path, _rights(wish))
+        try:
+            if not is_of(image.manifest, op):
+                raise Refused(f"{wish.path} is another image", "nothing was done to it")
+        finally:
+            await image.end()
+
+    async def _leave_none(self, wish: Wish, error: BaseException) -> NoReturn:
+        """Nothing is left of an image that was found not to be whole. Raises that, or the cancellation that it was."""
+        with anyio.CancelScope(shield=True), contextlib.suppress(HegmError):
+            await self._images().sweep(wish.path, _rights(wish))
+        if not isinstance(error, HegmError):
+            raise error
+        raise Refused(
+            f"hegmd was stopped before the image in {wish.path} was whole: {error.message}",
+            "ask for it again; the job goes on",
+        ) from error
 
     async def end(self, op: Operation, member: Member) -> None:
         """End the whole tree, the process itself last, so that what is left of it can still be found from there."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hegmd.protocol.operations import Operation, OperationProcess, OperationProgress, Plan
 
 BAR_COLUMNS = 24
-_MOVING = ("reading", "evacuating", "handing", "spilling", "refilling")
+_MOVING = ("reading", "evacuating", "handing", "spilling", "refilling", "sealing")
 _OVER = ("done", "suspended", "undone", "lost")
 _ONLY_A_PLAN = "nothing was done: this is only the plan"
 _COLOURS = {"done": "green", "suspended": "yellow", "undone": "red", "lost": "red"}

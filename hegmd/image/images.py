@@ -36,6 +36,7 @@ from hegmd.descriptors import MOST_IN_A_MESSAGE
 from hegmd.detached import run_detached
 from hegmd.errors import DENIED, UNAVAILABLE, HegmError, Refused
 from hegmd.external import Rights
+from hegmd.image.folder import listed
 from hegmd.image.hands import Hand, Hands
 from hegmd.image.private import Private, require_bytes
 from hegmd.image.seal import KEY_NAME, Key, load_key, read_manifest, written
@@ -97,6 +98,11 @@ class Lent(_InHand):
     def hand_pid(self) -> int | None:
         """The process that writes it."""
         return self._hand.pid
+
+    def written_bytes(self) -> int:
+        """How much of it is written by now: the bytes of the GPUs, and what CRIU has left in its directory. Blocks."""
+        criu_bytes = sum(status.st_size for _, status in listed(self.criu_dir_fd))
+        return criu_bytes + sum(file.size_bytes for file in self._byte_files.values())
 
     async def begin(self) -> None:
         """Have the directory made. Raises HegmError, with nothing there."""

@@ -54,6 +54,14 @@ def cancel(op: Operation, event: events.CancelAsked, now: float) -> Operation:
     return _back(op, CANCELLED.name, f"cancelled by {event.by or 'its caller'}", "ask for it again when it is wanted")
 
 
+def drop_image(op: Operation, event: events.CancelAsked, now: float) -> Operation:
+    """The job has gone on and does so; what is written of it goes."""
+    if op.handoff is None or op.handoff.unwanted:
+        raise Refused(f"the image of operation {op.id} is being removed", f"watch it with: hegmctl op {op.id}")
+    message = f"cancelled by {event.by or 'its caller'}"
+    return _image_dropped(op, CANCELLED.name, message, "ask for it again when it is wanted")
+
+
 def resume(op: Operation, event: events.ResumeAsked, now: float) -> Operation:
     """Head for the GPUs that are named; where that fails, or takes too long, it is suspended again."""
     missing = [worker.name for worker in op.live if worker.name not in event.to]
@@ -129,7 +137,7 @@ def _gone(op: Operation, name: str, why: str) -> Operation:
         return op
     if worker.restarts and worker.saved and not worker.verified:
         return _absent(op, worker, why)
-    if op.ends_workers:  # it is in an image that is whole, and was to end
+    if op.ends_workers or _has_gone_on(op):  # it is in an image, and was to end, or does what it would have done anyway
         return _without_orders(op, name).with_worker(_departed(worker, lost=False))
     away = is_away(op) or op.holds
     lost = worker.touched and not worker.verified and (worker.out or worker.at is None or worker.parked)
@@ -138,6 +146,11 @@ def _gone(op: Operation, name: str, why: str) -> Operation:
     state = " while its state was out of it" if lost else ""
     op = _because(op, REFUSED.name, f"process {worker.pid} is gone{state}: {why}", "see the log of the job")
     return course.turned_back(op) if op.heading == FORWARD and away else op
+
+
+def _has_gone_on(op: Operation) -> bool:
+    """Whether all of a job that has an image were seen to train after it."""
+    return op.is_handed and all(worker.verified or worker.gone for worker in op.workers)
 
 
 def _absent(op: Operation, worker: Worker, why: str) -> Operation:
@@ -195,6 +208,9 @@ def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> 
     """Turn back where that is still open; elsewhere look for oneself and try again."""
     if op.deadline is None or now < op.deadline:
         return op  # an alarm that was set for an earlier phase
+    if op.phase == "sealing" and op.handoff is not None and not op.handoff.unwanted:
+        message = f"the image was not read back within {limit_s(op.limits, op.phase):g} s"
+        return course.later(_image_dropped(op, TIMEOUT.name, message, "look at the disk that it is on: dmesg"), now)
     if op.heading == FORWARD and op.phase in _TURN_WHEN_LATE and not _waits_for_moved(op):
         is_due = op.due is not None and now >= op.due
         within = f"within {op.limits.resume_s if is_due else limit_s(op.limits, op.phase):g} s"
@@ -203,7 +219,8 @@ def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> 
         message = f"no batch boundary {within}" if op.phase == "quiescing" else late
         return _back(op, TIMEOUT.name, message, "ask again with a longer --timeout, or look at what the job does")
     for pending in op.pending:
-        op = _forgotten(op, pending)
+        if pending.effect != effects.Seal.tag:  # it has a limit of its own, and comes to an end by itself
+            op = _forgotten(op, pending)
     workers = [worker.replace(waits=None) for worker in op.workers]
     return course.later(op.replace(workers=tuple(workers)), now)
 
@@ -253,7 +270,7 @@ def _forgotten(op: Operation, pending: Pending) -> Operation:
 
 
 # What these do is seen by asking for them again.
-_ON_WHOLE = frozenset((effects.Hold.tag, effects.Dump.tag, effects.End.tag))
+_ON_WHOLE = frozenset((effects.Hold.tag, effects.Dump.tag, effects.Seal.tag, effects.Scrap.tag, effects.End.tag))
 
 
 # ---- endings ---------------------------------------------------------------------------------------------------------
@@ -338,13 +355,25 @@ def held(op: Operation, worker: Worker, pending: Pending, event: events.Held) ->
 
 
 def dumped(op: Operation, worker: Worker, pending: Pending, event: events.Dumped) -> Operation:
-    """The image is whole: the job goes home from here, or ends."""
+    """The job ends from here, its image being whole; or goes home, before that is read back."""
     if op.handoff is None:
         return op
-    op = op.replace(handoff=op.handoff.replace(whole=True))
-    if not op.handoff or not op.handoff.leave_running:
-        return op
+    if not op.handoff.leave_running:
+        return op.replace(handoff=op.handoff.replace(whole=True))
+    op = op.replace(handoff=op.handoff.replace(written=True))
     return op.replace(workers=tuple([worker.replace(goal=worker.origin, keeps=None) for worker in op.workers]))
+
+
+def sealed(op: Operation, worker: Worker, pending: Pending, event: events.Sealed) -> Operation:
+    return op if op.handoff is None else op.replace(handoff=op.handoff.replace(written=False, whole=True))
+
+
+def scrapped(op: Operation, worker: Worker, pending: Pending, event: events.Scrapped) -> Operation:
+    return _without_image(op)
+
+
+def _without_image(op: Operation) -> Operation:
+    return op if op.handoff is None else op.replace(handoff=op.handoff.replace(written=False, begun=False))
 
 
 def ended(op: Operation, worker: Worker, pending: Pending, event: events.Ended) -> Operation:
@@ -441,7 +470,9 @@ def failed(op: Operation, worker: Worker, pending: Pending, event: events.Failed
     if event.fault == events.NO_ROOM and op.heading == BACK and (worker.at is None or worker.out):
         return _waiting_for_room(op, worker, pending, event)
     if pending.effect == effects.Dump.tag:
-        return _astray(op, event)
+        return _astray(_without_image(op), event)
+    if pending.effect == effects.Seal.tag:
+        return _image_dropped(op, event.code, event.message, event.hint)
     if pending.effect in _HARMLESS:
         changed = {"asked": False} if pending.effect == effects.Park.tag else {}
         return _astray(op.with_worker(worker.replace(**changed)), event)
@@ -499,6 +530,15 @@ def _ruined(op: Operation, worker: Worker, why: str) -> Operation:
 def _back(op: Operation, code: str, message: str, hint: str) -> Operation:
     op = _because(op, code, message, hint)
     return course.turned_back(op) if op.heading == FORWARD else op
+
+
+def _image_dropped(op: Operation, code: str, message: str, hint: str) -> Operation:
+    """What is written goes; the job stays as it is, which is home."""
+    if op.handoff is None:
+        return op
+    pending = tuple([pending for pending in op.pending if pending.effect != effects.Seal.tag])
+    op = op.replace(handoff=op.handoff.replace(unwanted=True), pending=pending)
+    return _back(op, code, message, hint)
 
 
 def _because(op: Operation, code: str, message: str, hint: str) -> Operation:

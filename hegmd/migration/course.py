@@ -75,8 +75,11 @@ def _is_pending(op: Operation, worker: Worker, want: Want) -> bool:
 
 
 def _is_covered(op: Operation, wants: list[tuple[Worker, Want]]) -> bool:
-    """Whether everything under way is what this stage wants."""
-    return all(any(_matches(pending, worker, want) for worker, want in wants) for pending in op.pending)
+    """Whether everything under way is what this stage wants, or is in nobody's way: an image that is read back."""
+    return all(
+        pending.effect == effects.Seal.tag or any(_matches(pending, worker, want) for worker, want in wants)
+        for pending in op.pending
+    )
 
 
 def _without_superseded(op: Operation, wants: list[tuple[Worker, Want]]) -> Operation:
@@ -128,7 +131,7 @@ def _resting_phase(op: Operation) -> str:
         return SUSPENDED
     if any(worker.lost for worker in op.workers):
         return LOST
-    if not live and op.ends_workers:
+    if not live and (op.ends_workers or (op.is_handed and op.heading == FORWARD)):
         return DONE
     if not live or op.heading != FORWARD:
         return UNDONE

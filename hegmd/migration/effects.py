@@ -94,12 +94,24 @@ class Hold(Effect, tag="hold", ends=("held",), on_cancel=CUT, in_worker=False):
 
 
 class Dump(Effect, tag="dump", ends=("dumped",), on_cancel=UNDO, in_worker=False):
-    """Write the image of the whole job, read it back and give it its name. It is asked of one worker, for all of them.
+    """Write the image of the whole job. If that is to end, read it back too and give it its name; `seal` does this for
+    one that goes on. It is asked of one worker, for all of them.
 
     Dropped, it leaves no image behind, and the processes as they were: standing, their agents on their way back.
     """
 
     find: bool = field("only see whether the image that was begun is whole, and let go of what is left of it if not")
+
+
+class Seal(Effect, tag="seal", ends=("sealed",), on_cancel=UNDO, in_worker=False):
+    """Read back the image of a job that has gone on, and give it its name. It is asked of one worker, for all of them.
+
+    One that is not good is removed. Undone by `scrap`.
+    """
+
+
+class Scrap(Effect, tag="scrap", ends=("scrapped",), on_cancel=FINISH, in_worker=False):
+    """Remove what is written of an image that nobody wants any more."""
 
 
 class End(Effect, tag="end", ends=("ended",), on_cancel=FINISH, in_worker=False):

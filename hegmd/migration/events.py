@@ -184,7 +184,15 @@ class Held(Ending, tag="held"):
 
 
 class Dumped(Ending, tag="dumped"):
-    """The image of the job is whole: it was read back, and has its name."""
+    """The image of the job is whole: it was read back, and has its name. Of a job that goes on, it is written."""
+
+
+class Sealed(Ending, tag="sealed"):
+    """The image of a job that has gone on is whole: it was read back, and has its name."""
+
+
+class Scrapped(Ending, tag="scrapped"):
+    """Nothing is left of the image."""
 
 
 class Ended(Ending, tag="ended"):

@@ -17,10 +17,22 @@ class Imager(Protocol):
     """Makes images of jobs that are off their GPUs and at rest."""
 
     async def dump(self, op: Operation, on_progress: Callable[[int], object]) -> None:
-        """Have the image written, read back and named. Raises HegmError; there is none then, and the job is as it was.
+        """Have the image written. Raises HegmError; there is none then, and the job is as it was.
 
-        Cancelled, the same: the job is as it was when this comes back.
+        Of a job that is to end it is read back too, and named. Cancelled, the same as failed: the job is as it was when
+        this comes back.
         """
+        ...
+
+    async def seal(self, op: Operation, on_progress: Callable[[int], object]) -> None:
+        """Have the image of a job that goes on read back and named. Raises HegmError; there is none then.
+
+        Cancelled, what there is of it stays for `scrap`.
+        """
+        ...
+
+    async def scrap(self, op: Operation) -> None:
+        """Leave nothing of an image that was written and that nobody wants any more. Raises nothing."""
         ...
 
     async def find(self, op: Operation) -> None:

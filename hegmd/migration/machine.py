@@ -31,7 +31,9 @@ What a runner has to keep to:
 | evacuate | | evacuated(size_bytes) | order evacuate with the memory |
 | checkpoint | | checkpointed, outgrown(rest_bytes) | nothing to do; the room there stays held |
 | hold | | held | nothing but time passes |
-| dump | find | dumped | the image is written, read back and named; if the job goes on, its agents are called back |
+| dump | find | dumped | the image is written; read back and named, or, if the job goes on, its agents are called back |
+| seal | | sealed | the image of a job that has gone on is read back and named |
+| scrap | | scrapped | nothing is left of it |
 | end | | ended | the process is ended |
 | restore | gpu | restored | the room there becomes the worker's own |
 | refill | | refilled | order refill with the memory |
@@ -56,7 +58,7 @@ from dataclasses import dataclass
 from hegmd.errors import Refused
 from hegmd.migration import actions
 from hegmd.migration.course import PLANNED, SUSPENDED, TERMINAL, advance
-from hegmd.migration.effects import Effect
+from hegmd.migration.effects import Effect, Seal
 from hegmd.migration.events import Ending, Event
 from hegmd.migration.operation import Operation
 from hegmd.migration.stages import STAGES
@@ -151,7 +153,8 @@ def _put_requests(put: Put) -> None:
     put("begin", [*ACTIVE, SUSPENDED, *TERMINAL], Row(REFUSE, "it has begun already", hint=_WATCH))
 
     settled = ("leaving", "ending", "verifying", "tidying")
-    open_phases = [phase for phase in (PLANNED, *ACTIVE) if phase not in settled]
+    open_phases = [phase for phase in (PLANNED, *ACTIVE) if phase not in (*settled, "sealing")]
+    put("cancel-asked", ["sealing"], Row(MOVE, "the image is not wanted any more", actions.drop_image))
     put("cancel-asked", open_phases, Row(MOVE, "back, unless past return or on its way back", actions.cancel))
     put("cancel-asked", settled, Row(REFUSE, "what it was for has been done", hint=_WATCH + "; it ends by itself"))
     resume_it = "resume it with: hegmctl resume {pid}"
@@ -202,6 +205,8 @@ _WRITES: dict[str, Callable[..., Operation]] = {
     "checkpointed": actions.checkpointed,
     "held": actions.held,
     "dumped": actions.dumped,
+    "sealed": actions.sealed,
+    "scrapped": actions.scrapped,
     "ended": actions.ended,
     "outgrown": actions.outgrown,
     "restored": actions.restored,
@@ -224,6 +229,8 @@ def _put_endings(put: Put) -> None:
 def _phases_of(event: str) -> tuple[str, ...]:
     """The phases in which an effect that this event ends can be under way."""
     ended = {tag for tag, effect in Effect.register.items() if event in effect.ends}
+    if Seal.tag in ended:  # whatever is done meanwhile, it is in nobody's way
+        return ACTIVE
     return tuple(stage.phase for stage in STAGES if stage.phase == "settling" or ended & set(stage.asks))
 
 

@@ -79,6 +79,11 @@ class Handoff(Record):
     root_ticks: int = field("its start time in clock ticks since boot", default=0)
     leave_running: bool = field("whether the job goes on after it; otherwise it ends", default=False)
     begun: bool = field("whether anything may have been written", default=False)
+    written: bool = field(
+        "of one whose job goes on: whether all of it is written, so that it needs nothing of the job to be read back",
+        default=False,
+    )
+    unwanted: bool = field("whether what is written is to go", default=False)
     whole: bool = field("whether the image has its name, and was read back", default=False)
 
 
@@ -231,8 +236,8 @@ class Operation(Record):
 
     @property
     def is_handed(self) -> bool:
-        """Whether the image is whole: from there on the process itself is of no more use to anybody, or goes on."""
-        return self.kind == CHECKPOINT and self.handoff is not None and self.handoff.whole
+        """Whether the image needs nothing more of the job, which ends from there on, if it is whole, or goes on."""
+        return self.kind == CHECKPOINT and self.handoff is not None and (self.handoff.whole or self.handoff.written)
 
     @property
     def ends_workers(self) -> bool:

@@ -11,7 +11,7 @@ from hegmd.migration import carriage, restarting
 from hegmd.migration.candidates import Candidate, Plan, Rates
 from hegmd.migration.draft import Draft, candidate_of
 from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, QUIESCE, RESTART, RESTORE, RESUME, SUSPEND
-from hegmd.migration.paces import IN, OUT, image_s
+from hegmd.migration.paces import IN, LEFT, OUT, image_s
 from hegmd.migration.wording import gigabytes, listed
 from hegmd.protocol.operations import PlannedProcess
 
@@ -22,14 +22,14 @@ _STEPS = {
     MIGRATE: "take room and pool; stop at a boundary; take the bytes out; change GPU; put them back; see a boundary",
     SUSPEND: "take pool; stop at a boundary; take the bytes out; give the GPU's room back",
     RESUME: "take room; put the bytes back; let it go on; see a boundary; give the pool back",
-    CHECKPOINT: "take pool; stop at a boundary; take the bytes out; write process and bytes; read all of it back",
+    CHECKPOINT: "take pool; stop at a boundary; take the bytes out; write process and bytes",
     QUIESCE: "stop at a boundary; stand there; let it go on",
 }
 _DRIVER_STEPS = {
     MIGRATE: "take room; {out}lock and checkpoint; restore on the other GPU and unlock; {in}see it run there",
     SUSPEND: "{out}lock and checkpoint; see its GPU free of it",
     RESUME: "take room; restore and unlock; {in}see it run there",
-    CHECKPOINT: "{out}lock and checkpoint; write process and bytes; read all of it back",
+    CHECKPOINT: "{out}lock and checkpoint; write process and bytes",
 }
 _AROUND = {
     "out": "stop at a boundary; take the bytes out by {carrier}; ",
@@ -39,9 +39,10 @@ _AROUND = {
 
 def with_image(plan: Plan, rates: Rates, *, size_bytes: int, leave_running: bool) -> Plan:
     """The plan of a checkpoint or a handoff, with an image of that size, and with its last step."""
-    made_s = image_s(rates, OUT, size_bytes)
+    made_s = image_s(rates, LEFT if leave_running else OUT, size_bytes)
     back_s = estimate_s(plan.workers, RESUME, rates) if leave_running else 0.0
-    last = "put the bytes back; let it go on; see a boundary" if leave_running else "end the job"
+    home = "put the bytes back; let it go on; see a boundary; read all of the image back meanwhile"
+    last = home if leave_running else "read all of it back; end the job"
     return plan.replace(
         estimate_s=plan.estimate_s + made_s + back_s,
         image_s=made_s,

@@ -9,11 +9,13 @@ from hegmd.migration.candidates import Rates
 from hegmd.migration.operation import BY_DRIVER
 from hegmd.pieces import NEXT_TO_NOTHING_BYTES
 
-__all__ = ["HELPED", "IN", "OUT", "Paces"]
+__all__ = ["HELPED", "IN", "LEFT", "OUT", "Paces"]
 
 # Below this, a copy is mostly its overhead.
 TELLING_BYTES = 256 << 20
 OUT, IN = "out", "in"
+# Of an image whose job goes on: only until it is written.
+LEFT = "left"
 # What an image takes beside its bytes is never less than that.
 _LEAST_S = 0.05
 # The carriers that have the helper copy, which has to be ready for that.
@@ -48,7 +50,7 @@ class Paces:
             self._mean("arm_s", took_s)
 
     def note_image(self, direction: str, size_bytes: int, took_s: float) -> None:
-        """An image of that size took so long, with its processes."""
+        """An image of that size took so long, with its processes; LEFT, OUT or IN."""
         fixed_s = getattr(self._rates, f"image_{direction}_s")
         rate = f"image_{direction}_bytes_per_s"
         if size_bytes >= NEXT_TO_NOTHING_BYTES and took_s > fixed_s:

@@ -72,6 +72,8 @@ class Performer:
             effects.Checkpoint.tag: self._checkpoint,
             effects.Hold.tag: self._hold,
             effects.Dump.tag: self._dump,
+            effects.Seal.tag: self._seal,
+            effects.Scrap.tag: self._scrap,
             effects.End.tag: self._end,
             effects.Restore.tag: self._restore,
             effects.Refill.tag: self._refill,
@@ -249,6 +251,14 @@ class Performer:
         imager = self._imager_for(member)
         await (imager.find(op) if effect.find else imager.dump(op, tell))
         return events.Dumped(**_ends(effect))
+
+    async def _seal(self, op: Operation, member: Member, effect: effects.Seal, tell: Progress) -> Event:
+        await self._imager_for(member).seal(op, tell)
+        return events.Sealed(**_ends(effect))
+
+    async def _scrap(self, op: Operation, member: Member, effect: effects.Scrap, _: Progress) -> Event:
+        await self._imager_for(member).scrap(op)
+        return events.Scrapped(**_ends(effect))
 
     async def _end(self, op: Operation, member: Member, effect: effects.End, _: Progress) -> Event:
         await self._imager_for(member).end(op, member)

@@ -117,7 +117,7 @@ def planned_handoff(op: Operation) -> Plan:
         pool_free_bytes=0,
         estimate_s=0.0,
         lockstep=op.lockstep,
-        steps=("write process and bytes", "read all of it back", "end the job"),
+        steps=("write process and bytes",),
     )
 
 

@@ -26,6 +26,7 @@ PAGE = Path(__file__).with_name("RECOVERY.md")
 OLD, NEW = "gpu0", "gpu1"
 PLACES = {OLD: "the old GPU", NEW: "the new GPU", None: "no GPU"}
 NAME, AGENT = "the job", "its agent"
+LEFT = "checkpoint --leave-running"
 SIZE_BYTES = 10
 
 
@@ -39,6 +40,7 @@ class World:
     boundary: int = 4
     alive: bool = True
     image: bool = False
+    written: bool = False
 
     @property
     def words(self) -> str:
@@ -70,11 +72,16 @@ class Play:
             return  # given up since
         self.done.append(effect.tag)
         ends = {"effect": effect.number, "worker": effect.worker}
-        if effect.tag == "dump" and effect.find and not self.world.image:
+        if self._finds_no_image(effect):
             message = "there is no image of it"
             self.feed(events.Failed(**ends, fault=events.REFUSED, message=message, hint="ask again"))
             return
         self.feed(Event.register[effect.ends[0]](**ends, **self._told(effect)))
+
+    def _finds_no_image(self, effect: Any) -> bool:
+        """Whether it is of an image that a daemon before this one had begun, and that is not whole."""
+        is_found = self.world.image or (effect.tag == "seal" and self.world.written)
+        return (effect.tag == "seal" or (effect.tag == "dump" and effect.find)) and not is_found
 
     def _told(self, effect: Any) -> dict[str, Any]:
         """What the ending says, once the world has changed as the effect wants it."""
@@ -86,7 +93,9 @@ class Play:
             "evacuate": {"out": True},
             "refill": {"out": False},
             "checkpoint": {"gpu": None},
-            "dump": {"image": True},
+            "dump": {"written": True} if self.op.handoff and self.op.handoff.leave_running else {"image": True},
+            "seal": {"image": True},
+            "scrap": {"image": False, "written": False},
             "end": {"alive": False},
             "restore": {"gpu": getattr(effect, "gpu", None)},
             "verify": {"boundary": world.boundary + 1},
@@ -150,7 +159,7 @@ FINDINGS = (
 def situations() -> Iterator[tuple[str, Play]]:
     """Every kind of operation in every phase and heading that it can be in, by its name."""
     for kind, phase in (
-        (kind, phase) for kind in (MIGRATE, SUSPEND, "resume", CHECKPOINT, QUIESCE) for phase in PHASES
+        (kind, phase) for kind in (MIGRATE, SUSPEND, "resume", CHECKPOINT, LEFT, QUIESCE) for phase in PHASES
     ):
         forward = _driven(kind, phase)
         if forward is None:
@@ -176,9 +185,9 @@ def _driven(kind: str, phase: str) -> Play | None:
         size_bytes=SIZE_BYTES,
         rooms={OLD: SIZE_BYTES},
     )
-    op = Operation(id="1", kind=SUSPEND if kind == "resume" else kind, workers=(worker,))
-    if kind == CHECKPOINT:
-        handoff = Handoff(path="/images/one", uid=0, gid=0)
+    op = Operation(id="1", kind={"resume": SUSPEND, LEFT: CHECKPOINT}.get(kind, kind), workers=(worker,))
+    if op.kind == CHECKPOINT:
+        handoff = Handoff(path="/images/one", uid=0, gid=0, leave_running=kind == LEFT)
         op = op.replace(handoff=handoff, workers=(worker.replace(keeps=OLD),))
     play = Play(op, World(), [], [])
     if kind == "resume":
@@ -206,7 +215,8 @@ def _turned_back(kind: str, phase: str) -> Play | None:
 
 def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
     """The effects that a start leads to, and how that ends."""
-    play = Play(situation.op, finding.world or situation.world, [], [])
+    # What a daemon had written it has not read back, and the next does not go on with that.
+    play = Play(situation.op, finding.world or replace(situation.world, written=False), [], [])
     play.feed(events.Recovered())
     if not play.wanted:
         return "—", f"`{play.op.phase}`: nothing had been asked of it"
@@ -271,8 +281,9 @@ changes nothing for anybody. One that it has checkpointed stands on no GPU, and 
 for it. A call that is still under way in the driver ends by itself, and the inspection waits for it.
 
 Where an image may have been begun it is looked for before anything else. One that has its name is whole and was read
-back; without one, what there is of it is removed and the job goes back. A process that has ended while its image was
-being made, and is not in one that is whole, is lost.
+back; without one, what there is of it is removed and the job goes back. Once the image of a job that goes on is
+written, the job comes home first, and the image is looked for then. A process that has ended while its image was being
+made, and is not in one that is whole, is lost.
 
 `settling` and `counting` are not among the phases below: whoever is inspected is in `settling`, and ranks that are
 counted run and have nothing to lose. Ranks go back, on or to rest together; what is said of one holds for each.

@@ -114,6 +114,19 @@ def _handing(op: Operation, worker: Worker) -> Iterator[Want]:
         yield effects.Dump, {"find": op.handoff.begun}
 
 
+def _sealing(op: Operation, worker: Worker) -> Iterator[Want]:
+    # The image needs nothing of the job any more, whatever has become of that: not even that it is there.
+    image = op.handoff
+    if image is None or worker is not op.workers[0]:
+        return
+    # One that was dropped may have been written just then.
+    is_dropped = image.leave_running and image.begun and not image.whole and op.heading != FORWARD
+    if image.written and not image.unwanted:
+        yield effects.Seal, {}
+    elif image.written or is_dropped:
+        yield effects.Scrap, {}
+
+
 def _ending(op: Operation, worker: Worker) -> Iterator[Want]:
     if op.ends_workers and not worker.gone:
         yield effects.End, {}
@@ -188,13 +201,22 @@ STAGES: tuple[Stage, ...] = (
         "the driver takes the rest of the process off its GPU",
     ),
     Stage("leaving", _leaving, ("give-room",), "retry_s", "the room of the suspended is given back"),
-    Stage("handing", _handing, ("dump",), "hand_s", "the image of a job that is to be in one is written and read back"),
+    Stage(
+        "handing",
+        _handing,
+        ("dump",),
+        "hand_s",
+        "the image of a job that is to be in one is written, and read back if the job is to end",
+    ),
     Stage("ending", _ending, ("end",), "retry_s", "the processes that are in an image that is whole end"),
     Stage("restoring", _restoring, ("restore",), "move_s", "the driver brings the process back, where it is to be"),
     Stage("refilling", _refilling, ("refill",), "move_s", "the bytes go back into the process, and stay in the pool"),
     Stage("releasing", _releasing, ("release", "withdraw"), "retry_s", "the training threads go on, all of them"),
     Stage("verifying", _verifying, ("verify",), "verify_s", "the next boundary is waited for"),
     Stage("tidying", _tidying, ("give-room", "give-pool"), "retry_s", "what was held for the move is given back"),
+    Stage(
+        "sealing", _sealing, ("seal", "scrap"), "hand_s", "the image of a job that has gone on is read back and named"
+    ),
 )
 BY_PHASE = {stage.phase: stage for stage in STAGES}
 
@@ -208,8 +230,8 @@ def limit_s(limits: Limits, phase: str) -> float | None:
 def is_past_return(op: Operation) -> bool:
     """Whether the way on is shorter than the way back.
 
-    With an image, that is when it is whole. Moving or suspending, it is when every worker has left or is there already;
-    resuming, when any has arrived.
+    With an image, that is when it needs nothing more of the job. Moving or suspending, it is when every worker has left
+    or is there already; resuming, when any has arrived.
     """
     if op.heading != FORWARD:
         return False

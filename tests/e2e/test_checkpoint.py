@@ -245,6 +245,57 @@ def test_a_daemon_killed_with_an_image_under_way_leaves_a_whole_one_or_a_job_tha
         assert job.output() == expected
 
 
+@pytest.mark.parametrize(("moment", "whole"), [(RECORDED, False), (UNRECORDED, True)])
+def test_a_daemon_killed_while_an_image_is_read_back_leaves_a_job_that_trains(
+    halted: RunningDaemon, halts: Halts, tmp_path: Path, expected: list[str], moment: str, whole: bool
+) -> None:
+    """Its job has gone on, and goes on: the image is whole by then, or nothing is left of it."""
+    image = tmp_path / "image"
+    with HandedJob(tmp_path / "job", halted.socket_path) as job:
+        job.await_steps(20)
+        halts.set(Trap(job.pid, "sealing", moment))
+        words = [sys.executable, "-m", "hegmctl", "checkpoint", "--leave-running", str(job.pid), str(image)]
+        with subprocess.Popen(words, env=job.environ, stderr=subprocess.DEVNULL) as client:
+            halts.wait(ENDS_WITHIN_S)
+            job.await_steps(len(job.losses) + 2)  # it trains, and nobody has read its image
+            assert image.exists() is whole
+            halted.stop(signal.SIGKILL)
+            halts.forget()
+            client.wait(ENDS_WITHIN_S)
+        halted.start()
+        op = job.operation("op", "1", "--follow", status=None)
+        assert (op["phase"], image.is_dir()) == ("done" if whole else "undone", whole)
+        assert [name for name in os.listdir(tmp_path) if "hegm-new" in name] == []
+        assert job.output() == expected
+
+
+def test_an_image_that_is_not_good_when_it_is_read_back_is_removed_and_told_of(
+    halted: RunningDaemon, halts: Halts, tmp_path: Path, expected: list[str]
+) -> None:
+    """A bit of it is another one on the disk: the job trains meanwhile and is not disturbed by it."""
+    image = tmp_path / "image"
+    with HandedJob(tmp_path / "job", halted.socket_path) as job:
+        job.await_steps(20)
+        halts.set(Trap(job.pid, "sealing", RECORDED))
+        words = [sys.executable, "-m", "hegmctl", "checkpoint", "--leave-running", str(job.pid), str(image)]
+        with subprocess.Popen(words, env=job.environ, stderr=subprocess.DEVNULL) as client:
+            halts.wait(ENDS_WITHIN_S)
+            (written,) = tmp_path.glob(".image.hegm-new-*")
+            (bytes_of_gpu,) = (written / "bytes").iterdir()
+            with bytes_of_gpu.open("r+b") as file:
+                file.seek(4096)
+                byte = file.read(1)
+                file.seek(4096)
+                file.write(bytes([byte[0] ^ 1]))
+            halts.go()
+            assert client.wait(ENDS_WITHIN_S) != 0
+        op = job.operation("op", "1", status=None)
+        assert (op["phase"], op["processes"][0]["state"]) == ("undone", "running")
+        assert "was not good when it was read back, and is removed" in op["failure"]["message"]
+        assert [name for name in os.listdir(tmp_path) if "image" in name] == []
+        assert job.output() == expected
+
+
 def test_a_daemon_killed_within_a_restore_leaves_a_job_or_only_the_image(
     daemon: RunningDaemon, tmp_path: Path, expected: list[str]
 ) -> None:

@@ -24,7 +24,7 @@ ORDERS = frozenset(("evacuate", "checkpoint", "restore", "refill"))
 # Those that a stopped worker does not answer, within the limit that is theirs.
 ASKED_OF_AGENTS = frozenset(("survey", "inspect"))
 FAILING = frozenset(
-    "take-room take-pool survey evacuate checkpoint restore refill release verify give-room dump end".split()
+    "take-room take-pool survey evacuate checkpoint restore refill release verify give-room dump seal scrap end".split()
 )
 
 
@@ -194,7 +194,7 @@ class Hands:
                 return self.restore(effect, process)
             case "hold":
                 return events.Held(**ends)
-            case "dump" | "end":
+            case "dump" | "end" | "seal" | "scrap":
                 return self.hand_over(running, process)
             case "refill":
                 node.refill(name)
@@ -204,9 +204,11 @@ class Hands:
         return self.inspect(running.op_id, effect, process)
 
     def hand_over(self, running: Running, process: Process) -> Event | None:
-        """Write the image of its job, or end it."""
+        """Write the image of its job, or end it; see to an image whose job has gone on."""
         if running.effect.tag == "dump":
             return self.dump(running)
+        if running.effect.tag in ("seal", "scrap"):
+            return self.see_to_written(running)
         if process.alive:
             self.daemon.node.end(running.op_id, process.name)
         return events.Ended(effect=running.effect.number, worker=process.name)
@@ -226,8 +228,23 @@ class Hands:
             names = [worker.name for worker in self.daemon.ops[running.op_id].live]
             if not all(self.steps_aside(node.processes[name]) for name in names):
                 return failure(effect, REFUSED)
-            node.dump(running.op_id, names)
+            handoff = self.daemon.ops[running.op_id].handoff
+            node.dump(running.op_id, names, goes_on=handoff is not None and handoff.leave_running)
         return events.Dumped(effect=effect.number, worker=effect.worker)
+
+    def see_to_written(self, running: Running) -> Event | None:
+        """Give an image its name, or take it away. What a daemon that was killed had written is no image."""
+        effect, node, daemon = running.effect, self.daemon.node, self.daemon
+        ends: dict[str, Any] = {"effect": effect.number, "worker": effect.worker}
+        if effect.tag == "scrap":
+            node.scrap(running.op_id)
+            return events.Scrapped(**ends)
+        if daemon.ops[running.op_id].pending_numbered(effect.number) is None:
+            daemon.finish(running, None)
+            return None
+        if running.op_id in node.written:
+            node.seal(running.op_id)
+        return events.Sealed(**ends) if running.op_id in node.images else failure(effect, REFUSED)
 
     def steps_aside(self, process: Process) -> bool:
         """Whether its agent does as it is told for an image: one that has let its job go on does not."""

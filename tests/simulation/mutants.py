@@ -211,6 +211,15 @@ class FindsAnImageThatIsNotThere(Hands):
         return super().dump(running)
 
 
+class SealsWhatIsNotThere(Hands):
+    """What a daemon that was killed had written is taken for whole, though nobody has read it back."""
+
+    def see_to_written(self, running: Running) -> Event | None:
+        if running.effect.tag == "seal":
+            return events.Sealed(effect=running.effect.number, worker=running.effect.worker)
+        return super().see_to_written(running)
+
+
 def frees_before_the_refill(op: Operation, event: Event, now: float) -> Result:
     """The pool's memory goes back as soon as the process is on its GPU."""
     after, wanted = machine.handle(op, event, now)
@@ -258,6 +267,7 @@ MUTANTS: dict[str, Mutant] = {
     "takes_another_program_for_the_same": Mutant(Parts(handle=takes_another_program_for_the_same), {"exec": 0.02}),
     "dumps_who_has_gone_on": Mutant(Parts(hands=DumpsWhoHasGoneOn), {"alone": 0.2}),
     "finds_an_image_that_is_not_there": Mutant(Parts(hands=FindsAnImageThatIsNotThere), {"crash": 0.03, "fail": 0.0}),
+    "seals_what_is_not_there": Mutant(Parts(hands=SealsWhatIsNotThere), {"crash": 0.03, "fail": 0.0}),
     "acts_before_the_journal_is_on_disk": Mutant(Parts(acts_before_sync=True), _CRASHING),
     "acts_though_the_journal_cannot_be_written": Mutant(Parts(ignores_write_errors=True)),
     "forgets_descriptors_when_it_restarts": Mutant(Parts(forgets_descriptors=True), _CRASHING),

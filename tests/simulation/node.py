@@ -82,6 +82,7 @@ class Node:
     copies: dict[str, int] = field(default_factory=dict)
     own_copies: set[str] = field(default_factory=set)  # those whose agent holds a descriptor of its own
     images: set[str] = field(default_factory=set)  # operations whose image is whole; these outlive everything
+    written: set[str] = field(default_factory=set)  # those whose image is only written: nobody has read it back
     unclaimed: set[str] = field(default_factory=set)  # no journal tells of them any more: they wait for `adopt`
 
     def free(self, gpu: str) -> int:
@@ -222,12 +223,20 @@ class Node:
             raise Violation(f"{name} was restored on {gpu} without the room: it is lost")
         process.gpu = gpu
 
-    def dump(self, op_id: str, names: Iterable[str]) -> None:
-        """Write the image of a job. What is on a GPU, or moves, cannot be in it."""
+    def dump(self, op_id: str, names: Iterable[str], *, goes_on: bool) -> None:
+        """Write the image of a job. What is on a GPU, or moves, cannot be in it. If the job ends, it is whole."""
         for process in (self.processes[name] for name in names):
             if process.gpu is not None or not process.parked or process.under_way:
                 raise Violation(f"an image was made of {process.name} while it is not off its GPU and at rest")
+        (self.written if goes_on else self.images).add(op_id)
+
+    def seal(self, op_id: str) -> None:
+        """What was written of a job that goes on was read back."""
+        self.written.remove(op_id)
         self.images.add(op_id)
+
+    def scrap(self, op_id: str) -> None:
+        self.written.discard(op_id)
 
     def end(self, op_id: str, name: str) -> None:
         if op_id not in self.images:
@@ -310,6 +319,7 @@ class Node:
 
     def lose_daemon(self, *, kept: bool, random: Random) -> None:
         """What only the daemon held is gone: room on other GPUs than its own, and memory that nobody keeps for it."""
+        self.written.clear()
         if kept:
             return
         for name in list(self.pool):

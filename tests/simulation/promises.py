@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from hegmd.migration import journal, machine
+from hegmd.migration.course import DONE
 from hegmd.migration.journal_file import NAME
+from hegmd.migration.operation import CHECKPOINT
 from tests.simulation.daemon import Daemon
 from tests.simulation.driven import START_TICKS
 from tests.simulation.node import RUNNING, Process, Violation
@@ -55,6 +57,11 @@ def judge(daemon: Daemon) -> None:
             _judge_living(daemon, process, last.get(name))
         elif any(name in held for held in node.holds.values()):
             raise Violation(f"room of {name} is held though it has ended")
+    if node.written:
+        raise Violation(f"images that nobody has read back are left: {sorted(node.written)}")
+    for op in daemon.ops.values():
+        if op.phase == DONE and op.handoff is not None and op.kind == CHECKPOINT and op.id not in node.images:
+            raise Violation(f"operation {op.id} is done, and its image is not whole")
     pieces = {owner for held in node.holds.values() for owner in held if "." in owner}
     if pieces:
         raise Violation(f"video memory is still held: {sorted(pieces)}")

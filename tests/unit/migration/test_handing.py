@@ -43,9 +43,97 @@ def test_a_checkpoint_ends_the_process_after_its_image_is_whole() -> None:
 def test_a_job_that_is_left_running_goes_home_and_proves_itself() -> None:
     drive = Drive(checkpoint(leave_running=True)).until("done")
     assert "end" not in asked(drive)
-    assert drive.phases[-6:] == ["restoring", "refilling", "releasing", "verifying", "tidying", "done"]
+    assert drive.phases[-7:] == ["restoring", "refilling", "releasing", "verifying", "tidying", "sealing", "done"]
     assert drive.op.workers[0].at == "gpu0"
     assert not drive.op.workers[0].gone
+
+
+def test_a_job_that_was_to_go_on_stood_while_its_image_was_read_back() -> None:
+    """Reading it needs nothing of the job, which stood for twice as long as it had to."""
+    drive = Drive(checkpoint(leave_running=True)).until("sealing")
+    assert asked(drive).index("dump") < asked(drive).index("release") < asked(drive).index("seal")
+    assert drive.op.handoff is not None
+    assert not drive.op.handoff.whole, "nobody has read it yet"
+    drive.until("done")
+    assert drive.op.handoff.whole
+
+
+def sealing(*names: str) -> Drive:
+    return Drive(checkpoint(*names, leave_running=True)).until("sealing")
+
+
+def test_an_image_that_is_not_good_is_told_of_and_the_job_goes_on() -> None:
+    drive = sealing()
+    drive.fail("broken")
+    drive.until("undone")
+    assert asked(drive)[-1] == "scrap"
+    assert drive.op.workers[0].at == "gpu0"
+    assert drive.op.failure is not None
+    assert drive.op.failure.message == "seal failed"
+
+
+def test_an_image_that_is_cancelled_while_it_is_read_back_goes_and_nobody_is_asked_for_it() -> None:
+    drive = sealing()
+    drive.feed(events.CancelAsked(by="somebody"))
+    assert [pending.effect for pending in drive.op.pending] == ["scrap"]
+    with pytest.raises(Refused, match="is being removed"):
+        drive.feed(events.CancelAsked(by="somebody"))
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "seal"]
+    drive.until("undone")
+    assert asked(drive)[-2:] == ["seal", "scrap"]
+
+
+def test_an_image_that_is_not_read_back_in_time_goes() -> None:
+    drive = sealing()
+    drive.now = drive.op.deadline or 0.0
+    drive.feed(events.DeadlinePassed())
+    assert drive.op.failure is not None
+    assert "was not read back within" in drive.op.failure.message
+    assert (drive.op.deadline or 0.0) > drive.now, "it would ask at once again, and again"
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "seal"]
+    drive.until("undone")
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b")])
+def test_a_job_that_ends_by_itself_while_its_image_is_read_back_has_one(names: tuple[str, ...]) -> None:
+    """Its agent is gone a moment before it is; the image needs neither."""
+    drive = sealing(*names)
+    for name in names:
+        drive.feed(events.AgentLost(worker=name))
+        drive.feed(events.WorkerGone(worker=name, why="it has ended"))
+    assert "give-room" in asked(drive), "what was held for it is given back meanwhile"
+    drive.until("done")
+    assert drive.op.failure is None
+    assert asked(drive).count("seal") == 1
+
+
+def test_an_agent_that_is_late_while_an_image_is_read_back_does_not_have_it_read_anew() -> None:
+    """What is under way would be cut off, and an image that is half read is none."""
+    drive = sealing()
+    drive.feed(events.AgentLost(worker="a"))
+    assert drive.op.phase == "settling"
+    drive.now = drive.op.deadline or 0.0
+    drive.feed(events.DeadlinePassed())
+    assert "seal" in [pending.effect for pending in drive.op.pending]
+
+
+def test_an_image_whose_job_cannot_come_back_is_made_whole_all_the_same() -> None:
+    drive = Drive(checkpoint(leave_running=True)).until("restoring")
+    drive.feed(events.WorkerGone(worker="a", why="it was killed"))
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "restore"]
+    drive.until("lost")
+    assert asked(drive)[-1] == "seal"
+    assert drive.op.handoff is not None
+    assert drive.op.handoff.whole
+
+
+def test_an_image_that_was_written_just_when_it_was_dropped_was_left_over() -> None:
+    """Nobody knew of it any more, and its lock was held until the daemon ended."""
+    drive = Drive(checkpoint(leave_running=True)).until("handing")
+    drive.feed(events.CancelAsked(by="somebody"))
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "dump"]
+    drive.until("undone")
+    assert asked(drive)[-1] == "scrap"
 
 
 def test_the_room_on_the_old_gpu_is_kept_until_the_image_is_whole() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hegmd.migration import paces as pace
 from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
 from hegmd.migration.operation import CHECKPOINT, MIGRATE, RESTORE, RESUME, SUSPEND, Limits, Operation
 from hegmd.migration.outlook import from_image, with_image
@@ -288,8 +289,10 @@ def test_the_time_for_an_image_was_not_in_the_estimate() -> None:
     assert (ended.image_s, ended.estimate_s, ended.ends) == (made_s, plan.estimate_s + made_s, True)
     left = with_image(plan, snapshot.rates, size_bytes=3 * GIB, leave_running=True)
     back_s = 2 * GIB / snapshot.rates.in_bytes_per_s
-    assert left.estimate_s > ended.estimate_s + back_s
-    assert (left.ends, left.steps[-1]) == (False, "see a boundary")
+    left_s = image_s(snapshot.rates, pace.LEFT, 3 * GIB)
+    assert left_s < made_s, "it does not stand while the image is read back"
+    assert left.estimate_s >= plan.estimate_s + left_s + back_s
+    assert (left.ends, left.steps[-1]) == (False, "read all of the image back meanwhile")
 
 
 def test_a_job_that_comes_back_takes_the_reading_and_the_resume() -> None:
