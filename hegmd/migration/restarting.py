@@ -27,6 +27,8 @@ STEPS = (
 )
 # Until a Python that imports PyTorch is at its first batch; what the script loads by itself comes on top.
 START_S = 8.0
+# How an agent begins what it says of the things that it has not gone through.
+UNSEEN = "not looked at: "
 _SUPERVISED = "start the job with: hegmctl run --allow-restart -- COMMAND"
 
 
@@ -124,7 +126,13 @@ def not_kept(members: Sequence[Candidate], request: Request) -> Iterator[str]:
         if names is None:
             yield f"process {candidate.pid}: its script's own variables may begin anew, but for what hegm.keep names"
         for name in names or ():
-            yield f"process {candidate.pid}: begins anew: {name}; hegm.keep keeps it"
+            is_unseen = name.startswith(UNSEEN)
+            anew = (
+                f"{name}; hegm.keep keeps what is changed there"
+                if is_unseen
+                else f"begins anew: {name}; hegm.keep keeps it"
+            )
+            yield f"process {candidate.pid}: {anew}"
     if request.respawn.set or request.respawn.unset or request.respawn.python is not None:
         changed = [*request.respawn.set, *request.respawn.unset]
         changed += [] if request.respawn.python is None else [f"the Python {request.respawn.python}"]

@@ -1,8 +1,9 @@
 """A Python that has imported PyTorch, and what else it is told to, and forks for each training script.
 
 Reads a JSON object a line: the script, its environment, where its output goes, the boundary at which it leaves its
-state and where. Answers each with the exit status. With an agent, the agent is mounted in the child as the injected
-`sitecustomize` would have, and meets what is imported already; everything of it that follows is as in any worker.
+state and where, and whether all that it computes is recorded. Answers each with the exit status. With an agent, the
+agent is mounted in the child as the injected `sitecustomize` would have, and meets what is imported already;
+everything of it that follows is as in any worker.
 """
 
 # ruff: noqa: T201, BLE001 - a program of its own, which says how scripts ended whatever they raised
@@ -23,6 +24,7 @@ import torch.optim
 import torch.utils.data
 
 ROOT = Path(__file__).parents[2]
+recorded = import_module("recorded")  # which is beside this file
 REFUSED_STATUS = 97
 _STEADY = np.float64(0)  # NumPy is imported: scripts of their own import it too
 
@@ -60,13 +62,15 @@ def run(wanted: dict) -> None:
         os.close(source)
     signal.alarm(60)
     os.environ.update(wanted["environment"])
+    os.chdir(wanted["folder"])
+    recorder = begin_record(wanted["record"])
     status = 1
     try:
         script = types.ModuleType("__main__")
         script.__file__ = wanted["argv"][0]
         sys.modules["__main__"] = script
         if wanted["agent"]:
-            mount(wanted.get("at"), wanted.get("into"))
+            mount(wanted, recorder)
         sys.argv = wanted["argv"]
         sys.path.insert(0, str(Path(script.__file__).parent))
         exec(compile(Path(script.__file__).read_text(), script.__file__, "exec"), vars(script))
@@ -76,6 +80,8 @@ def run(wanted: dict) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
+        if recorder is not None and status == 0:
+            recorder.finish()
         end(status)
 
 
@@ -89,22 +95,39 @@ def end(status: int) -> None:
     os._exit(status)
 
 
-def mount(at: int | None, into: str | None) -> None:
+def begin_record(path: str | None) -> Any:
+    """What notes all that is computed into that file, if there is one."""
+    return None if path is None else recorded.Recorder(opened(path))
+
+
+def opened(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+
+def mount(wanted: dict, recorder: Any) -> None:
     """The agent, as in a worker; it leaves its state at that boundary."""
     inject = ROOT / "hegmd" / "agent" / "inject" / "sitecustomize.py"
     sys.path.insert(0, str(inject.parent))
     exec(compile(inject.read_text(), str(inject), "exec"), {"__file__": str(inject), "__name__": "sitecustomize"})
     mounting, life = import_module("_hegm.agent.mount"), import_module("_hegm.agent.life")
     places = import_module("_hegm.agent.restart.places")
-    places.FILES_LOOKED_THROUGH.add(__file__)
+    places.FILES_LOOKED_THROUGH.update((__file__, recorded.__file__))
     mounting._meet_optimizer(sys.modules["torch.optim.optimizer"])
     mounting._meet_loader(sys.modules["torch.utils.data.dataloader"])
-    if at is not None and into is not None:
-        quiesce, readiness = import_module("_hegm.agent.quiesce"), import_module("_hegm.agent.restart.readiness")
-        changed = threading.Event()
-        gate = life.gate()
-        gate.on_change = changed.set
-        gate.ask(quiesce.Asked(quiesce.PARK, at=at, fits=readiness.fits_of(gate)))
+    if wanted["at"] is None:
+        return
+    quiesce, readiness = import_module("_hegm.agent.quiesce"), import_module("_hegm.agent.restart.readiness")
+    changed = threading.Event()
+    gate = life.gate()
+    gate.on_change = changed.set
+    into = wanted["into"]
+    fits = readiness.fits_of(gate)
+    if recorder is not None:
+        kinds = opened(wanted["kinds"])
+        asked = lambda: readiness.asked_iterator(sys._getframe(2))  # noqa: E731 - by whom it is called is what counts
+        fits = recorded.at_kind(recorder, kinds, asked, fits, wanted["kind"])
+    gate.ask(quiesce.Asked(quiesce.PARK, at=wanted["at"], fits=fits))
+    if into is not None:
         threading.Thread(target=leave, args=(gate, changed, into), daemon=True).start()
 
 

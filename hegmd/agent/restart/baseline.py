@@ -29,12 +29,12 @@ _SIZED = (list, dict, set, bytearray)
 _known: dict[Any, Baseline] = {}
 
 
-def note_place(path: Any, frames: list[FrameType]) -> None:
-    """The script is there; remember it the first time. Never raises."""
+def note_place(path: Any, frames: list[FrameType], *, is_late: bool = False) -> None:
+    """The script is there; remember it the first time. `is_late` says that it came there before. Never raises."""
     if path in _known or len(_known) >= MOST_PLACES:
         return
     try:
-        _known[path] = Baseline(frames)
+        _known[path] = Baseline(frames, is_late=is_late)
     except Exception as error:  # noqa: BLE001 - the edge to the script, whose objects may be anything
         note(f"what the script holds is not known: {error!r}")
 
@@ -45,9 +45,10 @@ def baseline_of(path: Any) -> Baseline | None:
 
 
 class Baseline:
-    """One place, the first time."""
+    """One place, the first time; or the first step there, where nothing was seen to come to it."""
 
-    def __init__(self, frames: list[FrameType]) -> None:
+    def __init__(self, frames: list[FrameType], *, is_late: bool = False) -> None:
+        self._is_late = is_late
         self._kinds: dict[str, str] = {}
         self._tensors: dict[str, tuple[Any, int]] = {}
         for found in Holdings(frames).list:
@@ -66,7 +67,8 @@ class Baseline:
         for name in found.names:
             tensor, version = self._tensors.get(name, (None, 0))
             if tensor is not None and tensor() is found.thing:
-                return bool(found.thing._version != version)
+                now = found.thing._version
+                return bool(now != version or (self._is_late and now > 0))
         return False
 
     def changed(self, frames: list[FrameType]) -> list[str]:

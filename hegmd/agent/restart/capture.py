@@ -37,7 +37,11 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-FORM = 1
+    #: A name, what it is to give, and the line where it is called if that is not the head of the loop.
+    _Need = tuple[str, Any, "int | None"]
+
+#: Of a state as a whole: to be raised when what is in it, or how it is meant, changes. A test knows each.
+FORM = 2
 #: Names that call `range` and `enumerate` for the script.
 _ALSO = {"range": {"trange", "tnrange"}, "enumerate": {"resumable", "tenumerate"}}
 _BY_HAND = "keep what it goes by with hegm.keep(name, get, set), or write it as a for loop over range() or a loader"
@@ -97,6 +101,8 @@ class _Taking:
                 look = self._look_into_zip(loop.iterator, driver)
             self._note_loaders(look)
             needs = list(self._needs(look, place.path[loop.depth], loop.line))
+            if driver is not None:
+                needs = self._made_before(needs, look, loop, place.path[: loop.depth + 1])
             self._check_names(needs, loop, place.path[loop.depth])
             loops.append({"depth": loop.depth, "line": loop.line, "needs": needs})
         self.refusals += readiness.refusals_of(place, is_driven=driver is not None)
@@ -104,9 +110,20 @@ class _Taking:
         self._baseline = baseline_of(place.path if number is None else iterations.path_of_pass(driver))
         return {"path": place.path, "loops": loops, "driver": number}
 
-    def _check_names(self, needs: list[tuple[str, Any]], loop: Loop, step: Any) -> None:
+    def _made_before(self, needs: list[_Need], look: dict[str, Any], loop: Loop, path: Any) -> list[_Need]:
+        """A count over a loader that was made above the loop, for a bar, is made otherwise where the pass began."""
+        found = next((part for part in _parts_of(look) if part["kind"] == "enumerate"), None)
+        inner = found["of"] if found is not None else {"kind": None}
+        if "enumerate" in loop.names or inner["kind"] != "loader":
+            return needs
+        began = next(pass_.path for pass_ in iterations.all_followed() if pass_.number == inner["number"])
+        if began[:-1] != path[:-1] or began[-1][:3] != path[-1][:3]:
+            return needs
+        return [(name, value, began[-1][3] if name == "enumerate" else line) for name, value, line in needs]
+
+    def _check_names(self, needs: list[_Need], loop: Loop, step: Any) -> None:
         """Only what is made in the head of a loop can be made otherwise there."""
-        for name in {name for name, _value in needs} - loop.names:
+        for name in {name for name, _value, line in needs if line is None} - loop.names:
             if not loop.names & _ALSO[name]:
                 where = said((*step[:3], loop.line))
                 what = f"the loop at {where} goes over what was made before it, whose place cannot be set"
@@ -130,17 +147,17 @@ class _Taking:
         for inner in _inner_of(look):
             self._note_loaders(inner)
 
-    def _needs(self, look: dict[str, Any], step: Any, line: int) -> Iterator[tuple[str, Any]]:
+    def _needs(self, look: dict[str, Any], step: Any, line: int) -> Iterator[_Need]:
         """What the names in the head of this loop have to give when it is entered again, in the order of asking."""
         if look["kind"] == "range":
-            yield "range", look["rest"]
+            yield "range", look["rest"], None
         elif look["kind"] == "other":
             where = said((*step[:3], line))
             self._refuse(f"the loop at {where} goes over a {look['name']}, whose place cannot be set", _BY_HAND)
         for inner in _inner_of(look):
             yield from self._needs(inner, step, line)
         if look["kind"] == "enumerate":
-            yield "enumerate", look["index"]
+            yield "enumerate", look["index"], None
 
     # ---- loaders ----------------------------------------------------------------------------------------------------
 
@@ -191,6 +208,9 @@ class _Taking:
             kept=values["kept"],
             changed=[] if baseline is None else baseline.changed(place.frames),
         )
+        own["unseen"] += holdings.unseen
+        if baseline is None:
+            own["unseen"].append("tensors and variables that were there at the first batch and have been changed since")
         if own["anew"] and not said_by_script.keeps:
             for step in place.whiles():
                 self._refuse(f"the while loop at {said(step)} goes by variables of the script's own", _BY_HAND)
@@ -335,8 +355,11 @@ def _inner_of(look: dict[str, Any]) -> list[dict[str, Any]]:
     return inner if is_a(inner, list) else [inner]
 
 
-def _loaders_in(look: dict[str, Any]) -> Iterator[int]:
-    if look["kind"] == "loader":
-        yield look["number"]
+def _parts_of(look: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield look
     for inner in _inner_of(look):
-        yield from _loaders_in(inner)
+        yield from _parts_of(inner)
+
+
+def _loaders_in(look: dict[str, Any]) -> Iterator[int]:
+    return (found["number"] for found in _parts_of(look) if found["kind"] == "loader")

@@ -24,7 +24,8 @@ LOCAL = "local"
 GLOBAL = "global"
 ATTRIBUTE = "attribute"
 _OPTIMIZED = 0x1  # a function's code, and neither a module's nor a class's
-_MOST_CODES = 600
+#: Functions of the script that are looked through for what they change.
+MOST_CODES = 600
 _MUTATORS = frozenset(
     "append appendleft extend extendleft insert add update pop popleft popitem remove discard clear setdefault sort "
     "reverse rotate subtract fill put".split()
@@ -232,6 +233,8 @@ class Functions:
         self._by_name: dict[str, list[Function]] = {}
         self._called: list[Function] = []
         self._seen: set[int] = set()
+        #: Whether all were looked through that the last question led to.
+        self.is_whole = True
         for module in modules:
             for name, value in members_of(module).items():
                 self._add(name, value, None)
@@ -242,10 +245,13 @@ class Functions:
         left += self._called
         left += [found for name in names for found in self._by_name.get(name, ())]
         met: set[tuple[CodeType, Any]] = set()
-        while left and len(met) < _MOST_CODES:
+        while left:
             function = left.pop()
             if (function.code, function.owner) in met:
                 continue
+            if len(met) >= MOST_CODES:
+                self.is_whole = False
+                return
             met.add((function.code, function.owner))
             yield function
             left.extend(Function(code.co_name, code, function.module, None) for code in nested_in(function.code))

@@ -62,6 +62,8 @@ class Holdings:
     def __init__(self, frames: list[FrameType]) -> None:
         self.list: list[Holding] = []
         self.is_whole = True
+        #: What was not gone through, in words: there may be models or tensors that the script writes to.
+        self.unseen: list[str] = []
         self._kinds = _Kinds()
         self._seen: dict[int, Any] = {}
         self._held: dict[int, Holding] = {}
@@ -110,6 +112,11 @@ class Holdings:
         kind = self._kinds.of(thing)
         if kind is not None:
             self._held[id(thing)] = Holding(kind, thing, name)
+        if is_a(thing, dict, list, tuple, deque) and len(thing) > _LONGEST:
+            values: Any = thing.values() if is_a(thing, dict) else thing
+            if any(self._kinds.of(found) is not None for found in values):
+                self.unseen.append(f"the {len(thing):,} parts of {name}")
+            return
         if depth < _DEEP:
             self._left.extend((way, found, depth + 1) for way, found in _ways_on(name, thing, kind))
 
@@ -170,14 +177,10 @@ def _ways_on(name: str, thing: Any, kind: str | None) -> Iterator[tuple[str, Any
     if kind in (SCHEDULER, SCALER, GENERATOR, STATEFUL, TENSOR) or frameworks.reseeds(thing):
         return
     if is_a(thing, dict):
-        if len(thing) <= _LONGEST:
-            yield from (
-                (f"{name}[{key!r}]", value) for key, value in list(thing.items()) if isinstance(key, (str, int))
-            )
+        yield from ((f"{name}[{key!r}]", value) for key, value in list(thing.items()) if isinstance(key, (str, int)))
         return
     if is_a(thing, list, tuple, deque):
-        if len(thing) <= _LONGEST:
-            yield from ((f"{name}[{index}]", value) for index, value in enumerate(list(thing)))
+        yield from ((f"{name}[{index}]", value) for index, value in enumerate(list(thing)))
         return
     if is_a(thing, *_FUNCTIONS):
         yield from _ways_of_function(name, thing)

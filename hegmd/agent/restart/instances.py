@@ -41,6 +41,8 @@ class Instances:
         #: Each with its names, the nearest first.
         self.found: list[tuple[Any, list[str]]] = []
         self.by_name: dict[str, Any] = {}
+        #: What was not gone through for them, in words.
+        self.unseen: list[str] = []
         self._names: dict[int, list[str]] = {}
         self._seen: dict[int, Any] = {}
         self._ours: dict[type, bool] = {}
@@ -52,19 +54,33 @@ class Instances:
         left: deque[tuple[str, Any, int]] = deque(_beginnings(frames))
         while left and len(self._seen) < _MOST_OBJECTS:
             name, thing, depth = left.popleft()
-            if is_a(thing, *self._leaves):
-                continue
-            if id(thing) in self._seen:
-                self._note_name(thing, name)
-                continue
-            self._seen[id(thing)] = thing  # held, so that no other object gets its address meanwhile
-            if self.is_own(thing):
-                self._names[id(thing)] = []
-                self.found.append((thing, self._names[id(thing)]))
-                self._note_name(thing, name)
-            if depth < _MOST_DEEP:
-                left.extend((way, inner, depth + 1) for way, inner in self._ways_on(name, thing))
+            if not is_a(thing, *self._leaves):
+                self._look(name, thing, depth, left)
+        if left:
+            self.unseen.append(f"objects of the script's beyond the first {_MOST_OBJECTS:,}")
         self._seen = {}
+
+    def _look(self, name: str, thing: Any, depth: int, left: deque[tuple[str, Any, int]]) -> None:
+        if id(thing) in self._seen:
+            self._note_name(thing, name)
+            return
+        self._seen[id(thing)] = thing  # held, so that no other object gets its address meanwhile
+        if self.is_own(thing):
+            self._names[id(thing)] = []
+            self.found.append((thing, self._names[id(thing)]))
+            self._note_name(thing, name)
+        if is_a(thing, dict, list, tuple, deque) and len(thing) > _LONGEST:
+            self._note_long(name, thing)
+        elif depth < _MOST_DEEP:
+            left.extend((way, inner, depth + 1) for way, inner in self._ways_on(name, thing))
+        elif self.is_own(thing) and any(self.is_own(inner) for _way, inner in self._ways_on(name, thing)):
+            self.unseen.append(f"objects within {name}")
+
+    def _note_long(self, name: str, thing: Any) -> None:
+        """One that is not gone through, if objects are in it whose attributes may change."""
+        values: Any = thing.values() if is_a(thing, dict) else thing
+        if any(self.is_own(found) for found in values):
+            self.unseen.append(f"the {len(thing):,} objects of {name}")
 
     def is_own(self, thing: Any) -> bool:
         """Whether its class is the script's, or one that has attributes for whoever sets them."""
@@ -85,11 +101,9 @@ class Instances:
 
     def _ways_on(self, name: str, thing: Any) -> Iterator[tuple[str, Any]]:
         if is_a(thing, dict):
-            if len(thing) <= _LONGEST:
-                yield from ((f"{name}[{key!r}]", found) for key, found in list(thing.items()) if is_a(key, str, int))
+            yield from ((f"{name}[{key!r}]", found) for key, found in list(thing.items()) if is_a(key, str, int))
         elif is_a(thing, list, tuple, deque):
-            if len(thing) <= _LONGEST:
-                yield from ((f"{name}[{index}]", found) for index, found in enumerate(list(thing)))
+            yield from ((f"{name}[{index}]", found) for index, found in enumerate(list(thing)))
         elif is_a(thing, METHOD):
             yield f"{name}.__self__", thing.__self__
         else:

@@ -173,7 +173,7 @@ class Iteration:
             return True
         before = generators.read_shared()
         try:
-            fetcher.dataset[0]
+            fetcher.fetch([0] if iterator._auto_collation else 0)  # what the collator draws, too
             return generators.read_shared() != before
         except Exception:  # noqa: BLE001 - a dataset of any make; what cannot be tried is not counted on
             return True

@@ -12,6 +12,7 @@ import sys
 
 from ..notes import note
 from . import frameworks, iterations
+from .baseline import note_place
 from .bytecode import loops_of
 from .places import Place, Unreadable, is_of_script, look_into, said
 from .stack import caller
@@ -36,8 +37,29 @@ def note_step(frame: FrameType | None) -> None:
     try:
         place = Place(frame)
         _trained[chain_of(place)] = positions_of(place)
+        _note_without_loader(place)
     except Exception as error:  # noqa: BLE001 - the edge to the script, which steps on
         note(f"the loops around a step are not known: {error!r}")
+
+
+def _note_without_loader(place: Place) -> None:
+    """A loop over no loader is not seen to begin: what the script holds there is looked at at its first step."""
+    if place.loops and _progress_in(place.loops[-1].iterator) is None:
+        loop = place.loops[-1]
+        path = (*place.path[: loop.depth], (*place.path[loop.depth][:3], loop.line))
+        note_place(path, place.frames[: loop.depth + 1], is_late=True)
+
+
+def _progress_in(iterator: object) -> Any:
+    """How far a loader is that this iterator goes over; None where it goes over none."""
+    parts = [look_into(iterator, 1, _progress_of)]
+    while parts:
+        look = parts.pop()
+        if look["kind"] == "loader":
+            return look["number"]
+        inner: Any = look.get("of", [])
+        parts += inner if isinstance(inner, list) else [inner]
+    return None
 
 
 def chain_of(place: Place) -> tuple[Any, ...]:

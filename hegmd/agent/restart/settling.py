@@ -39,6 +39,10 @@ class NotKept(Exception):
     """A value that goes along in no form."""
 
 
+class TooLarge(NotKept):
+    """One that has more in it than is looked through."""
+
+
 class Forms:
     """Forms of values. `stays` says what is left in its place because it comes back by itself."""
 
@@ -51,8 +55,10 @@ class Forms:
     def of(self, value: Any, depth: int = 0) -> Any:
         """A scalar as it is, and anything else as a tuple that begins with its kind. Raises NotKept."""
         self._parts += 1
-        if self._parts > _MOST_PARTS or depth > _MOST_DEEP:
-            raise NotKept("more than is looked through")
+        if self._parts > _MOST_PARTS:
+            raise TooLarge(f"more than {_MOST_PARTS:,} parts")
+        if depth > _MOST_DEEP:
+            raise TooLarge(f"parts within more than {_MOST_DEEP} others")
         kind = class_of(value)
         if kind in _SCALARS:
             return value

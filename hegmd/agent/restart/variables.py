@@ -10,15 +10,14 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from binascii import crc32
 
 from . import iterations
-from .changes import ATTRIBUTE, GLOBAL, LOCAL, Functions, changes_of, nested_in
-from .flow import flow_of
+from .changes import ATTRIBUTE, GLOBAL, MOST_CODES, Functions, changes_of, nested_in
 from .frameworks import is_own
 from .instances import Instances, set_value, users_modules, values_of
-from .kinds import class_of, is_a, members_of
-from .settling import MUTABLE, SAME, Forms, NotKept, Settling
+from .kinds import FUNCTION, class_of, is_a, members_of
+from .settling import MUTABLE, SAME, Forms, NotKept, Settling, TooLarge
+from .spots import Spot, known_by, spots_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,7 +29,10 @@ if TYPE_CHECKING:
 
 #: Under which the state has them.
 KEY = "own"
+#: How a plan says of something that what changes there is not known.
+UNSEEN = "not looked at: "
 _MOST_NOTES = 32
+_OF_LOADERS = frozenset(("DataLoader", "DataLoaderShard", "StatefulDataLoader"))
 _OPTIMIZED = 0x1
 _HAS_WRITABLE_LOCALS = sys.version_info >= (3, 13)
 _NUMBERS: Any = (int, float, complex, type(None))
@@ -40,7 +42,7 @@ _COUNTED: Any = (bool, str, *_NUMBERS)
 def capture(
     frames: list[FrameType], held: set[int], kept: Collection[str] = (), changed: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The values, plain, and under "anew" what begins anew.
+    """The values, plain, and under "anew" what begins anew, under "unseen" what was too much to be looked at.
 
     `held` says whose own state goes along, by address; `kept`, which names are seen to otherwise; `changed`, which
     variables have been seen to have another value than they had, as `baseline` says them.
@@ -49,60 +51,9 @@ def capture(
 
 
 def begin_anew(state: Any) -> list[str]:
-    """What a whole state says of variables that begin anew."""
-    return list(state.get(KEY, {}).get("anew", ()))
-
-
-class _Spot:
-    """One frame: which of its code is run again before the script comes here once more."""
-
-    def __init__(self, frame: FrameType, *, is_inside: bool) -> None:
-        self.frame = frame
-        self.code = frame.f_code
-        self.flow = flow_of(self.code)
-        self.changes = changes_of(self.code)
-        self.loop = self.flow.around(frame.f_lasti)
-        #: None for all of it: a function that is called from a loop.
-        self.region = None if is_inside else self.loop
-        self.late = self.loop - self.flow.before(frame.f_lasti)
-        self.is_module = not self.code.co_flags & _OPTIMIZED
-        self.is_inside = is_inside
-        self.module = str(frame.f_globals.get("__name__"))
-        #: Whether a loop comes back to it, and nobody else brings its variables back.
-        self.is_looked_at = bool(self.loop or is_inside) and not is_own(frame)
-
-    def live(self, *, in_loop: bool = False) -> set[str]:
-        if not in_loop:
-            return self.flow.live(self.frame.f_lasti)
-        return self.flow.live(self.frame.f_lasti, self.flow.innermost(self.frame.f_lasti))
-
-    def local_changes(self) -> Iterator[tuple[Change, bool, bool]]:
-        """Those of its variables, by functions within it too; each with whether it is in the loop, and late in it."""
-        for found in self.changes.within(self.region):
-            if found.kind == self.kind:
-                yield found, found.offset in self.loop, found.offset in self.late
-        for inner in nested_in(self.code):
-            shared = set(inner.co_freevars) & self.flow.shared
-            for found in changes_of(inner).found:
-                if found.kind == LOCAL and found.name in shared:
-                    yield found, True, False
-
-    def named(self, name: str) -> str:
-        """A variable of it as `baseline` says it."""
-        return name if self.is_module else f"{name} in {self.code.co_name}()"
-
-    @property
-    def kind(self) -> str:
-        return GLOBAL if self.is_module else LOCAL
-
-    def parameters(self) -> list[str]:
-        """What it was called with: computed from what its caller had when it was called."""
-        count = self.code.co_argcount + self.code.co_kwonlyargcount
-        return list(self.code.co_varnames[:count]) if self.is_inside and not self.is_module else []
-
-    def where(self, line: int) -> str:
-        function = "" if self.is_module else f" in {self.code.co_name}()"
-        return f"{function} at {os.path.basename(self.code.co_filename)}:{line}"
+    """What a whole state says of variables that begin anew, and of what was not looked at."""
+    own = state.get(KEY, {})
+    return [*own.get("anew", ()), *[f"{UNSEEN}{what}" for what in own.get("unseen", ())]]
 
 
 class _Taking:
@@ -115,9 +66,12 @@ class _Taking:
         self._changed = frozenset(changed)
         self._kept = frozenset(kept)
         self._anew: dict[str, None] = {}
+        self._unseen: dict[str, None] = {}
         self._made: set[int] = set()
+        self._drawn: set[int] = set()  # objects of the script's that may be made of random numbers
         self._instances = Instances(frames)
-        self._spots = list(_spots(frames))
+        self._unseen.update(dict.fromkeys(self._instances.unseen))
+        self._spots = list(spots_of(frames))
         reached = self._reach()
         looked_at = [spot.changes for spot in self._spots if spot.is_looked_at]
         looked_at += [changes_of(found.code) for found in reached]
@@ -129,12 +83,13 @@ class _Taking:
         self._read_elsewhere = {name for found in reached for name in changes_of(found.code).mentions(None)}
         self.taken: dict[str, Any] = {
             "python": list(sys.version_info[:2]),
-            "frames": [{**_known_by(spot.code), "values": self._locals(spot)} for spot in self._spots],
+            "frames": [{**known_by(spot.code), "values": self._locals(spot)} for spot in self._spots],
             "globals": self._globals(reached),
             "classes": list(self._of_classes(reached)),
             "instances": list(self._of_instances(reached)),
         }
-        self.taken["anew"] = list(self._anew)[:_MOST_NOTES]
+        self.taken["anew"] = _bounded(self._anew)
+        self.taken["unseen"] = _bounded(self._unseen)
 
     def _reach(self) -> list[Any]:
         mentioned: set[str] = set()
@@ -145,18 +100,23 @@ class _Taking:
             mentioned |= spot.changes.mentions(spot.region)
             codes += [] if spot.is_module else [(code, spot.module) for code in nested_in(spot.code)]
             values = [] if spot.is_module else list(spot.frame.f_locals.values())
-            codes += [(value.__code__, value.__module__) for value in values if is_a(value, type(_spots))]
-        return list(Functions(users_modules()).reached_from(mentioned, codes))
+            codes += [(value.__code__, value.__module__) for value in values if is_a(value, FUNCTION)]
+        functions = Functions(users_modules())
+        reached = list(functions.reached_from(mentioned, codes))
+        if not functions.is_whole:
+            self._unseen[f"functions beyond the first {MOST_CODES:,} that the loop may call"] = None
+        return reached
 
     # ---- variables
 
-    def _locals(self, spot: _Spot) -> dict[str, Any]:
+    def _locals(self, spot: Spot) -> dict[str, Any]:
         if not spot.is_looked_at:
             return {}
         live, values = spot.live(), spot.frame.f_locals
         if spot.is_module:
             live |= self._read_elsewhere
         chosen: dict[str, Any] = {}
+        is_drawn = spot.draws_on_its_way()
         for found, is_in_loop, is_late in spot.local_changes():
             value = values.get(found.name)
             if found.name not in values or (found.is_stored and found.name not in live):
@@ -166,7 +126,11 @@ class _Taking:
             if found.is_stored or _is_mutable(value):
                 if found.is_stored:
                     self._made.add(id(value))
-                self._choose(chosen, found, value, spot.where(found.line), is_named=is_late and found.is_stored)
+                is_other = is_drawn and is_in_loop and type(value).__name__ not in _OF_LOADERS
+                is_named = found.is_stored and (is_late or is_other)
+                if is_named and is_other and self._instances.is_own(value):
+                    self._drawn.add(id(value))
+                self._choose(chosen, found, value, spot.where(found.line), is_named=is_named)
         self._choose_seen(spot, chosen, live)
         for name in spot.parameters():
             if name in live and name in values and name not in chosen and is_a(values[name], *_NUMBERS):
@@ -174,7 +138,7 @@ class _Taking:
         self._note_cut(spot, chosen)
         return chosen
 
-    def _choose_seen(self, spot: _Spot, chosen: dict[str, Any], live: set[str]) -> None:
+    def _choose_seen(self, spot: Spot, chosen: dict[str, Any], live: set[str]) -> None:
         """What is seen to have changed, by code that is not the script's, say; and what changes as it is asked."""
         mentioned = spot.changes.mentions(spot.region)
         values: dict[str, Any] = dict(spot.frame.f_locals)
@@ -187,7 +151,7 @@ class _Taking:
                 if form is not None:
                     chosen[name] = (form[0], True)
             elif name in mentioned and self._is_given and is_a(value, *MUTABLE):
-                form = self._form(value, "", is_named=False, is_altered=False)
+                form = self._form(value, said, is_named=False, is_altered=False)
                 if form is not None:
                     chosen[name] = (form[0], False)
             elif name in mentioned and hasattr(class_of(value), "__next__") and not self._comes_back(value):
@@ -201,7 +165,7 @@ class _Taking:
             or iterations.followed(iterator) is not None
         )
 
-    def _note_cut(self, spot: _Spot, chosen: dict[str, Any]) -> None:
+    def _note_cut(self, spot: Spot, chosen: dict[str, Any]) -> None:
         """Tensors that the loop goes on to compute gradients through."""
         looped: set[str] = set()
         for name, (form, _is_stored) in chosen.items():
@@ -224,6 +188,9 @@ class _Taking:
     def _form(self, value: Any, said: str, *, is_named: bool, is_altered: bool = True) -> tuple[Any] | None:
         try:
             form: Any = Forms(self._stays).of(value)
+        except TooLarge as error:
+            self._unseen[f"{said or type(value).__qualname__}, which has {error}"] = None
+            return None
         except NotKept as error:
             if is_named or (is_altered and is_a(value, *MUTABLE)):
                 inside = "" if str(error) == type(value).__qualname__ else f", which holds {error}"
@@ -307,16 +274,27 @@ class _Taking:
         is_made = id(thing) in self._made  # by the loop: all that it has is
         for attribute, value in values_of(thing):
             change, file = changes.get(attribute, (None, ""))
-            if change is None:
+            if change is None and id(thing) in self._drawn:
+                form = self._form(value, f"{name}.{attribute}", is_named=True)
+                if form is not None:
+                    chosen[attribute] = (form[0], True)
+            elif change is None:
                 is_given = attribute in self._mentioned and is_a(value, *MUTABLE)
                 if is_given or (is_made and type(value) in _NUMBERS):
-                    form = self._form(value, "", is_named=False, is_altered=False)
+                    form = self._form(value, f"{name}.{attribute}", is_named=False, is_altered=False)
                     if form is not None:
                         chosen[attribute] = (form[0], not is_given)
             elif change.is_stored or _is_mutable(value):
                 where = f" of {name}, set at {file}:{change.line}"
                 self._choose(chosen, change, value, where, is_named=change.is_stored)
         return chosen
+
+
+def _bounded(notes: dict[str, None]) -> list[str]:
+    """So many of them, and how many more there are."""
+    said = list(notes)
+    more = len(said) - _MOST_NOTES
+    return said if more <= 0 else [*said[:_MOST_NOTES], f"{more} more"]
 
 
 def misfits(taken: Any, frames: list[FrameType]) -> list[str]:
@@ -326,7 +304,7 @@ def misfits(taken: Any, frames: list[FrameType]) -> list[str]:
     is_same_python = list(taken["python"]) == list(sys.version_info[:2])
     reasons: list[str] = []
     for frame, saved in zip(frames, taken["frames"]):
-        here = _known_by(frame.f_code)
+        here = known_by(frame.f_code)
         if is_own(frame):
             continue
         if here["function"] != saved["function"] or (is_same_python and here["code"] != saved["code"]):
@@ -367,19 +345,6 @@ def _set_variables(frame: FrameType, values: dict[str, Any], settling: Settling)
         variables[name] = settling.settle(form, variables.get(name), name, in_place=not is_stored)
     if frame.f_code.co_flags & _OPTIMIZED and not _HAS_WRITABLE_LOCALS:
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
-
-
-def _spots(frames: list[FrameType]) -> Iterator[_Spot]:
-    is_inside = False
-    for frame in frames:
-        spot = _Spot(frame, is_inside=is_inside)
-        is_inside = is_inside or bool(spot.loop)
-        yield spot
-
-
-def _known_by(code: CodeType) -> dict[str, Any]:
-    names = repr((code.co_names, code.co_varnames, code.co_freevars)).encode()
-    return {"function": [code.co_name, code.co_firstlineno], "code": crc32(code.co_code + names)}
 
 
 def _is_mutable(value: Any) -> bool:

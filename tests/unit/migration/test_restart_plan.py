@@ -62,6 +62,13 @@ def test_variables_that_begin_anew_are_in_the_plan_by_name() -> None:
     assert not any("anew" in hazard for hazard in none.hazards)
 
 
+def test_what_an_agent_has_not_looked_at_is_in_the_plan() -> None:
+    """Searches of variables that came to their limits ended without a word, and what they left out was lost."""
+    unseen = "not looked at: the 4,000 objects of __main__.players"
+    plan = plan_of(planned(node({"begin_anew": (unseen,)}), ask("gpu2", allow_restart=True)))
+    assert plan.hazards[2] == f"process 7: {unseen}; hegm.keep keeps what is changed there"
+
+
 def test_one_that_is_not_allowed_is_offered() -> None:
     """The refusal alone left people with nothing to do, though their job could have been restarted there."""
     assert "hegmctl migrate 7 --via restart --to GPU --dry-run" in said(planned(node(), ask("gpu2")))

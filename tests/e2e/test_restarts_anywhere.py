@@ -1,0 +1,99 @@
+"""Scripts restarted at boundaries drawn by seed: every batch, rate, loss and weight is that of an undisturbed run.
+
+Compared is the output and the record of all that was computed (`recorded.py`): inputs of every module, rates,
+parameters and optimizers' states after each step, and all that is left at the end, bit for bit. The boundaries of an
+undisturbed run are told by their kind: an epoch's first batch, its last, the end of an epoch with the evaluation, the
+checkpoint and the schedules after it, within an accumulation, or elsewhere in the epoch. One to three of different
+kinds are drawn. Other seeds: `HEGM_TEST_SEED=N`; what fails says its seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.agented import SCRIPTS
+from tests.e2e.restarted import LEFT_STATUS, Restarts, Spot
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts"), pytest.mark.timeout(120)]
+
+SEED = int(os.environ.get("HEGM_TEST_SEED", "7"))
+MOVED = SCRIPTS.parent / "moved"
+#: Boundaries of loaders within an evaluation: asked there, a training goes on to the next place of its own.
+_NOT_DRAWN = "evaluating"
+
+
+@pytest.fixture(scope="module")
+def restarts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restarts]:
+    with Restarts(tmp_path_factory.mktemp("restarts")) as running:
+        yield running
+
+
+def drawn(kinds: list[str], seed: str) -> list[tuple[int, str]]:
+    """One to three boundaries of different kinds, in their order: their numbers and kinds."""
+    draw = random.Random(seed)
+    places = {kind: [at for at, found in enumerate(kinds, 1) if found == kind] for kind in sorted(set(kinds))}
+    places.pop(_NOT_DRAWN, None)
+    chosen = draw.sample(list(places), min(draw.randint(1, 3), len(places)))
+    return sorted((draw.choice(places[kind]), kind) for kind in chosen)
+
+
+def counted_anew(places: list[tuple[int, str]]) -> list[Spot]:
+    """The same in the counts of the starts, each of which comes to the boundary it was left at once more."""
+    starts = [1, *[at for at, _kind in places]]
+    return [Spot(max(at - start, 1), kind) for (at, kind), start in zip(places, starts, strict=False)]
+
+
+def _compared(output: str) -> list[str]:
+    """Its lines, but for counts of the changes of tensors in place, which PyTorch begins anew with the process."""
+    return [line.split(" True [")[0] for line in output.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("script", "times"),
+    [
+        (SCRIPTS / "epochs.py", 3),
+        (SCRIPTS / "plain.py", 1),
+        (SCRIPTS / "workers.py", 1),
+        (SCRIPTS / "gan.py", 1),
+        (SCRIPTS / "threaded.py", 1),
+        (SCRIPTS / "no_loader.py", 1),
+        (SCRIPTS / "evaluated.py", 3),
+        (SCRIPTS / "tensors.py", 1),
+        (SCRIPTS / "streams.py", 1),
+        (SCRIPTS / "own_variables.py", 2),
+        (SCRIPTS / "while_loops.py", 1),
+        (MOVED / "in_a_thread.py", 1),
+        (MOVED / "progress.py", 1),
+        (MOVED / "mixed_precision.py", 1),
+        (MOVED / "two_models.py", 1),
+    ],
+    ids=lambda value: value.stem if isinstance(value, Path) else "",
+)
+def test_nothing_that_is_computed_differs(restarts: Restarts, tmp_path: Path, script: Path, times: int) -> None:
+    argv = (str(script), str(tmp_path))
+    output, record = restarts.computed(*argv, is_recorded=True)
+    kinds = restarts.kinds_of(*argv)
+    for time in range(times):
+        seed = f"{SEED + time} {script.stem}"
+        places = drawn(kinds, seed)
+        said = f"HEGM_TEST_SEED={SEED + time}: {script.name} left at {places} of its boundaries"
+        found_output, found_record, ends = restarts.recorded(*argv, places=counted_anew(places))
+        statuses = [*[LEFT_STATUS] * len(places), 0]
+        assert [ended.status for ended in ends] == statuses, f"{said}: {[ended.errors[-500:] for ended in ends]}"
+        assert [ended.kinds[-1] for ended in ends[:-1]] == [kind for _at, kind in places], said
+        assert _compared(found_output) == _compared(output), said
+        assert found_record.splitlines() == record.splitlines(), said
+
+
+def test_seeds_draw_every_kind_of_boundary_and_one_to_three_restarts() -> None:
+    epoch = ["first batch", "accumulating", "within", "last batch", "between epochs", "evaluating"]
+    plans = [drawn(epoch * 3, str(seed)) for seed in range(40)]
+    assert {len(found) for found in plans} == {1, 2, 3}
+    assert {kind for found in plans for _at, kind in found} == set(epoch) - {"evaluating"}
+    assert all(at < following for found in plans for (at, _), (following, _) in itertools.pairwise(found))
