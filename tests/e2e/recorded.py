@@ -80,7 +80,7 @@ def digest(value: Any, so_far: int = 0) -> int:
     """A sum of all the numbers and texts in it, of tensors the very bytes."""
     if isinstance(value, torch.Tensor):
         so_far = crc32(repr((value.dtype, tuple(value.shape))).encode(), so_far)
-        return crc32(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy(), so_far)
+        return crc32(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data, so_far)
     if isinstance(value, dict):
         for key, found in value.items():
             so_far = digest(found, crc32(repr(key).encode(), so_far))

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.restarted import LEFT_STATUS, Ended, Restarts
+from tests.e2e.agented import SCRIPTS
+from tests.e2e.restarted import LEFT_STATUS, REFUSED_STATUS, Ended, Restarts, Spot
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts"), pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).parents[2]
 TRAINER = str(ROOT / "tests" / "bench" / "restarted" / "trained.py")
 ACCELERATED = ROOT / "tests" / "e2e" / "moved" / "accelerated.py"
+LIGHTNING = ROOT / "tests" / "e2e" / "moved" / "lightning_fit.py"
+WATCHED = SCRIPTS / "lightning_watched.py"
 KEPT = """
 import hegm
 hegm.keep("losses", lambda: losses, lambda value: globals().update(losses=value))
@@ -27,10 +30,10 @@ for epoch in range(3):
 
 @pytest.fixture(scope="module")
 def restarts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restarts]:
-    missing = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("transformers", "accelerate", "lightning") if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed; `pip install -e '.[frameworks]'` does that")
-    with Restarts(tmp_path_factory.mktemp("restarts"), "transformers.trainer") as running:
+    with Restarts(tmp_path_factory.mktemp("restarts"), "transformers.trainer", "lightning.pytorch") as running:
         yield running
 
 
@@ -72,3 +75,57 @@ def test_a_list_of_the_scripts_own_is_whole_with_hegm_keep(restarts: Restarts, t
     output, ends = restarts.restarted(str(script), at=(40, 200))
     _left_and_ended(ends, 2)
     assert _lines(output) == _lines(restarts.undisturbed(str(ACCELERATED)))
+
+
+@pytest.mark.parametrize(
+    ("script", "places"),
+    [
+        pytest.param(
+            LIGHTNING, [(50, "within"), (50, "last batch")], id="schedule-by-step-and-two-evaluations-an-epoch"
+        ),
+        pytest.param(
+            WATCHED, [(1, "first batch"), (8, "accumulating")], id="before-the-first-step-and-in-accumulation"
+        ),
+        pytest.param(
+            WATCHED, [(6, "within"), (4, "first batch"), (10, "last batch")], id="after-an-evaluation-and-at-the-ends"
+        ),
+    ],
+)
+def test_lightning_goes_on_with_its_own_counts(
+    restarts: Restarts, tmp_path: Path, script: Path, places: list[tuple[int, str]]
+) -> None:
+    """Its checkpoints, early stopping, monitors and bars too, and nothing of them twice."""
+    undisturbed, found = tmp_path / "undisturbed", tmp_path / "found"
+    undisturbed.mkdir()
+    found.mkdir()
+    computed, record = restarts.computed(str(script), str(undisturbed), is_recorded=True)
+    spots = [Spot(at, kind) for at, kind in places]
+    output, found_record, ends = restarts.recorded(str(script), str(found), places=spots)
+    _left_and_ended(ends, len(places))
+    assert [ended.kinds[-1] for ended in ends[:-1]] == [kind for _at, kind in places]
+    assert output.splitlines() == computed.splitlines()
+    assert found_record.splitlines() == record.splitlines()
+
+
+def _changed(tmp_path: Path, before: str, after: str) -> tuple[str, str]:
+    script = tmp_path / "changed.py"
+    script.write_text(WATCHED.read_text().replace(before, after))
+    return str(script), str(tmp_path)
+
+
+def test_lightning_gathers_the_means_of_its_epoch_before_it_leaves(restarts: Restarts, tmp_path: Path) -> None:
+    """What was gathered of them is in no state: the epoch's mean would have been that of its rest."""
+    argv = _changed(tmp_path, 'self.log("loss", loss, prog_bar=True)', 'self.log("loss", loss, on_epoch=True)')
+    expected = restarts.undisturbed(*argv)
+    output, ends = restarts.restarted(*argv, at=(5,))
+    _left_and_ended(ends, 1)
+    assert [line for line in output.splitlines() if line[:4] != "kept"] == [
+        line for line in expected.splitlines() if line[:4] != "kept"
+    ]
+
+
+def test_lightning_that_makes_its_loaders_anew_is_refused(restarts: Restarts, tmp_path: Path) -> None:
+    argv = _changed(tmp_path, "max_epochs=6,", "max_epochs=6, reload_dataloaders_every_n_epochs=1,")
+    _output, ends = restarts.restarted(*argv, at=(5,))
+    assert [ended.status for ended in ends] == [REFUSED_STATUS]
+    assert "Lightning makes its loaders anew after some epochs" in ends[0].errors

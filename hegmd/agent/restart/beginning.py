@@ -12,7 +12,7 @@ import os
 import sys
 
 from ..notes import note
-from . import frameworks, given, iterations, readiness
+from . import frameworks, given, iterations, lightning, readiness
 from .baseline import note_place
 from .interface import said
 from .leaving import end_unrestored
@@ -241,7 +241,7 @@ def _begin(loader: Any, frame: FrameType, make: Callable[[Any], Any]) -> Any:
     _passes += 1
     readiness.is_news = True
     frames = script_frames(frame)
-    path = path_of(frames)
+    path = lightning.path_of_pass(path_of(frames))
     note_place(path, frames)
     source = _due or _resting
     if source is not None:

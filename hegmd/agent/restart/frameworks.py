@@ -1,9 +1,10 @@
-"""Loops that are not the script's: accelerate's loaders and the Trainer of Hugging Face, brought to their place.
+"""Loops that are not the script's: accelerate's loaders and the Trainers of Hugging Face and Lightning, at their place.
 
 Owns what has to be known of their inside, which is as little as can be: how many batches accelerate's loader has in
 hand, and by which methods the Trainer begins in the middle of an epoch, as it does from a checkpoint of its own. What
 they count goes along; what is of another make than is known here is a reason against a restart, never a guess. Models,
-optimizers, schedules and passes over loaders are found as in any script, and are nobody's business here.
+optimizers, schedules and passes over loaders are found as in any script, and are nobody's business here. What is
+Lightning's is in `lightning.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 
-from . import given, plain
+from . import given, lightning, plain
 from .interface import meet
 
 TYPE_CHECKING = False
@@ -26,11 +27,6 @@ KEY = "frameworks"
 OWN_LOOPS = frozenset(("transformers", "lightning", "pytorch_lightning"))
 TRAINER = "transformers.trainer"
 _TRAINING, _EPOCH, _BATCHES = "_inner_training_loop", "_run_epoch", "get_batch_samples"
-_LIGHTNING = (
-    "Lightning's loops go by counters of their own, which are not brought to their place yet",
-    "move this job as it is, or let Lightning's own checkpoints (ckpt_path) bring it back",
-    False,
-)
 _OF_TRAINER = (
     *("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"),
     *("_initial_num_input_tokens_seen", "current_flos", "current_gradient_accumulation_steps"),
@@ -108,7 +104,7 @@ def against(frames: list[FrameType]) -> list[tuple[str, str, bool]] | None:
     if not any(is_own(frame) for frame in frames):
         return None
     if any(_package_of(frame) != "transformers" for frame in frames if is_own(frame)):
-        return [_LIGHTNING]
+        return list(lightning.Standing(frames).against())
     by_name = _trainers_frames(frames)
     if _TRAINING not in by_name:
         return None
@@ -147,6 +143,11 @@ class Taking:
             self.against.append((f"the script has {len(accelerators)} Accelerators", "use one for all of its parts"))
         elif accelerators:
             self.state["accelerate"] = _taken_of_accelerate()
+        if any(lightning.is_of(frame) for frame in frames):
+            standing = lightning.Standing(frames)
+            if standing.trainer is not None and not list(standing.against()):
+                self.read = standing.reads(), 0
+                self.state[lightning.KEY] = standing.taken(_plain_among)
         by_name = _trainers_frames(frames)
         if _EPOCH in by_name and frames[-1] is by_name.get(_BATCHES):
             self._take_trainer(by_name[_EPOCH].f_locals, frames[-1].f_locals)
@@ -174,8 +175,11 @@ def _plain_of(callback: Any) -> tuple[str, dict[str, Any]]:
     kind = _class_of(callback)
     if kind.__module__.startswith("transformers.") and not hasattr(callback, "state"):
         return kind.__qualname__, {}
-    values: dict[str, Any] = callback.__dict__
-    return kind.__qualname__, {name: value for name, value in values.items() if _is_plain(value)}
+    return kind.__qualname__, _plain_among(callback.__dict__)
+
+
+def _plain_among(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if _is_plain(value)}
 
 
 def _class_of(thing: object) -> Any:
@@ -201,10 +205,12 @@ class Resuming:
         self._trainer: Any = None
         self._evaluates_first = False
         self._undo: list[Callable[[], None]] = []
+        self._lightning = lightning.Resuming(lambda: self._kept(lightning.KEY))
 
     def expect(self) -> None:
-        """Be there when the Trainer is imported."""
+        """Be there when a Trainer is imported."""
         meet(TRAINER, self.meet)
+        self._lightning.expect()
 
     def meet(self, module: Any) -> None:
         """Have its Trainers begin in the middle. `module` is transformers.trainer."""
@@ -238,8 +244,11 @@ class Resuming:
         ]
 
     def _taken(self) -> Any:
+        return self._kept("trainer")
+
+    def _kept(self, key: str) -> Any:
         whole = self._state()
-        return None if whole is None else whole.get("trainer")
+        return None if whole is None else whole.get(key)
 
     def _begin(self, trainer: Any, state: Any) -> None:
         """What a Trainer does at its beginning is done; what it did at the beginning of the epoch was done before."""
@@ -275,6 +284,8 @@ class Resuming:
         found: list[str] = []
         if len(state.get("accelerate", ())) != len(_accelerators()):
             found.append(f"the script has {len(_accelerators())} Accelerators, and had another number")
+        if lightning.KEY in state:
+            found += self._lightning.misfits(state[lightning.KEY])
         if "trainer" not in state:
             return found
         if self._trainer is None:
@@ -288,6 +299,7 @@ class Resuming:
     def put_back(self, state: dict[str, Any]) -> None:
         """Set what they count."""
         _put_accelerate(state.get("accelerate", []))
+        self._lightning.put_back(state.get(lightning.KEY))
         while self._undo:
             self._undo.pop()()
         taken = state.get("trainer")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 
-from . import frameworks, generators
+from . import frameworks, generators, lightning
 from .kinds import is_a
 from .places import is_users_module
 
@@ -96,7 +96,7 @@ class Holdings:
         return found
 
     def _look(self, name: str, thing: Any, depth: int) -> None:
-        if is_a(thing, *_LEAVES):
+        if is_a(thing, *_LEAVES) or lightning.sees_to(thing):
             return
         known = self._held.get(id(thing))
         if known is not None:
@@ -152,7 +152,7 @@ class _Kinds:
             return SCALER
         if is_a(thing, torch.utils.data.Dataset, torch.utils.data.DataLoader):
             return None
-        return STATEFUL if _has_state(type(thing)) else None
+        return STATEFUL if _has_state(type(thing)) and not lightning.is_callback(thing) else None
 
 
 def _has_state(kind: Any) -> bool:

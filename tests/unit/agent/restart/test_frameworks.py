@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from hegmd.agent.restart import frameworks
+from hegmd.agent.restart import frameworks, lightning
 
 
 def _frame_in(module: str, call: Callable[[], Any] | None = None) -> FrameType:
@@ -24,12 +24,23 @@ def test_a_script_of_its_own_is_nobodys_business_here() -> None:
     assert (taking.against, taking.read) == ([], None)
 
 
-def test_lightning_is_refused_with_a_way_out() -> None:
+def test_lightning_that_fetches_no_batch_is_asked_again() -> None:
     for module in ("lightning.pytorch.loops.fit_loop", "pytorch_lightning.loops.fit_loop"):
         ((what, hint, passes),) = frameworks.against([_frame_in("__main__"), _frame_in(module)]) or []
         assert "Lightning" in what
-        assert "ckpt_path" in hint
-        assert not passes
+        assert "ask again" in hint
+        assert passes
+
+
+def test_the_training_loader_of_lightning_has_one_place_for_all_epochs() -> None:
+    """Its pass begins above the epochs for the first of them, and within each later one."""
+    script = ("__main__", "main", 40, 61)
+    fit = ("lightning.pytorch.loops.fit_loop", "run", 175)
+    first = lightning.path_of_pass((script, (*fit, 176), ("lightning.pytorch.loops.fit_loop", "setup_data", 190, 240)))
+    later = lightning.path_of_pass((script, (*fit, 183), ("lightning.pytorch.loops.training_epoch_loop", "run", 1, 2)))
+    held_out = (script, (*fit, 183), ("lightning.pytorch.loops.evaluation_loop", "run", 1, 2))
+    assert first == later
+    assert lightning.path_of_pass(held_out) == held_out
 
 
 def test_frames_of_transformers_that_train_nothing_are_as_any_others() -> None:
