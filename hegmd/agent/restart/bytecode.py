@@ -141,10 +141,13 @@ class Loops:
         return int(self._instruction(offset).offset)
 
     def _instruction(self, offset: int) -> Any:
-        """The one that stands there. Python 3.11 may say the place of a cache that belongs to it."""
+        """The one that stands there. Python 3.11 may say the place of a cache that belongs to it, or of its prefix."""
         from bisect import bisect_right
 
-        return self._list[max(bisect_right(self._offsets, offset) - 1, 0)]
+        index = max(bisect_right(self._offsets, offset) - 1, 0)
+        while self._list[index].opname == "EXTENDED_ARG":
+            index += 1
+        return self._list[index]
 
     # ---- the ways through the code ----------------------------------------------------------------------------------
 

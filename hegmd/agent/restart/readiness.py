@@ -147,10 +147,11 @@ class Approach:
     def _go_to_head(self, place: Place) -> None:
         loop = place.loops[-1]
         frame = place.frames[loop.depth]
-        head = loops_of(frame.f_code).around(frame.f_lasti)[-1].offset
+        loops = loops_of(frame.f_code)
+        head = loops.around(frame.f_lasti)[-1].offset
 
         def follow(found: FrameType, event: str, _argument: object) -> Any:
-            if event == "opcode" and found.f_lasti == head:
+            if event == "opcode" and loops.standing(found.f_lasti) == head:
                 _trace_no_more(found)
                 if not any(refused.passes for refused in refusals_of(Place(found), is_driven=False)):
                     self._stand()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType
@@ -135,3 +136,16 @@ def test_the_rest_of_a_range_is_what_is_left_of_it() -> None:
     assert list(range(*places.look_into(iterator, 1, lambda _it: None)["rest"])) == [7, 11, 15, 19]
     assert list(iterator) == [11, 15, 19]
     assert list(range(*places.look_into(iterator, 1, lambda _it: None)["rest"])) == [19]
+
+
+def test_the_head_of_a_loop_with_a_long_body_was_taken_for_a_part_of_the_body() -> None:
+    """Its instruction has a prefix, where a thread stands that is seen before it: such a training was never parked."""
+    code = compile("for number in range(9):\n" + "    number = number + number\n" * 200, "long.py", "exec")
+    instructions = list(dis.get_instructions(code))
+    at = next(index for index, found in enumerate(instructions) if found.opname == "FOR_ITER")
+    prefix = instructions[at - 1]
+    assert prefix.opname == "EXTENDED_ARG"
+    loops = loops_of(code)
+    assert loops.is_head(prefix.offset)
+    assert loops.standing(prefix.offset) == instructions[at].offset
+    assert [head.offset for head in loops.around(prefix.offset)] == [instructions[at].offset]
