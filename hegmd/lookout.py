@@ -112,10 +112,13 @@ class Lookout:
                         tasks.start_soon(self._count, worker, SURVEY_S * AGENT_SHARE)
 
     async def _weigh(self, pids: Collection[int]) -> None:
-        """Have the supervised among them say what a restart would carry, at a boundary soon."""
+        """Have the supervised among them, and the other ranks of theirs, say what a restart would carry, at a boundary
+        soon."""
+        jobs = {_job(worker) for worker in self._workers if worker.pid in pids} - {None}
         async with anyio.create_task_group() as tasks:
             for worker in self._workers:
-                if worker.pid in pids and worker.connected and not worker.parked and self._supervised(worker):
+                is_one = worker.pid in pids or (worker.about.rank is not None and _job(worker) in jobs)
+                if is_one and worker.connected and not worker.parked and self._supervised(worker):
                     tasks.start_soon(_weigh_one, worker)
 
     def _supervised(self, worker: Worker) -> Supervisor | None:
@@ -144,6 +147,7 @@ class Lookout:
                 vram_bytes=_sum([use.vram_bytes for use in process.gpus]),
                 shares_bytes={use.gpu: use.vram_bytes for use in process.gpus if use.vram_bytes is not None},
                 supervisor=None if supervisor is None else supervisor.pid,
+                ranks=supervisor is not None and supervisor.offer.ranks,
                 python=supervisor is not None and supervisor.offer.python,
                 agent=None if worker is None else _told(worker),
             )

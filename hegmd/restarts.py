@@ -45,6 +45,7 @@ class Restarts(TaskHome):
         super().__init__()
         self._forget = forget
         self._supervisors = supervisors
+        self._workers = workers
         self._runner = runner
         self._operations = operations
         self._watched: set[str] = set()
@@ -139,14 +140,25 @@ class Restarts(TaskHome):
         try:
             op = self._runner.history(op_id).operation
             absent = [member for member in op.live if member.is_absent]
-            if op.phase != SUSPENDED or op.owner_uid != worker.identity.uid or len(absent) != 1:
+            if op.phase != SUSPENDED or op.owner_uid != worker.identity.uid or len(absent) != len(list(op.live)):
                 return
-            gpu = worker.about.gpu or absent[0].keeps or absent[0].left
-            if gpu is not None:
+            there = self._gone_on(op)
+            found = [(member, there.get(member.rank) if op.restarts_together else worker) for member in absent]
+            to = {member.name: one.about.gpu or member.keeps or member.left for member, one in found if one is not None}
+            places = {name: gpu for name, gpu in to.items() if gpu is not None}
+            if absent and len(places) == len(absent):  # of ranks, once the last of them has come
                 by = f"process {worker.pid}, which has gone on from its state"
-                await self._operations.go_on_at(op_id, {absent[0].name: gpu}, by)
+                await self._operations.go_on_at(op_id, places, by)
         except HegmError as error:
             logger.warning("operation %s does not take process %d in: %s", op_id, worker.pid, error.message)
+
+    def _gone_on(self, op: Operation) -> dict[int | None, Worker]:
+        """Who has gone on from the states of its ranks, by their numbers."""
+        return {
+            one.about.rank: one
+            for one in self._workers
+            if one.connected and one.about.restarted == op.id and one.identity.uid == op.owner_uid
+        }
 
     async def _resume(self, supervisor: Supervisor, op_id: str) -> None:
         """Have the operation go on with that supervisor; it is told if that cannot be."""

@@ -66,8 +66,9 @@ class _Link:
 
 
 class _Given:
-    def __init__(self, do: str, operation: str) -> None:
+    def __init__(self, do: str, operation: str, key: str) -> None:
         self.do = do
+        self.key = key
         self.operation = operation
         self.over = anyio.Event()
         self.report: SuperviseReport | None = None
@@ -115,7 +116,7 @@ class Supervisor:
 
     async def order(self, do: str, operation: str, *, fds: Sequence[int] = (), **how: Any) -> SuperviseReport:
         """Give an order and wait for what becomes of it. Raises OrderFailed, SupervisorAway."""
-        link, given = self._link, _Given(do, operation)
+        link, given = self._link, _Given(do, operation, str(how.get("key", "")))
         if link is None:
             raise SupervisorAway(self.run, f"it cannot be told to {do}")
         link.last += 1
@@ -172,8 +173,8 @@ class Supervisor:
             self.failure = report.message
             self.offer = self.offer.replace(pid=None, started=False, left=True)
         elif report.result == DONE and given is not None:
-            started = {"started": True, "left": False} if given.do == "start" else {}
-            self.offer = self.offer.replace(pid=report.pid, operation=given.operation, **started)
+            started = {"started": True, "left": False} if given.do == "start" else {"started": False}
+            self.offer = self.offer.replace(pid=report.pid, operation=given.operation, key=given.key, **started)
         if given is not None and given.report is None:
             given.report = report
             given.over.set()

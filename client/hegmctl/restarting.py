@@ -5,7 +5,8 @@ is bounded: a start that ends before the daemon says that the training has passe
 few of them the daemon is told, which has the job go on where it was, or gives it up with its state held.
 
 With a state comes the right to go on from it, a descriptor with a lock (flock): the process that is started inherits it
-and holds it for as long as it lives, and here it is kept until the operation is over, for another start.
+and holds it for as long as it lives, and here it is kept until the operation is over, for another start. Of ranks,
+whose launcher leaves no descriptor open for them, each has its state and that right handed to it (`rank_states`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import re
 from time import monotonic
 
+from hegmctl.rank_states import STATES, RankStates
 from hegmctl.supervising import GAVE_UP_STATUS, LEFT_STATUS, GiveUp, Start
 from hegmctl.wire import Descriptors, Wire
 from hegmd import __version__
@@ -66,8 +68,13 @@ class DaemonDesk:
         self._left = resumes is not None
         self._started = False
         self._order: SupervisorOrder | None = None
+        self._key = ""
         self._state: int | None = None
         self._lock: int | None = None
+        #: Whether the command launches ranks, and how it ended last; and their states.
+        self._launches = False
+        self._status = GAVE_UP_STATUS
+        self._ranks: RankStates | None = None
         self._starts = 0
         self._due = False
         self._give_up: GiveUp | None = None
@@ -84,6 +91,8 @@ class DaemonDesk:
         self._pid = pid
         if self._line is None and now >= self._again_at:
             self._connect(now)
+        if self._ranks is not None:
+            self._ranks.serve()
         if self._line is not None:
             try:
                 self._line.read(self._hear)
@@ -96,7 +105,8 @@ class DaemonDesk:
         expected = self._operation is not None and told is None
         was_started, self._started, self._pid = self._started, False, None
         # One that was started and ends well has come to the end of its training, whoever has seen it at a boundary.
-        may_go_on = status != 0 if was_started else status == LEFT_STATUS or status < 0
+        may_go_on = status != 0 if was_started else self._launches or status == LEFT_STATUS or status < 0
+        self._status = status
         if not expected or not may_go_on:
             self._report(SuperviseReport(result="ended", status=status))
             self._forget()
@@ -123,8 +133,10 @@ class DaemonDesk:
         environ.update({OPERATION: order.operation})
         if self._state is not None:
             environ[STATE_FD] = str(self._state)
+        if self._ranks is not None:
+            environ[STATES] = self._ranks.address
         command = self._command if order.python is None else (order.python, *self._command[1:])
-        return Start(command, environ, self._state, self._lock)
+        return Start(command, environ, self._state, self._lock if self._ranks is None else self._ranks.lock)
 
     def started(self, pid: int) -> None:
         """The command runs."""
@@ -142,6 +154,7 @@ class DaemonDesk:
     def close(self) -> None:
         """Leave the daemon; a state that is held stays held."""
         self._close_state()
+        self._close_ranks()
         if self._line is not None:
             self._line.close()
 
@@ -150,13 +163,13 @@ class DaemonDesk:
     def _hear(self, order: SupervisorOrder, fds: Descriptors) -> None:
         """Do it, or have it done at the next turn."""
         if order.do == "expect":
-            self._operation = order.operation
-            self._report(SuperviseReport(order=order.order, result="done", pid=self._pid))
+            self._expect(order)
         elif order.do == "start":
             self._take_start(order, fds)
         elif order.do == "forget" and order.operation == self._operation:
             if self._left:
-                self._give_up = GiveUp(f"operation {order.operation} is over", "see: hegmctl ops")
+                status = self._status if self._launches else GAVE_UP_STATUS
+                self._give_up = GiveUp(f"operation {order.operation} is over", "see: hegmctl ops", status)
             elif self._order is not None:
                 self._settle(self._order)
             self._forget()
@@ -164,6 +177,18 @@ class DaemonDesk:
             self._give_up = GiveUp(order.message, order.hint)
         elif order.do == "note":
             self._say(f"{order.message}; {order.hint}")
+
+    def _expect(self, order: SupervisorOrder) -> None:
+        """From now on an end of the command is no end, and not one of a start that is tried again either.
+
+        Whoever was started from states of ranks is to end: nobody else is given them.
+        """
+        if self._ranks is not None and self._ranks.lock is not None:
+            self._close_ranks()
+        self._close_state()
+        self._operation, self._launches = order.operation, order.launches
+        self._order, self._due, self._started = None, False, False
+        self._report(SuperviseReport(order=order.order, result="done", pid=self._pid))
 
     def _take_start(self, order: SupervisorOrder, fds: Descriptors) -> None:
         if self._started and self._operation == order.operation:  # an earlier run of the daemon has asked for it
@@ -175,9 +200,23 @@ class DaemonDesk:
             self._report(SuperviseReport(order=order.order, result="failed", message=message, hint=hint))
             return
         self._close_state()
-        self._state, self._lock = (fds.steal(0), fds.steal(1)) if len(fds) == 2 else (None, None)
-        self._order, self._order_line = order, self._line
+        self._close_ranks()
+        try:
+            self._take_states(order.ranks, fds)
+        except OSError as error:
+            message, hint = f"its ranks cannot be handed their states: {error}", "see: ulimit -n"
+            self._report(SuperviseReport(order=order.order, result="failed", message=message, hint=hint))
+            return
+        self._order, self._order_line, self._key = order, self._line, order.key
         self._operation, self._starts, self._due = order.operation, 0, True
+
+    def _take_states(self, ranks: Sequence[int], fds: Descriptors) -> None:
+        """Raises OSError."""
+        if ranks:
+            states = {rank: fds.steal(index) for index, rank in enumerate(ranks)}
+            self._ranks = RankStates(states, fds.steal(len(ranks)))
+        elif len(fds) == 2:
+            self._state, self._lock = fds.steal(0), fds.steal(1)
 
     def _settle(self, order: SupervisorOrder) -> None:
         """The surroundings of that start are the job's own from now on."""
@@ -189,7 +228,7 @@ class DaemonDesk:
     def _forget(self) -> None:
         self._close_state()
         self._operation = self._order = None
-        self._started = self._left = self._due = False
+        self._started = self._left = self._due = self._launches = False
 
     def _fail(self, message: str) -> None:
         number, self._due, self._order = self._number(), False, None
@@ -199,10 +238,17 @@ class DaemonDesk:
         self._report(report)
 
     def _close_state(self) -> None:
+        if self._ranks is not None:
+            self._ranks.end()
         held, self._state, self._lock = (self._state, self._lock), None, None
         for fd in held:
             if fd is not None:
                 os.close(fd)
+
+    def _close_ranks(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
 
     # ---- the connection ----------------------------------------------------------------------------------------------
 
@@ -221,6 +267,8 @@ class DaemonDesk:
             operation=self._operation,
             resumes=self._resumes,
             gpu=self._gpu,
+            ranks=True,
+            key=self._key if self._started else "",
         )
         try:
             self._line = _Line(self._path, offer)

@@ -30,6 +30,7 @@ __all__ = [
     "NoRoom",
     "Outgrown",
     "Progress",
+    "Rank",
     "Reborn",
     "Respawn",
     "Standing",
@@ -64,6 +65,15 @@ class Respawn:
     set: Mapping[str, str] = field(default_factory=dict[str, str])
     unset: tuple[str, ...] = ()
     python: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of several that are started again together: its name in the operation, its number, where it is to be."""
+
+    name: str
+    number: int
+    goal: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,11 @@ class Subject:
     uid: int | None = None
     run: str | None = None
     respawn: Respawn = Respawn()
+    #: Of a restart: what tells one start of its operation from others, such as that of the way back.
+    start: str = ""
+    #: Of a restart of ranks: which of them it is, and all of them, itself among them.
+    rank: int | None = None
+    ranks: tuple[Rank, ...] = ()
     #: Its agent, if it has one that has attended since the daemon was started.
     agent: Worker | None = None
 

@@ -6,6 +6,10 @@ with a lock on it (`flock`), which the new process inherits and so holds for as 
 Whoever finds it locked starts nobody. The lock is on a file of its own: the memory is not to stay for as long as the
 job.
 
+Ranks leave and are started together. Each has its own state and is asked to leave by itself, but their launcher is one
+command: it is stopped before, and ended after them (`launchers`); whichever rank is to be brought back first has it
+started, with the states of all, and each waits for its own. A start that fails has failed for all of them.
+
 The room for a process is held by the method of the GPUs that hegmd knows to hold room on, and let go of just before the
 new process is started, which takes it by itself. A restart that finds none has lost nothing: the state is in the pool.
 """
@@ -13,22 +17,27 @@ new process is started, which takes it by itself. A restart that finds none has 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import anyio
 
 from hegmd.errors import TIMEOUT, HegmError, Refused
+from hegmd.methods import launchers
 from hegmd.methods.base import Left, Method, Reborn, Standing, Subject
 from hegmd.methods.pooled import key_of
+from hegmd.news import News
 from hegmd.places import CPU
 from hegmd.pool import Pool
 from hegmd.protocol.snapshots import Gpu
 from hegmd.supervisors import Supervisor, Supervisors
-from hegmd.workers import Workers
+from hegmd.workers import Worker, Workers
+
+logger = logging.getLogger(__name__)
 
 NAME = "restart"
 LEAVES_WITHIN_S = 60.0
@@ -42,6 +51,18 @@ _OTHERS = ("ROCR_VISIBLE_DEVICES", *_VISIBLE.values())
 _NOWHERE = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1", "HEGM_GPU": CPU}
 # Whose GPUs room can be held on.
 _HELD = frozenset(("nvidia", "simulated"))
+
+
+@dataclass(slots=True)
+class _Start:
+    """One start of a job, which everybody waits for who is to be brought back by it."""
+
+    key: str
+    turn: anyio.Lock = field(default_factory=anyio.Lock)
+    waiting: int = 0
+    #: Whom it was asked of, and why it failed.
+    asked: Supervisor | None = None
+    failure: HegmError | None = None
 
 
 class RestartMethod:
@@ -66,6 +87,8 @@ class RestartMethod:
         self._pool = pool
         self._by = by
         self._gpus = gpus
+        self._starts: dict[str, _Start] = {}
+        self._superseded = News()
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -95,7 +118,9 @@ class RestartMethod:
     async def checkpoint(self, subject: Subject) -> Left:
         """Have it leave, and wait for its end. Raises OrderFailed, AgentAway, and TIMEOUT where it may yet end."""
         worker = subject.agent
-        if worker is not None and not worker.ended:
+        if worker is not None and not worker.ended and subject.ranks:
+            await self._leave_launcher(subject, worker)
+        elif worker is not None and not worker.ended:
             given = await worker.give("leave")
             with anyio.move_on_after(LEAVES_WITHIN_S):
                 await given.over.wait()
@@ -107,6 +132,29 @@ class RestartMethod:
                 raise HegmError(TIMEOUT, f"process {worker.pid} did not end within {LEAVES_WITHIN_S:g} s", hint)
         return Left(room_bytes=0)
 
+    async def _leave_launcher(self, subject: Subject, worker: Worker) -> None:
+        """End a rank whose state is saved, as those of all are: by its own hand, so that its output is whole, or ours.
+
+        Its launcher is not to see it. Raises SupervisorAway, OrderFailed.
+        """
+        supervisor = self._supervisors.find(subject.uid, subject.run)
+        if supervisor is not None:
+            await supervisor.order("expect", subject.operation, launches=True)
+            await anyio.to_thread.run_sync(launchers.hold_launchers_still, worker.pid, supervisor.pid)
+        if worker.parked:
+            with anyio.move_on_after(LEAVES_WITHIN_S):
+                try:
+                    given = await worker.give("leave")
+                    await given.over.wait()
+                    if worker.connected:
+                        await given.report()
+                    await self._until(lambda: worker.ended)
+                except HegmError as error:
+                    logger.warning("process %d is ended: it does not leave by itself: %s", worker.pid, error.message)
+        if not worker.ended:
+            await anyio.to_thread.run_sync(launchers.end_one, worker.pid, worker.identity.start_ticks)
+            await self._until(lambda: worker.ended)
+
     async def _until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
             await self._workers.news.wait()
@@ -117,35 +165,83 @@ class RestartMethod:
         """Have another process started there, and wait until it has the state back. Raises HegmError with why not."""
         for held in tuple(self._by.rooms(subject)):
             await self.give_room(subject, held)
-        asked: Supervisor | None = None
-        while True:
-            reborn = self._reborn(subject, gpu)
-            if reborn is not None:
-                return reborn
-            supervisor = await self._supervisor(subject)
-            if supervisor.offer.started and supervisor.serves(subject.operation):
-                asked = supervisor  # an earlier run of the daemon may have asked for it
-            elif asked is not None and asked is supervisor:
-                why = supervisor.failure or "its supervisor says that it does not run"
-                raise Refused(f"the job was not restarted on {gpu}: {why}", "see what it printed; its state is held")
-            elif supervisor.offer.pid is None:
-                await self._start(supervisor, subject, gpu)
-                asked = supervisor
-                continue  # what has come meanwhile is looked at before anything is waited for
+        with self._start_of(subject) as start:
+            while self._starts.get(subject.operation) is start:
+                reborn = self._reborn(subject, gpu)
+                if reborn is not None:
+                    return reborn
+                supervisor = await self._supervisor(subject)
+                if start.failure is not None:
+                    raise start.failure
+                if _has_started(supervisor, subject):
+                    start.asked = supervisor  # an earlier run of the daemon may have asked for it
+                elif start.asked is supervisor:
+                    why = supervisor.failure or "its supervisor says that it does not run"
+                    message = f"the job was not restarted on {gpu}: {why}"
+                    start.failure = Refused(message, "see what it printed; its state is held")
+                    continue
+                elif supervisor.offer.pid is None or subject.ranks:
+                    await self._have_started(start, supervisor, subject, gpu)
+                    continue  # what has come meanwhile is looked at before anything is waited for
+                await self._something()
+        raise Refused(f"the job is not started on {gpu} any more", "it is started elsewhere")
+
+    @contextmanager
+    def _start_of(self, subject: Subject) -> Generator[_Start, None, None]:
+        """The start that all wait for who are to be brought back at this time; it takes the place of an earlier one."""
+        operation = subject.operation
+        start = self._starts.get(operation)
+        if start is None or start.key != subject.start:
+            start = self._starts[operation] = _Start(subject.start)
+            self._superseded.tell()
+        start.waiting += 1
+        try:
+            yield start
+        finally:
+            start.waiting -= 1
+            if not start.waiting and self._starts.get(operation) is start:
+                del self._starts[operation]
+
+    async def _have_started(self, start: _Start, supervisor: Supervisor, subject: Subject, gpu: str) -> None:
+        """Have the command started, unless another rank has; before that, end what is left of its launcher."""
+        async with start.turn:
+            if start.asked is supervisor or start.failure is not None:
+                return
+            try:
+                if supervisor.offer.pid is not None:
+                    await self._end_command(supervisor, subject.operation)
+                else:
+                    await self._start(supervisor, subject, gpu)
+                    start.asked = supervisor
+            except HegmError as error:
+                start.failure = error
+                raise
+
+    async def _end_command(self, supervisor: Supervisor, operation: str) -> None:
+        """End what is left of a launcher whose ranks have left. Raises OrderFailed, SupervisorAway."""
+        await supervisor.order("expect", operation, launches=True)
+        await anyio.to_thread.run_sync(launchers.end_all_below, supervisor.pid)
+        while supervisor.offer.pid is not None and supervisor.connected:
             await self._something()
 
     async def _start(self, supervisor: Supervisor, subject: Subject, gpu: str) -> None:
-        """Have the command started from the state. Raises OrderFailed, SupervisorAway."""
-        variables = self._surroundings(gpu)
+        """Have the command started from the state, or from those of all ranks. Raises OrderFailed, SupervisorAway."""
+        places = [rank.goal or gpu for rank in subject.ranks] or [gpu]
+        variables = self._surroundings(tuple(dict.fromkeys(places)))
         respawn = subject.respawn
-        memory = self._pool.memory(key_of(subject))
+        states = [key_of(replace(subject, name=rank.name)) for rank in subject.ranks] or [key_of(subject)]
+        for state in states:
+            await self._pool.fetch(state)
+        memories = [self._pool.memory(state).fd for state in states]
         claim = await anyio.to_thread.run_sync(_claimed, self._folder, subject.operation)
         try:
             supervisor.failure = ""
             await supervisor.order(
                 "start",
                 subject.operation,
-                fds=[memory.fd, claim],
+                fds=[*memories, claim],
+                ranks=tuple([rank.number for rank in subject.ranks]),
+                key=subject.start,
                 set={**variables, **respawn.set},
                 unset=tuple([name for name in (*_OTHERS, *respawn.unset) if name not in {**variables, **respawn.set}]),
                 python=respawn.python,
@@ -153,18 +249,27 @@ class RestartMethod:
         finally:
             os.close(claim)
 
-    def _surroundings(self, gpu: str) -> dict[str, str]:
-        """By which variables a process finds itself on that GPU, or on none."""
-        if gpu == CPU:
+    def _surroundings(self, gpus: Sequence[str]) -> dict[str, str]:
+        """By which variables a process finds itself on that GPU or on none, or ranks on these, in their order."""
+        if CPU in gpus:
             return dict(_NOWHERE)
-        known = self._gpu(gpu)
-        return {_VISIBLE[known.vendor]: gpu if known.vendor == "simulated" else known.uuid}
+        known = [self._gpu(gpu) for gpu in gpus]
+        names = [gpu.id if gpu.vendor == "simulated" else gpu.uuid for gpu in known]
+        return {_VISIBLE[known[0].vendor]: ",".join(names)}
 
     def _reborn(self, subject: Subject, gpu: str) -> Reborn | None:
-        """The process that has the state of the operation back, if it is there."""
+        """The process that has the state of the operation back, if it is there.
+
+        Of ranks, one that comes of this start: a launcher may start ranks of an earlier one again by itself.
+        """
+        supervisor = self._known(subject)
+        if subject.ranks and supervisor is not None and not _has_started(supervisor, subject):
+            return None
         for worker in self._workers:
             about = worker.about
-            if worker.connected and about.restarted == subject.operation and worker.identity.uid == subject.uid:
+            is_it = not subject.ranks or about.rank == subject.rank
+            is_it = is_it and worker.connected and not worker.ended and about.restarted == subject.operation
+            if is_it and worker.identity.uid == subject.uid:
                 place = worker.gpu or about.gpu or gpu
                 worker.gpu = None if place == CPU else place
                 ticks = worker.identity.start_ticks
@@ -184,8 +289,7 @@ class RestartMethod:
         """The one that is connected for this operation. Raises Refused when there is none after a while."""
         with anyio.move_on_after(SUPERVISOR_COMES_WITHIN_S):
             while True:
-                found = self._supervisors.of_operation(subject.uid, subject.operation)
-                found = found or self._supervisors.find(subject.uid, subject.run)
+                found = self._known(subject)
                 if found is not None and found.connected:
                     return found
                 if found is None and self._supervisors.has_ended(subject.uid, subject.run):
@@ -198,8 +302,13 @@ class RestartMethod:
             {"operation": subject.operation},
         )
 
+    def _known(self, subject: Subject) -> Supervisor | None:
+        """The supervisor that lives, connected or not."""
+        found = self._supervisors.of_operation(subject.uid, subject.operation)
+        return found or self._supervisors.find(subject.uid, subject.run)
+
     async def _something(self) -> None:
-        """Wait for news of a worker or of a supervisor."""
+        """Wait for news of a worker or of a supervisor, or for another start."""
         async with anyio.create_task_group() as tasks:
 
             async def first(news: anyio.Event) -> None:
@@ -208,6 +317,7 @@ class RestartMethod:
 
             tasks.start_soon(first, self._workers.news.next)
             tasks.start_soon(first, self._supervisors.news.next)
+            tasks.start_soon(first, self._superseded.next)
 
     # -- how it stands -------------------------------------------------------------------------------------------------
 
@@ -223,6 +333,12 @@ class RestartMethod:
         if known is None:
             raise Refused(f"there is no GPU {name}", "see hegmctl gpus")
         return known
+
+
+def _has_started(supervisor: Supervisor, subject: Subject) -> bool:
+    """Whether its command runs from the state of the operation; of ranks, from the start that is wanted now."""
+    is_it = supervisor.offer.started and supervisor.serves(subject.operation)
+    return is_it and (not subject.ranks or supervisor.offer.key == subject.start)
 
 
 def _claimed(folder: Path, operation: str) -> int:

@@ -32,7 +32,10 @@ class StateCarrier(Pooled):
         supervisor = self._supervisors.find(subject.uid, subject.run)
         if supervisor is None:
             raise Refused(f"the `hegmctl run` that started process {subject.pid} is gone", "the job goes on as it is")
-        await supervisor.order("expect", subject.operation)
+        if subject.ranks and not supervisor.offer.ranks:
+            hint = "the job goes on as it is; start it with this release of hegmctl to restart it"
+            raise Refused(f"process {supervisor.pid} is of a release that cannot start ranks from their states", hint)
+        await supervisor.order("expect", subject.operation, launches=bool(subject.ranks))
         memory = await self._pool.to_fill(key_of(subject))
         report = await subject.worker.order("save", fds=[memory.fd], on_progress=on_progress)
         return report.size_bytes or 0

@@ -72,7 +72,11 @@ def resume(op: Operation, event: events.ResumeAsked, now: float) -> Operation:
     # What a restart was to change belongs to where it was headed then; who resumes it says what is to be now.
     op = op.replace(kind=kind, heading=FORWARD, workers=workers, failure=None, tries=0, respawn=None)
     due = None if event.limit_s is None else now + event.limit_s
-    return op.replace(limits=op.limits.replace(resume_s=event.limit_s), due=due)
+    op = op.replace(limits=op.limits.replace(resume_s=event.limit_s), due=due)
+    if op.restarts_together and any(worker.is_absent for worker in op.live):
+        # The way back of all is that of those without a process: to be suspended.
+        op = op.replace(workers=tuple([worker.replace(origin=None) for worker in op.workers]))
+    return course.together(op)
 
 
 def _resuming(worker: Worker, gpu: str | None) -> Worker:
@@ -135,7 +139,7 @@ def _gone(op: Operation, name: str, why: str) -> Operation:
     worker = op.worker(name)
     if worker is None or worker.gone:
         return op
-    if worker.restarts and worker.saved and not worker.verified:
+    if worker.restarts and _is_to_be_gone_on_from(op, worker):
         return _absent(op, worker, why)
     if op.ends_workers or _has_gone_on(op):  # it is in an image, and was to end, or does what it would have done anyway
         return _without_orders(op, name).with_worker(_departed(worker, lost=False))
@@ -153,6 +157,12 @@ def _has_gone_on(op: Operation) -> bool:
     return op.is_handed and all(worker.verified or worker.gone for worker in op.workers)
 
 
+def _is_to_be_gone_on_from(op: Operation, worker: Worker) -> bool:
+    """Whether another can go on from its state, and has not done so for certain: of ranks, for all or none."""
+    crew = [other for other in op.workers if other.restarts] if op.restarts_together else [worker]
+    return all(one.saved and not one.gone for one in crew) and not all(one.verified for one in crew)
+
+
 def _absent(op: Operation, worker: Worker, why: str) -> Operation:
     """The process has ended and its state is in the pool: that is how it leaves. Another goes on from there.
 
@@ -161,7 +171,7 @@ def _absent(op: Operation, worker: Worker, why: str) -> Operation:
     """
     if worker.at is None and worker.out and not worker.unsure:
         return op  # that is known
-    fell = worker.starts > 0 and worker.at is not None
+    fell = worker.starts > 0 and worker.at is not None and not worker.leaves
     rooms = {gpu: size_bytes for gpu, size_bytes in worker.rooms.items() if gpu != worker.at}
     left = worker.replace(
         at=None,
@@ -176,7 +186,7 @@ def _absent(op: Operation, worker: Worker, why: str) -> Operation:
     )
     op = _without_orders(op, worker.name).with_worker(left)
     if not fell:
-        return op
+        return course.together(op)
     message = f"process {worker.pid} went on from the saved state and ended before a boundary was seen: {why}"
     op = _because(op, REFUSED.name, message, f"see what it printed, and: hegmctl op {op.id}")
     return course.turned_back(op) if op.heading == FORWARD else course.held(op)
@@ -402,6 +412,7 @@ def _replaced(worker: Worker, event: events.Restored) -> Worker:
         token=event.token,
         run=event.run,
         boundary=event.boundary,
+        leaves=False,
         starts=worker.starts + 1,
         rooms={},
         touched=True,
@@ -433,13 +444,14 @@ def inspected(op: Operation, worker: Worker, pending: Pending, event: events.Ins
     was_standing = worker.parked and (op.heading == HOLD or op.holds or is_away(op))
     whole = event.gpu is not None and not event.out_bytes
     passed = not event.parked and whole and worker.boundary is not None and event.boundary > worker.boundary
+    is_following = op.restarts_together and worker.leaves and worker.saved and worker.out
     now_known = worker.replace(
         unsure=False,
         recount=False,
         waits=None,
         parked=event.parked,
         boundary=event.boundary if event.parked or not worker.touched else worker.boundary,
-        out=event.out_bytes > 0,
+        out=event.out_bytes > 0 or is_following,
         # Whoever took them, bytes that are out have to be seen in use again before what holds them is given back.
         touched=worker.touched or event.out_bytes > 0,
         at=event.gpu,
@@ -451,7 +463,7 @@ def inspected(op: Operation, worker: Worker, pending: Pending, event: events.Ins
     op = _without_orders(op, worker.name)
     if worker.anywhere and event.gpu is not None:  # somebody was quicker, or a restore that was cut off came to its end
         now_known = now_known.replace(anywhere=False, goal=event.gpu if op.heading == FORWARD else worker.goal)
-    if not event.parked and whole and op.heading != FORWARD:
+    if not event.parked and whole and op.heading != FORWARD and not is_following:
         now_known = now_known.replace(origin=event.gpu, goal=event.gpu)
     if not was_standing or event.parked:
         return op.with_worker(now_known)

@@ -169,12 +169,31 @@ def later(op: Operation, now: float) -> Operation:
 def turned_back(op: Operation) -> Operation:
     """The operation on its way to how everything was. Parks that are under way are left to `withdraw`.
 
-    A dump that is under way is dropped: whoever performs it undoes it.
+    A dump that is under way is dropped: whoever performs it undoes it; and so is the start of ranks.
     """
     workers = tuple([worker.replace(goal=_way_back(worker), leaves=False) for worker in op.workers])
-    dropped = (effects.Park.tag, effects.Survey.tag, effects.Hold.tag, effects.Dump.tag)
+    dropped = [effects.Park.tag, effects.Survey.tag, effects.Hold.tag, effects.Dump.tag]
+    if op.restarts_together:  # another start takes its place, and who came of it passes no boundary without the others
+        dropped += [effects.Restore.tag, effects.Verify.tag]
     pending = tuple([pending for pending in op.pending if pending.effect not in dropped])
-    return op.replace(heading=BACK, workers=workers, pending=pending, tries=0)
+    return together(op.replace(heading=BACK, workers=workers, pending=pending, tries=0))
+
+
+def together(op: Operation) -> Operation:
+    """Of ranks that are restarted, whoever has a process still, or again, leaves it too once another has none.
+
+    Its state that counts is the one in the pool: it was saved at the same boundary as all the others'.
+    """
+    if not op.restarts_together or op.heading == HOLD or not any(worker.is_absent for worker in op.live):
+        return op
+    return op.replace(workers=tuple([_following(op, worker) for worker in op.workers]))
+
+
+def _following(op: Operation, worker: Worker) -> Worker:
+    if worker.gone or worker.at is None or worker.leaves:
+        return worker
+    goal = worker.goal if op.heading == FORWARD else worker.origin
+    return worker.replace(goal=goal, leaves=True, out=True)
 
 
 def _way_back(worker: Worker) -> str | None:

@@ -225,6 +225,11 @@ class Operation(Record):
         return (worker for worker in self.workers if not worker.gone)
 
     @property
+    def restarts_together(self) -> bool:
+        """Whether its workers are ranks that leave by ending, and are started again by one launcher: all or none."""
+        return self.lockstep and any(worker.restarts for worker in self.workers)
+
+    @property
     def holds(self) -> bool:
         """Whether its job is to stand at a boundary with all that it has, until somebody or the clock lets it go on."""
         return self.kind == QUIESCE and self.heading == FORWARD and not self.let_go

@@ -19,7 +19,7 @@ import anyio
 
 from hegmd.errors import INTERNAL, TIMEOUT, UNAVAILABLE, Bug, HegmError, Refused
 from hegmd.log import error_ref, fields
-from hegmd.methods.base import Carrier, Method, NoRoom, Outgrown, Progress, Reborn, Respawn, Standing, Subject
+from hegmd.methods.base import Carrier, Method, NoRoom, Outgrown, Progress, Rank, Reborn, Respawn, Standing, Subject
 from hegmd.migration import effects, events
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
@@ -390,6 +390,9 @@ class Performer:
             uid=op.owner_uid,
             run=member.run,
             respawn=_respawn(op),
+            start=f"{op.kind} {op.heading} {' '.join(str(one.goal) for one in op.workers)}",
+            rank=member.rank,
+            ranks=_ranks(op),
             agent=self._agent(member),
         )
 
@@ -424,6 +427,14 @@ def _respawn(op: Operation) -> Respawn:
     if op.respawn is None or op.heading != FORWARD:
         return Respawn()
     return Respawn(dict(op.respawn.set), op.respawn.unset, op.respawn.python)
+
+
+def _ranks(op: Operation) -> tuple[Rank, ...]:
+    """Of a restart of ranks, those that are started again together."""
+    if not op.restarts_together:
+        return ()
+    known = [Rank(one.name, one.rank, one.goal) for one in op.live if one.rank is not None]
+    return tuple(sorted(known, key=lambda one: one.number))
 
 
 def _not_here(member: Member, kind: str, name: str) -> HegmError:

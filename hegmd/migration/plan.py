@@ -49,6 +49,8 @@ def _planned(snapshot: Snapshot, request: Request) -> Plan | tuple[Reason, ...]:
     for candidate in members:
         if can_be_stopped(draft, candidate):
             (_place if request.kind != QUIESCE else _leave_in_place)(draft, candidate)
+    if request.via == RESTART:
+        restarting.judge_ranks(draft, members)
     if members and not draft.reasons and request.kind != QUIESCE:
         _judge_whole(draft, members)
     if draft.reasons or not members:

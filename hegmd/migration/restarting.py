@@ -29,6 +29,8 @@ STEPS = (
 START_S = 8.0
 # How an agent begins what it says of the things that it has not gone through.
 UNSEEN = "not looked at: "
+# A message has 16 descriptors, and one of them is the right to go on from the states.
+MOST_RANKS = 15
 _SUPERVISED = "start the job with: hegmctl run --allow-restart -- COMMAND"
 
 
@@ -55,11 +57,6 @@ def place(draft: Draft, candidate: Candidate) -> None:
     if candidate.supervisor is None:
         draft.against(REFUSED, f"nobody would start process {pid} again", _SUPERVISED, pid=pid)
         return
-    if (agent.world_size or 1) > 1:
-        message = f"process {pid} is one of {agent.world_size} ranks, and only jobs of one process can be restarted"
-        draft.against(
-            REFUSED, message, "have the script save its own checkpoint, and start the ranks from that", pid=pid
-        )
     for refused in agent.refusals:
         hint = "say how with hegm.keep or hegm.resumable, or move it without a restart"
         draft.against(REFUSED, f"process {pid}: {refused}", hint, pid=pid)
@@ -108,6 +105,55 @@ def _expected_bytes(draft: Draft, agent: AgentSurvey, to: str) -> int:
     if target is None or target.vendor == SIMULATED:
         return agent.size_bytes or 0
     return (agent.state_bytes or 0) + NEXT_TO_NOTHING_BYTES
+
+
+def judge_ranks(draft: Draft, members: Sequence[Candidate]) -> None:
+    """All that stands against a restart of several processes as one."""
+    if len(members) < 2 and all((_world(member) or 1) < 2 for member in members):
+        return
+    pids = listed(tuple([str(member.pid) for member in members]))
+    worlds = {_world(member) for member in members}
+    ranks = sorted([member.agent.rank for member in members if member.agent and member.agent.rank is not None])
+    if len(worlds) != 1 or None in worlds or len(set(ranks)) != len(members):
+        message = f"processes {pids} are no ranks by their environment (RANK and WORLD_SIZE)"
+        hint = "start them with torchrun, whose ranks find their states again by these; or as a job each"
+        draft.against(REFUSED, message, hint)
+    elif ranks != list(range(worlds.pop() or 0)):
+        message = f"of {_world(members[0])} ranks, {listed(tuple([str(rank) for rank in ranks]))} are here"
+        draft.against(REFUSED, message, "a restart is of all ranks of a job, on one node; ask when all of them train")
+    elif len(members) > MOST_RANKS:
+        hint = "have the script save its own checkpoint, and start the ranks from that"
+        draft.against(REFUSED, f"the job has {len(members)} ranks, and a restart is of {MOST_RANKS} at most", hint)
+    elif any(member.supervisor is not None and not member.ranks for member in members):
+        message = f"the hegmctl run that started processes {pids} is of a release that restarts no ranks"
+        draft.against(REFUSED, message, "start the job with this release of hegmctl")
+    else:
+        _judge_places(draft)
+
+
+def _world(member: Candidate) -> int | None:
+    return None if member.agent is None else member.agent.world_size
+
+
+def _judge_places(draft: Draft) -> None:
+    """Ranks find their GPUs by the order in which a variable names them: it has to name as many as before, and of one
+    vendor."""
+    pairs = {(worker.gpu, worker.to) for worker in draft.workers}
+    sources, goals = {gpu for gpu, _ in pairs}, {to for _, to in pairs}
+    vendors = {gpu.vendor for to in goals if (gpu := draft.gpu(to or "")) is not None}
+    if len(pairs) != len(sources) or len(pairs) != len(goals):
+        where = f"{len(sources)} GPUs would be on {len(goals)}"
+        hint = "name as many GPUs as the ranks are on: --to gpu0=gpu2 for those of one"
+        draft.against(REFUSED, f"ranks that are on {where}, or not those together that are now", hint)
+    elif len(vendors) > 1:
+        message = f"the ranks would be on GPUs of {listed(tuple(sorted(vendors)))}"
+        draft.against(REFUSED, message, "name GPUs of one vendor")
+    elif CPU in goals and len(goals) > 1:
+        message = f"the ranks would be on {listed(tuple(sorted(str(to) for to in goals)))}"
+        draft.against(REFUSED, message, "have all of them on GPUs, or all on the CPU")
+    elif "simulated" in vendors and len(goals) > 1:
+        message = f"the ranks would be on {listed(tuple(sorted(str(to) for to in goals)))}"
+        draft.against(REFUSED, message, "simulated ranks have one GPU; name one")
 
 
 def not_kept(members: Sequence[Candidate], request: Request) -> Iterator[str]:

@@ -93,7 +93,8 @@ def _evacuating(op: Operation, worker: Worker) -> Iterator[Want]:
 
 
 def _checkpointing(op: Operation, worker: Worker) -> Iterator[Want]:
-    if _is_to_leave(op, worker) and (worker.parked or not worker.has_agent):
+    follows = op.restarts_together and worker.saved and any(other.is_absent for other in op.live)
+    if _is_to_leave(op, worker) and (worker.parked or not worker.has_agent or follows):
         yield effects.Checkpoint, {}
 
 

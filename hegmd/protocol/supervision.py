@@ -21,12 +21,18 @@ class SupervisorOrder(Record):
 
     order: int = field("number of the order, counted by the daemon on this connection")
     do: str = field(
-        "expect: its command may end with the exit code of a restart, and is then to be waited for; start: start it "
-        "again, from the state in the descriptor that comes along; forget: the operation is over, nothing is expected "
-        "any more; give-up: it cannot be started again, and its state stays where the operation has it; note: whoever "
-        "watches is to read its message and its hint. What it does not know it leaves be"
+        "expect: its command may end with the exit code of a restart, and is then to be waited for, and not started "
+        "again before that is said; start: start it again, from the state in the descriptor that comes along, or ranks "
+        "from theirs; forget: the operation is over, nothing is expected any more; give-up: it cannot be started "
+        "again, and its state stays where the operation has it; note: whoever watches is to read its message and its "
+        "hint. What it does not know it leaves be"
     )
     operation: str = field("the operation that it is about; empty for a note")
+    launches: bool = field(
+        "expect: whether its command is the launcher of ranks, which may end with any exit code then", default=False
+    )
+    ranks: tuple[int, ...] = field("start: of which ranks the states are that come along, in their order", default=())
+    key: str = field("start: which start of the operation it is; the next `supervise` says it again", default="")
     set: Mapping[str, str] = field("start: variables of its environment to set, beside those it had", default={})
     unset: tuple[str, ...] = field("start: variables to leave out", default=())
     python: str | None = field("start: the interpreter to take in the place of its own", default=None)
@@ -43,7 +49,9 @@ class Supervise(Request, op="supervise", reply=SupervisionEnded, event=Superviso
 
     `start` comes with two descriptors, which the new process inherits: the memory with the state, and one with a lock
     (`flock`, exclusively). The lock is the right to go on from that state. It lasts for as long as anybody has the
-    second descriptor open, so that nobody starts from the same state while a process that did lives.
+    second descriptor open, so that nobody starts from the same state while a process that did lives. Of ranks there is
+    a memory for each, before the lock; a launcher leaves no descriptor open for them, so the supervisor hands each its
+    own and the lock.
     """
 
     run: str = field("which `hegmctl run` it is, as its agents say it too")
@@ -57,6 +65,8 @@ class Supervise(Request, op="supervise", reply=SupervisionEnded, event=Superviso
     )
     resumes: str | None = field("an operation at rest that it wants to go on with its command", default=None)
     gpu: str | None = field("with that, the GPU to go on at; nil for where it was", default=None)
+    key: str = field("which start of the operation that was, as the order said", default="")
+    ranks: bool = field("whether it can start several ranks from a state of each", default=False)
 
 
 class SuperviseReport(Request, op="supervise.report", reply=Noted):

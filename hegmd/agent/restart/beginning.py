@@ -53,6 +53,8 @@ def meet_optimizer(module: Any) -> None:
     """`module` is torch.optim.optimizer: no step before the state is back."""
     if is_wanted():
         _watch_steps(module)
+    if given.is_for_ranks():
+        _forbid_steps_of_nobody(module)
     if not given.is_there() and _due is None:
         return
     expect(None)
@@ -68,6 +70,8 @@ def expect(loaders: Any) -> None:
             given.claim()
         except OSError as error:
             end_unrestored([f"the state cannot be had: {error}"])
+        if not given.is_there():  # of a rank that its launcher starts again long after
+            return
         _due = Due()
         frameworks.resuming.expect()
         os.register_at_fork(after_in_child=_forget_in_child)
@@ -234,6 +238,16 @@ def _watch_steps(module: Any) -> None:
             readiness.note_step(caller())
 
     register(after_step)
+
+
+def _forbid_steps_of_nobody(module: Any) -> None:
+    """Have no step in a process that does not say which rank it is: a launcher makes none, and a rank would be lost."""
+
+    def before_step(*_args: object) -> None:
+        if given.is_for_ranks():
+            end_unrestored([f"its state is that of ranks, and {given.RANK} does not say which one this process is"])
+
+    module.register_optimizer_step_pre_hook(before_step)
 
 
 def _begin(loader: Any, frame: FrameType, make: Callable[[Any], Any]) -> Any:

@@ -1,8 +1,13 @@
-"""The state that this process was started with, if it was: read once, and kept until all of it is put back."""
+"""The state that this process was started with, if it was: read once, and kept until all of it is put back.
+
+It comes by an inherited descriptor or a file; to a rank, whose launcher leaves no descriptor open for it, from the
+supervisor of the job, which listens at an address for each rank. Who has no rank, as the launcher itself, has no state.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 
 from . import plain
 
@@ -12,6 +17,11 @@ if TYPE_CHECKING:
 
 #: An inherited descriptor, or a file. Set by who starts a worker again.
 DESCRIPTOR, PATH = "HEGM_STATE_FD", "HEGM_STATE"
+#: Of how many ranks there are states, and the addresses at which they are to be had, without the rank's number.
+RANKS = "HEGM_STATES"
+RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
+_STATE, _OVER = b"state", b"over"
+_HANDED_WITHIN_S = 30.0
 
 _NOT_READ = object()
 _state: Any = _NOT_READ
@@ -20,13 +30,30 @@ _claimed: tuple[str | None, str] | None = None
 
 def is_there() -> bool:
     """Whether this process goes on from another one's state, and has not put it back yet."""
-    return _state is not None and (_claimed is not None or DESCRIPTOR in os.environ or PATH in os.environ)
+    if _state is None:
+        return False
+    is_ranks = RANKS in os.environ and RANK in os.environ
+    return _claimed is not None or DESCRIPTOR in os.environ or PATH in os.environ or is_ranks
+
+
+def is_for_ranks() -> bool:
+    """Whether there are states of ranks, and which of them this process is does not stand in its environment."""
+    return RANKS in os.environ and RANK not in os.environ and not is_there()
 
 
 def claim() -> None:
     """Make it this process's own: its children get neither the descriptor nor the word of it. Raises OSError."""
-    global _claimed  # noqa: PLW0603 - one a process
+    global _claimed, _state  # noqa: PLW0603 - one a process
     if _claimed is None and is_there():
+        of_ranks = os.environ.get(RANKS)
+        if of_ranks is not None:
+            fd = _handed(of_ranks)
+            os.environ.pop(RANKS, None)
+            if fd is None:
+                _state = None
+            else:
+                _claimed = (str(fd), "")
+            return
         number, path = os.environ.pop(DESCRIPTOR, None), os.environ.pop(PATH, "")
         if number is not None and number.isdigit():
             os.set_inheritable(int(number), False)
@@ -36,6 +63,8 @@ def claim() -> None:
 def state() -> Any:
     """That state, or None. Raises plain.Damaged and OSError; whoever asks again reads again then."""
     global _state  # noqa: PLW0603 - one a process
+    if RANKS in os.environ:
+        claim()
     if not is_there():
         return None
     if _state is _NOT_READ:
@@ -47,6 +76,33 @@ def forget() -> None:
     """All of it is put back: the file's memory goes when nobody uses it any more."""
     global _state  # noqa: PLW0603 - one a process
     _state = None
+
+
+def _handed(of_ranks: str) -> int | None:
+    """This rank's state, from the supervisor of its job; None where that is over. Raises OSError.
+
+    With it comes the right to go on from it, a descriptor that stays open for as long as the process lives.
+    """
+    socket: Any = __import__("socket")
+    count, _, name = of_ranks.partition(":")
+    rank, world = os.environ[RANK], os.environ.get(WORLD_SIZE, "1")
+    if world != count:
+        raise OSError(f"it is of {count} ranks, and the job has {world} now")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.settimeout(_HANDED_WITHIN_S)
+        try:
+            door.connect(f"\0{name}-{rank}")
+        except OSError as error:
+            raise OSError(f"rank {rank} does not reach the hegmctl run of its job: {error}") from error
+        said, ancillary, _, _ = door.recvmsg(64, socket.CMSG_SPACE(8), socket.MSG_CMSG_CLOEXEC)
+    fds = [
+        int.from_bytes(data[at : at + 4], sys.byteorder) for _, _, data in ancillary for at in range(0, len(data), 4)
+    ]
+    if said == _OVER:
+        return None
+    if said != _STATE or len(fds) != 2:
+        raise OSError(f"rank {rank} was handed none by the hegmctl run of its job")
+    return fds[0]
 
 
 def _read() -> Any:

@@ -94,7 +94,6 @@ def test_everything_that_stands_against_it_is_said() -> None:
     assert "optimizer 2 has a function in it" in said(planned(refused, via))
     assert "the stream has no place" in said(planned(refused, via))
     assert "is not known" in said(planned(node({"state_bytes": None}), via))
-    assert "one of 2 ranks" in said(planned(node({"rank": 0, "world_size": 2}), via))
     other = ask("gpu2", via=RESTART, respawn=Respawn(python="/p"))
     assert "does not begin with a Python" in said(planned(node(python=False), other))
     large = node({"state_bytes": 2 * GIB})
@@ -154,3 +153,48 @@ def test_a_state_that_is_held_goes_on_on_the_cpu_and_nothing_else_does() -> None
     assert "cannot go on on the CPU" in said(
         planned_resume(snapshot, resume, op.replace(phase="suspended", workers=(driven,)))
     )
+
+
+def ranked(*ranks: int | None, world: int = 2, gpus: tuple[str, ...] = ("gpu0",), **candidate: Any) -> Snapshot:
+    """A job of such ranks, on those GPUs one after the other."""
+    one = node(ranks=True, **candidate)
+    job = one.candidates[0]
+    members: list[Candidate] = []
+    for index, rank in enumerate(ranks):
+        told = job.agent and job.agent.replace(rank=rank, world_size=None if rank is None else world)
+        gpu = gpus[index % len(gpus)]
+        members.append(job.replace(pid=7 + index, gpus=(gpu,), agent=told))
+    return one.replace(candidates=tuple(members))
+
+
+def test_ranks_are_restarted_as_one() -> None:
+    plan = plan_of(planned(ranked(0, 1), ask("gpu2", via=RESTART)))
+    assert (plan.lockstep, [worker.to for worker in plan.workers]) == (True, ["gpu2", "gpu2"])
+    op = plan.operation("1", ranked(0, 1).candidates, {}, limits=Limits(), utc=0.0)
+    assert op.restarts_together
+    assert [worker.rank for worker in op.workers] == [0, 1]
+
+
+def test_a_job_whose_ranks_are_not_all_here_or_not_known_is_not_restarted() -> None:
+    """Each would be started with the launcher, and find no state of its own."""
+    via = ask("gpu2", via=RESTART)
+    assert "of 2 ranks, 0 are here" in said(planned(ranked(0), via))
+    assert "of 3 ranks, 0 and 2 are here" in said(planned(ranked(0, 2, world=3), via))
+    assert "are no ranks by their environment" in said(planned(ranked(None, None), via))
+    assert "are no ranks by their environment" in said(planned(ranked(0, 0), via))
+    assert "15 at most" in said(planned(ranked(*range(16), world=16), via))
+
+
+def test_a_supervisor_of_an_older_release_restarts_no_ranks() -> None:
+    """It knows one state alone, and would have started the launcher without any."""
+    older = ranked(0, 1)
+    older = older.replace(candidates=tuple([member.replace(ranks=False) for member in older.candidates]))
+    assert "restarts no ranks" in said(planned(older, ask("gpu2", via=RESTART)))
+
+
+def test_ranks_keep_apart_and_together_as_they_were() -> None:
+    """They find their GPUs by the order in which a variable names them."""
+    apart = ranked(0, 1, gpus=("gpu0", "gpu1"))
+    assert "2 GPUs would be on 1" in said(planned(apart, ask("gpu2", via=RESTART)))
+    crossed = ask(None, via=RESTART, placement={"7": "gpu2", "8": "gpu3"})
+    assert "GPUs of amd and simulated" in said(planned(apart, crossed))

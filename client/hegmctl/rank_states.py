@@ -1,0 +1,107 @@
+"""The states of several ranks, handed to each by a parent that is not their own.
+
+A launcher such as torchrun starts its ranks without the descriptors that it has inherited itself. So a supervisor
+listens for as long as the launcher lives, at one abstract address for each rank, and whoever of this user connects is
+given that rank's state and the right to go on from it. Once the operation is over there is none any more, and whoever
+asks is told so: a launcher that starts its ranks again by itself later has them begin as they would without hegmd.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from contextlib import suppress
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# What the agent of a rank reads: of how many ranks there are states, and the addresses without the rank's number.
+STATES = "HEGM_STATES"
+STATE, OVER = b"state", b"over"
+_CREDENTIALS = struct.Struct("3i")
+
+
+class RankStates:
+    """One listening socket for each rank; `states` and `lock` are this object's from now on. Closing twice is fine.
+
+    Who connects raises SIGIO in this process, and is served by the next `serve`. Raises OSError.
+    """
+
+    def __init__(self, states: Mapping[int, int], lock: int) -> None:
+        self._states = dict(states)
+        self._lock: int | None = lock
+        self._name = f"hegm-states-{os.urandom(16).hex()}"
+        self._doors: dict[int, socket.socket] = {}
+        try:
+            for rank in self._states:
+                self._doors[rank] = _listening(f"\0{self._name}-{rank}")
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """The value of STATES in the launcher's environment."""
+        return f"{len(self._doors)}:{self._name}"
+
+    @property
+    def lock(self) -> int | None:
+        """The right to go on from them; None once they are over."""
+        return self._lock
+
+    def serve(self) -> None:
+        """Hand over to everybody who has connected, without waiting for anybody."""
+        for rank, door in self._doors.items():
+            while (connected := _next(door)) is not None:
+                with connected, suppress(OSError):  # who is gone by now has asked for nothing
+                    self._hand_over(rank, connected)
+
+    def _hand_over(self, rank: int, connected: socket.socket) -> None:
+        credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
+            return
+        if self._lock is None:
+            connected.send(OVER, socket.MSG_NOSIGNAL)
+        else:
+            fds = struct.pack("2i", self._states[rank], self._lock)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
+            connected.sendmsg([STATE], rights, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+
+    def end(self) -> None:
+        """Hand over nothing any more; who asks is told so."""
+        held, self._states = list(self._states.values()), {}
+        held += [] if self._lock is None else [self._lock]
+        self._lock = None
+        for fd in held:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Be there for nobody any more: the launcher has ended."""
+        self.end()
+        for door in self._doors.values():
+            door.close()
+        self._doors.clear()
+
+
+def _listening(address: str) -> socket.socket:
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        door.setblocking(False)
+        door.bind(address)
+        fcntl.fcntl(door.fileno(), fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(door.fileno(), fcntl.F_SETFL, fcntl.fcntl(door.fileno(), fcntl.F_GETFL) | fcntl.FASYNC)
+        door.listen(16)
+    except BaseException:
+        door.close()
+        raise
+    return door
+
+
+def _next(door: socket.socket) -> socket.socket | None:
+    try:
+        return door.accept()[0]
+    except OSError:  # nobody is there, or has gone while coming
+        return None

@@ -1,0 +1,99 @@
+"""Two ranks of torchrun that leave together, and are started again together: exact for each, and never half."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.daemon import RunningDaemon
+from tests.e2e.moved_job import SCRIPTS, SLOWLY_MS, MovedJob, Script
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+
+
+def _launch() -> list[str]:
+    """Two ranks that meet at a port of their own, always at the same one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "--max-restarts", "3")
+    return [sys.executable, *words, str(SCRIPTS / "ranked.py")]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
+    with RunningDaemon(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What each rank tells of its steps by itself."""
+    with Script(_launch(), None, tmp_path_factory.mktemp("undisturbed")) as script:
+        return _by_rank(script.steps())
+
+
+def _by_rank(steps: list[str]) -> dict[str, list[str]]:
+    return {rank: [step for step in steps if step.split()[1] == rank] for rank in ("0", "1")}
+
+
+class RankedJob(MovedJob):
+    """Both ranks under one supervisor, which go no faster than they are read."""
+
+    def __init__(self, daemon: RunningDaemon, folder: Path) -> None:
+        self.folder = folder
+        words = [sys.executable, "-m", "hegmctl", "run", "--allow-restart", "--gpu", "gpu0", "--", *_launch()]
+        Script.__init__(self, words, daemon.socket_path, folder)
+        self._daemon = daemon
+        self._gpu = 0
+
+    def _read_on(self, pace_ms: int) -> None:
+        super()._read_on(max(pace_ms, SLOWLY_MS))  # one command and two ranks on few processors
+
+    def starts(self) -> list[tuple[str, ...]]:
+        """Of each start: its rank, its GPU, and what EXTRA was."""
+        lines = (self.folder / "starts").read_text().splitlines()
+        return sorted(tuple(line.split()[1:]) for line in lines)
+
+
+def test_two_ranks_are_started_again_twice_and_neither_differs(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed: dict[str, list[str]]
+) -> None:
+    """Within epochs. Their launcher, which may start them again by itself, never does."""
+    with RankedJob(daemon, tmp_path) as job:
+        first = next(iter(job.places(2)))
+        job.read_steps(13)
+        plan = job.answer("migrate", str(first), "--via", "restart", "--to", "gpu1", "--dry-run")["plan"]
+        assert plan["lockstep"]
+        assert {worker["method"] for worker in plan["workers"]} == {"restart"}
+        words = ("--via", "restart", "--to", "gpu1", "--env", "EXTRA=1")
+        moved = job.operation("migrate", str(first), *words)
+        assert moved["phase"] == "done"
+        assert {process["gpu"] for process in moved["processes"]} == {"gpu1"}
+        job.read_steps(70)
+        back = job.operation("migrate", str(job.process.pid), "--via", "restart", "--to", "gpu0")
+        assert back["phase"] == "done"
+        assert _by_rank(job.steps()) == undisturbed
+        assert job.starts() == sorted(
+            (rank, *told) for rank in "01" for told in (("gpu0", "-"), ("gpu1", "1"), ("gpu0", "1"))
+        )
+    assert not list((daemon.folder / "state").glob("restart-*.lock"))
+
+
+def test_a_rank_that_falls_elsewhere_has_all_of_them_go_on_where_they_were(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed: dict[str, list[str]]
+) -> None:
+    with RankedJob(daemon, tmp_path) as job:
+        first = next(iter(job.places(2)))
+        job.read_steps(9)
+        turned = job.ended("migrate", str(first), "--via", "restart", "--to", "gpu1", "--env", "FALLS=1")
+        assert turned["phase"] == "undone", turned
+        assert {process["gpu"] for process in turned["processes"]} == {"gpu0"}
+        told = _by_rank(job.steps())
+        assert set(told["0"]) == set(undisturbed["0"])
+        assert set(told["1"]) == set(undisturbed["1"])

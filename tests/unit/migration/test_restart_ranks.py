@@ -1,0 +1,195 @@
+"""Ranks that leave by ending: all of them leave and are started again, or none, whatever becomes of one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hegmd.migration import events
+from hegmd.migration.operation import BY_STATE, RESTART, Operation
+from tests.unit.migration.operations import Drive, operation, tags, worker
+
+NEW = {"a": (300, "token-300"), "b": (301, "token-301")}
+
+
+def ranks(to: str = "gpu1") -> Operation:
+    """Two ranks on gpu0, which have passed as many boundaries."""
+    leaving = {"method": RESTART, "carrier": BY_STATE, "run": "run-1", "leaves": True, "boundary": 4}
+    members = [worker(name, to=to, rank=rank, **leaving) for rank, name in enumerate("ab")]
+    return operation(*members, lockstep=True)
+
+
+def gone(drive: Drive, name: str) -> None:
+    drive.feed(events.WorkerGone(worker=name, why="it ended"))
+    drive.wanted = [wanted for wanted in drive.wanted if wanted.number in {one.number for one in drive.op.pending}]
+
+
+def left() -> Drive:
+    """Both have left, and are wanted elsewhere."""
+    drive = Drive(ranks()).until("checkpointing")
+    gone(drive, "a")
+    gone(drive, "b")
+    assert tags(drive.wanted) == ["restore", "restore"]
+    return drive
+
+
+def reborn(drive: Drive, name: str, gpu: str = "gpu1") -> None:
+    index = next(index for index, wanted in enumerate(drive.wanted) if (wanted.tag, wanted.worker) == ("restore", name))
+    drive.wanted.insert(0, drive.wanted.pop(index))
+    pid, token = NEW[name]
+    drive.end(landed=gpu, pid=pid, start_ticks=9, token=token, run="run-1", boundary=4)
+
+
+def found(drive: Drive, gpu: str = "gpu1", **seen: Any) -> None:
+    """End every look at who has come."""
+    while (index := next((i for i, one in enumerate(drive.wanted) if one.tag == "inspect"), None)) is not None:
+        drive.wanted.insert(0, drive.wanted.pop(index))
+        drive.end(**{"parked": False, "boundary": 4, "gpu": gpu, "rooms": {gpu: 10}, "pool_bytes": 10, **seen})
+
+
+def saved_twice(drive: Drive) -> bool:
+    evacuated = [event.worker for _, event, *_ in drive.taken if isinstance(event, events.Evacuated)]
+    return len(evacuated) != len(set(evacuated))
+
+
+def test_all_leave_once_all_are_saved_and_all_prove_themselves() -> None:
+    drive = left()
+    reborn(drive, "a")
+    found(drive)
+    assert drive.op.phase == "restoring"
+    reborn(drive, "b")
+    found(drive)
+    drive.until("verifying")
+    drive.end()
+    assert drive.op.phase == "verifying"
+    assert "give-pool" not in [tag for *_, wanted in drive.taken for tag in tags(wanted)]
+    drive.until("done")
+    assert [member.pid for member in drive.op.workers] == [300, 301]
+
+
+def test_a_rank_that_dies_before_all_are_saved_has_nobody_restarted() -> None:
+    """The other had its state saved, and would have been started again alone."""
+    drive = Drive(ranks()).until("evacuating")
+    drive.end()
+    assert drive.op.workers[0].saved
+    gone(drive, "b")
+    gone(drive, "a")
+    drive.until("undone")
+    assert all(member.gone and not member.lost for member in drive.op.workers)
+
+
+def test_a_rank_that_does_not_leave_is_made_to_once_another_has() -> None:
+    """Turned back it would have gone on alone, beside nobody."""
+    drive = Drive(ranks()).until("checkpointing")
+    gone(drive, "a")
+    drive.fail()
+    found(drive, "gpu0", parked=True)
+    assert drive.op.heading == "back"
+    while tags(drive.wanted) != ["checkpoint"]:
+        drive.end()
+    gone(drive, "b")
+    while tags(drive.wanted) != ["restore", "restore"]:
+        drive.end()
+    assert [(one.tag, one.worker, one.to_plain()["gpu"]) for one in drive.wanted] == [
+        ("restore", "a", "gpu0"),
+        ("restore", "b", "gpu0"),
+    ]
+    assert not saved_twice(drive)
+
+
+@pytest.mark.parametrize("proven", [False, True])
+def test_a_rank_that_falls_elsewhere_takes_the_others_back_with_it(proven: bool) -> None:
+    """Also beside one that has passed its boundary: its state is as old as theirs, and is kept until all have."""
+    drive = left()
+    for name in "ab":
+        reborn(drive, name)
+    found(drive)
+    if proven:
+        drive.until("verifying")
+        drive.end()
+        assert drive.op.workers[0].verified
+    gone(drive, "b")
+    assert drive.op.heading == "back"
+    while "checkpoint" not in tags(drive.wanted):
+        drive.end()
+    gone(drive, "a")
+    while tags(drive.wanted) != ["restore", "restore"]:
+        drive.end()
+    assert {one.to_plain()["gpu"] for one in drive.wanted} == {"gpu0"}
+    for name in "ab":
+        reborn(drive, name, "gpu0")
+    found(drive, "gpu0")
+    drive.until("undone")
+    assert not saved_twice(drive)
+
+
+def test_one_that_came_of_a_start_that_is_over_is_not_taken_for_one_of_the_next() -> None:
+    """The launcher started its ranks again by itself, and one of them came back where nobody wanted it any more."""
+    drive = left()
+    late = drive.wanted[1]
+    reborn(drive, "a")
+    gone(drive, "a")
+    assert drive.op.heading == "back"
+    pid, token = NEW["b"]
+    drive.feed(events.Restored(effect=late.number, worker="b", landed="gpu1", pid=pid, start_ticks=9, token=token))
+    assert drive.op.workers[1].is_absent
+
+
+def test_a_rank_that_cannot_be_started_leaves_the_states_of_all_held_and_all_are_resumed() -> None:
+    drive = left()
+    for _ in range(2):
+        while drive.wanted and drive.wanted[0].tag == "restore":
+            drive.fail("refused")
+            drive.wanted = [one for one in drive.wanted if one.number in {known.number for known in drive.op.pending}]
+        for name in "ab":
+            gone(drive, name)
+        while drive.wanted and drive.wanted[0].tag != "restore":
+            drive.end()
+    assert drive.op.phase == "suspended"
+    assert all(member.is_absent and member.pool_bytes == 10 for member in drive.op.workers)
+    drive.feed(events.ResumeAsked(to={"a": "gpu1", "b": "gpu1"}))
+    while drive.wanted[0].tag != "restore":
+        drive.end()
+    for name in "ab":
+        reborn(drive, name)
+    found(drive)
+    drive.until("done")
+
+
+def test_a_resume_ends_a_rank_that_is_left_of_an_earlier_start() -> None:
+    """One runs and the other is held: resumed, the one would have stayed, and the other waited for a start."""
+    drive = left()
+    reborn(drive, "a")
+    found(drive)
+    held = drive.op.replace(phase="suspended", heading="hold", pending=())
+    again = Drive(held)
+    again.feed(events.ResumeAsked(to={"a": "gpu1", "b": "gpu1"}))
+    while "checkpoint" not in tags(again.wanted):
+        again.end()
+    assert not {"park", "evacuate"}.intersection(tag for *_, wanted in again.taken for tag in tags(wanted))
+    gone(again, "a")
+    while "restore" not in tags(again.wanted):
+        again.end()
+    assert tags(again.wanted) == ["restore", "restore"]
+
+
+def test_a_daemon_that_was_away_while_one_left_has_the_other_leave_without_saving_it_again() -> None:
+    drive = Drive(ranks()).until("checkpointing")
+    again = Drive(drive.op)
+    again.feed(events.Recovered())
+    again.wanted.clear()
+    gone(again, "a")
+    seen: dict[str, Any] = {
+        "parked": True,
+        "boundary": 5,
+        "out_bytes": 0,
+        "gpu": "gpu0",
+        "rooms": {"gpu0": 10},
+        "pool_bytes": 10,
+    }
+    look = next(one for one in again.op.pending if one.worker == "b")
+    again.feed(events.Inspected(effect=look.number, worker="b", **seen))
+    while "checkpoint" not in tags(again.wanted):
+        again.end()
+    assert "evacuate" not in [tag for *_, wanted in again.taken for tag in tags(wanted)]

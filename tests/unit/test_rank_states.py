@@ -1,0 +1,128 @@
+"""States of ranks, handed to each by the supervisor of its job: to all of the right ones, and to nobody else."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typing_extensions import Self
+
+from hegmctl.rank_states import STATES, RankStates
+from hegmd.agent.restart import plain
+
+POLL_S = 0.01
+ROOT = Path(__file__).parents[2]
+ASKS = """
+import os
+from hegmd.agent.restart import given
+try:
+    given.claim()
+except OSError as error:
+    print(f"refused: {error}")
+else:
+    print(given.is_there(), given.is_for_ranks(), given.state(), os.environ.get(given.RANKS, "-"), flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> int:
+    """The right to go on from the states, as the daemon makes it."""
+    made = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    fcntl.flock(made, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return made
+
+
+@pytest.fixture
+def states(tmp_path: Path, lock: int) -> Iterator[RankStates]:
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # which a supervisor waits for
+    held: dict[int, int] = {}
+    for rank in (0, 1):
+        held[rank] = os.open(tmp_path / f"state.{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        plain.write(held[rank], {"rank": rank})
+    made = RankStates(held, lock)
+    try:
+        yield made
+    finally:
+        made.close()
+        signal.signal(signal.SIGIO, before)
+
+
+class Rank:
+    """A process that asks for its state, until it is left."""
+
+    def __init__(self, address: str, rank: str | None, world: str = "2") -> None:
+        environ = {"PYTHONPATH": str(ROOT), STATES: address, "WORLD_SIZE": world}
+        environ.update({} if rank is None else {"RANK": rank})
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", ASKS], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def said(self, states: RankStates | None) -> str:
+        """What it has come to, served from these; it stays."""
+        assert self._process.stdout is not None
+        while not select.select([self._process.stdout], [], [], POLL_S)[0]:
+            if states is not None:
+                states.serve()
+        return self._process.stdout.readline().strip()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._process.communicate("\n", timeout=20)
+
+
+def _is_free(path: Path) -> bool:
+    own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(own)
+
+
+def test_each_rank_has_its_own_state_and_the_right_to_go_on_from_it(states: RankStates, tmp_path: Path) -> None:
+    """The right lasts for as long as any of them, also when the supervisor that had it is gone."""
+    with Rank(states.address, "1") as one:
+        assert one.said(states) == "True False {'rank': 1} -"
+        with Rank(states.address, "0") as other:
+            assert other.said(states) == "True False {'rank': 0} -"
+        states.close()
+        assert not _is_free(tmp_path / "lock")
+    assert _is_free(tmp_path / "lock")
+
+
+def test_the_launcher_itself_takes_none(states: RankStates) -> None:
+    """It may import PyTorch, and is not to go on from a state that is another's; nor is it to make a step."""
+    with Rank(states.address, None) as launcher:
+        assert launcher.said(states) == f"False True None {states.address}"
+
+
+def test_a_world_of_another_size_is_refused(states: RankStates) -> None:
+    with Rank(states.address, "0", world="3") as rank:
+        assert rank.said(states) == "refused: it is of 2 ranks, and the job has 3 now"
+
+
+def test_a_rank_whose_supervisor_has_gone_does_not_begin_anew(states: RankStates) -> None:
+    address = states.address
+    states.close()
+    with Rank(address, "1") as rank:
+        assert "rank 1 does not reach the hegmctl run of its job" in rank.said(None)
+
+
+def test_ranks_that_a_launcher_starts_again_after_all_is_over_begin_as_they_would(states: RankStates) -> None:
+    """A failed rank is torchrun's to start again; it was ended each time, for want of a state that nobody held."""
+    states.end()
+    with Rank(states.address, "1") as rank:
+        assert rank.said(states) == "False False None -"
