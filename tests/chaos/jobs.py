@@ -21,6 +21,7 @@ from typing_extensions import Self
 
 from tests.e2e.agented import SCRIPTS
 from tests.e2e.moved_job import environment
+from tests.e2e.references import said_by
 
 WITH_TORCH = SCRIPTS / "chained.py"
 BY_HAND = SCRIPTS / "chained_by_hand.py"
@@ -140,17 +141,8 @@ def descriptors(pid: int) -> Counter[str]:
 
 def undisturbed(script: Path, seed: int, steps: int) -> list[str]:
     """What the script prints in so many steps without hegm."""
-    done = subprocess.run(
-        [sys.executable, str(script), "undisturbed", str(seed), str(steps)],
-        env=environment(None),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines(keepends=True)
+    argv = [str(script), "undisturbed", str(seed), str(steps)]
+    return said_by(argv, environment(None)).splitlines(keepends=True)
 
 
 def resident_bytes(pid: int) -> int:

@@ -16,6 +16,8 @@ from types import TracebackType
 import msgpack
 from typing_extensions import Self
 
+from tests.e2e.references import said_by
+
 SCRIPTS = Path(__file__).with_name("training")
 INJECT = Path(__file__).parents[2] / "hegmd" / "agent" / "inject"
 ENDS_WITHIN_S = 60.0
@@ -67,14 +69,4 @@ def undisturbed(argv: list[str], **more: str) -> str:
 
 @cache
 def _run(argv: tuple[str, ...], more: tuple[tuple[str, str], ...]) -> str:
-    done = subprocess.run(
-        [sys.executable, *argv],
-        env=environment(None, **dict(more)),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=ENDS_WITHIN_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return said_by(argv, environment(None, **dict(more)))

@@ -26,6 +26,7 @@ from typing_extensions import Self
 
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
+from tests.e2e.references import said_by
 
 SCRIPTS = Path(__file__).with_name("moved")
 ROOT = Path(__file__).parents[2]
@@ -126,8 +127,13 @@ class Script:
 @cache
 def undisturbed_steps(*words: str) -> list[str]:
     """What a script that writes no files tells of its steps without hegm; it is run once for all tests."""
-    with Script(words, None) as script:
-        return script.steps()
+    return steps_alone(words)
+
+
+def steps_alone(words: Sequence[str], folder: Path | None = None) -> list[str]:
+    """What a Python script tells of its steps without hegm, in that folder."""
+    output = said_by(words[1:], environment(None), folder)
+    return [line for line in output.splitlines() if line.startswith(MARK)]
 
 
 class MovedJob(Script):

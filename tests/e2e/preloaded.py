@@ -1,8 +1,8 @@
 """A Python that has imported PyTorch, and what else it is told to, and forks for each training script.
 
-Reads a JSON object a line: the script, its environment, where its output goes, the boundary at which it leaves its
-state and where, and whether all that it computes is recorded. Answers each with the exit status. With an agent, the
-agent is mounted in the child as the injected `sitecustomize` would have, and meets what is imported already;
+Reads a JSON object a line: the script, its environment and folder, where its output goes, the boundary at which it
+leaves its state and where, and whether all that it computes is recorded. Answers each with the exit status. With an
+agent, the agent is mounted in the child as the injected `sitecustomize` would have, and meets what is imported already;
 everything of it that follows is as in any worker.
 """
 

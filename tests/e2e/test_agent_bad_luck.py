@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.agented import INJECT, SCRIPTS, Training, environment, undisturbed
 from tests.e2e.scripted_daemon import Attended, ScriptedDaemon
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90), pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
 
 SLEEPER = str(SCRIPTS / "sleeper.py")

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.agented import SCRIPTS, Training, undisturbed
 from tests.e2e.scripted_daemon import Gone, ScriptedDaemon
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
 MOVES = 4
 WITH_TORCH = ("plain", "workers", "gan", "iterable", "threaded", "no_loader")

@@ -14,7 +14,7 @@ from tests.chaos.cells import FAULTS, HELPER, RESUME, STATES, SUSPEND, VICTIMS, 
 from tests.chaos.gpu_node import GpuNode
 from tests.chaos.node import Node
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.real_criu import criu_or_skip
 from tests.e2e.rehearsal import rehearse
+from tests.room import MIB, SHARED_MEMORY, skip_without
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -21,6 +22,7 @@ def run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[s
 
 def test_jobs_go_through_images_onto_the_other_gpu_and_what_was_done_is_not_done_again(tmp_path: Path) -> None:
     """Checkpoint by the driver, video memory by us or through CRIU, and a GPU that somebody else has meanwhile."""
+    skip_without(SHARED_MEMORY, 768 * MIB)
     state = tmp_path / "state"
     words = ["--state", str(state), "--repeat", "1"]
     first = run(tmp_path / "first", *words, "--only", "taken,left")

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import SCRIPTS, MovedJob, Script, files_in
+from tests.e2e.moved_job import SCRIPTS, MovedJob, Script, files_in, steps_alone
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
 # Each with what it needs to be installed.
 NEEDS = {
@@ -63,11 +63,11 @@ def test_a_training_prints_and_writes_the_same_when_it_is_moved(
 ) -> None:
     _require(NEEDS[name])
     words = [sys.executable, str(SCRIPTS / f"{name}.py")]
-    with Script(words, None, folders[0]) as undisturbed, MovedJob(words, daemon, folders[1]) as job:
+    with MovedJob(words, daemon, folders[1]) as job:
         job.read_steps(1)
         job.places(1)
         job.disturb(job.process.pid, random.Random(name), longest_run=12)
-        assert job.steps() == undisturbed.steps()
+        assert job.steps() == steps_alone(words, folders[0])
     assert files_in(folders[1]) == files_in(folders[0])
     assert len(files_in(folders[1])) == FILES.get(name, 0)
 

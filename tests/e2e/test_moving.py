@@ -21,7 +21,7 @@ from hegmd.protocol.messages import Operations, OperationsReply
 from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import ROOT, SCRIPTS, MovedJob, undisturbed_steps
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
 
 MIB = 1 << 20

@@ -15,7 +15,12 @@ from hegmd.pool_memory import read_huge_free_bytes
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import SCRIPTS, MovedJob, undisturbed_steps
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.xdist_group("memory of the node")]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(120),
+    pytest.mark.xdist_group("memory of the node"),
+    pytest.mark.usefixtures("preloaded"),
+]
 pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
 
 PAGES = 64

@@ -14,12 +14,17 @@ import pytest
 
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.test_moving import LARGE, LONG, Job, is_as_undisturbed
+from tests.room import MIB, SHARED_MEMORY, skip_without
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.xdist_group("memory of the node")]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(180),
+    pytest.mark.xdist_group("memory of the node"),
+    pytest.mark.usefixtures("preloaded"),
+]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 ENDLESS = [LONG, "0"]
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def pieces(state_dir: Path) -> list[Path]:
@@ -89,6 +94,7 @@ def test_on_disk_it_outlives_a_kill_and_a_stop_and_no_loss_changes(daemon: Runni
 
 
 def test_spilled_its_memory_is_really_free(daemon: RunningDaemon, tmp_path: Path) -> None:
+    skip_without(SHARED_MEMORY, 512 * MIB)
     script = tmp_path / "large.py"
     script.write_text(LARGE)
     with Job(daemon, [str(script)]) as job:

@@ -21,7 +21,7 @@ from tests.chaos.jobs import Job as Endless
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.test_moving import Job
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 MIB = 1 << 20

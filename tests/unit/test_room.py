@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tests.room import MIB, NEEDED, SHARED_MEMORY, sentence_on
+import pytest
+
+from tests.room import MIB, NEEDED, SHARED_MEMORY, sentence_on, skip_without
 
 
 def test_a_run_on_a_full_disk_was_a_thousand_errors_without_a_reason(tmp_path: Path) -> None:
@@ -27,6 +29,12 @@ def test_shared_memory_is_made_larger_and_not_elsewhere() -> None:
     assert said is not None
     assert "remount,size=" in said
     assert "TMPDIR" not in said
+
+
+def test_a_test_that_needs_more_is_skipped_and_says_how_much(tmp_path: Path) -> None:
+    skip_without(tmp_path, 0)
+    with pytest.raises(pytest.skip.Exception, match="MiB free, and this needs"):
+        skip_without(tmp_path, shutil.disk_usage(tmp_path).total + MIB)
 
 
 def test_what_runs_end_to_end_needs_more_than_what_is_quick() -> None:

@@ -4,6 +4,7 @@ import select
 import sys
 
 import torch
+import without_compiler  # noqa: F401 - it works by being imported
 from torch.utils.data import DataLoader, TensorDataset
 
 PACE_S = 0.01  # what a step takes at least, as on a GPU, so that many of these share a core

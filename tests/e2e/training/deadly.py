@@ -7,6 +7,7 @@ import sys
 import threading
 
 import torch
+import without_compiler  # noqa: F401 - it works by being imported
 from torch.utils.data import DataLoader, TensorDataset
 
 

@@ -4,6 +4,7 @@ import select
 import sys
 
 import torch
+import without_compiler  # noqa: F401 - it works by being imported
 from torch.utils.data import DataLoader, Dataset
 
 PACE_S = 0.01  # what a step takes at least when nobody counts them, as on a GPU: commands find it training

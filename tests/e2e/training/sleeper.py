@@ -5,6 +5,7 @@ import threading
 import time
 
 import torch
+import without_compiler  # noqa: F401 - it works by being imported
 from torch.utils.data import DataLoader, TensorDataset
 
 
