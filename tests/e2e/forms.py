@@ -9,7 +9,7 @@ from typing import Any
 from zlib import crc32
 
 #: Under these names are values of the script's, of frameworks and of PyTorch.
-_OPEN = frozenset(("content", "values", "shared", "signature", "attributes", "stream", "workers", "creation"))
+_OPEN = frozenset(("content", "values", "shared", "signature", "attributes", "stream", "state", "workers", "creation"))
 
 
 def form_of(states: list[Any]) -> tuple[int, str]:

@@ -129,3 +129,27 @@ def test_lightning_that_makes_its_loaders_anew_is_refused(restarts: Restarts, tm
     _output, ends = restarts.restarted(*argv, at=(5,))
     assert [ended.status for ended in ends] == [REFUSED_STATUS]
     assert "Lightning makes its loaders anew after some epochs" in ends[0].errors
+
+
+@pytest.fixture
+def stateful() -> Path:
+    if importlib.util.find_spec("torchdata") is None:
+        pytest.skip("torchdata not installed; `pip install -e '.[frameworks]'` does that")
+    return SCRIPTS / "stateful_loaders.py"
+
+
+@pytest.mark.parametrize("at", [(5, 8), (13, 2, 20)], ids=["shuffled-and-a-stream", "with-workers"])
+def test_loaders_of_torchdata_go_on_at_their_places(restarts: Restarts, stateful: Path, at: tuple[int, ...]) -> None:
+    output, ends = restarts.restarted(str(stateful), at=at)
+    _left_and_ended(ends, len(at))
+    assert output.splitlines() == restarts.undisturbed(str(stateful)).splitlines()
+
+
+def test_workers_of_torchdata_that_may_draw_numbers_are_refused(
+    restarts: Restarts, stateful: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "drawing.py"
+    script.write_text(stateful.read_text().replace("hegm.resumable(worked, replay=True)", "enumerate(worked)"))
+    _output, ends = restarts.restarted(str(script), at=(15,))
+    assert [ended.status for ended in ends] == [REFUSED_STATUS]
+    assert "a StatefulDataLoader's workers may draw random numbers" in ends[0].errors

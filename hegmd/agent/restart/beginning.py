@@ -12,7 +12,7 @@ import os
 import sys
 
 from ..notes import note
-from . import frameworks, given, iterations, lightning, readiness
+from . import frameworks, given, iterations, lightning, readiness, stateful
 from .baseline import note_place
 from .interface import said
 from .leaving import end_unrestored
@@ -45,7 +45,8 @@ def is_due() -> bool:
 def meet_loader(module: Any) -> None:
     """`module` is torch.utils.data.dataloader: follow each pass over a loader, and wait for the place if one is due."""
     if is_wanted():
-        _watch_passes(module)
+        _watch_passes(module.DataLoader)
+        stateful.expect(_watch_passes)
         expect(module)
 
 
@@ -212,9 +213,8 @@ def _is_half_imported() -> bool:
     return bool(getattr(spec, "_initializing", False))
 
 
-def _watch_passes(module: Any) -> None:
-    """Follow every pass over a loader from its beginning. `module` is torch.utils.data.dataloader."""
-    kind = module.DataLoader
+def _watch_passes(kind: Any) -> None:
+    """Follow every pass over a loader of that class from its beginning."""
     make = kind.__iter__
 
     def __iter__(loader: Any) -> Any:  # noqa: N807 - what it stands in for

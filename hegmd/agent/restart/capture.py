@@ -12,7 +12,7 @@ import os
 import sys
 
 from .. import life
-from . import contents, frameworks, generators, iterations, readiness, variables, whereabouts
+from . import contents, frameworks, generators, iterations, readiness, stateful, variables, whereabouts
 from .baseline import Baseline, baseline_of, refusal_of
 from .holdings import (
     GENERATOR,
@@ -167,6 +167,8 @@ class _Taking:
         for found in iterations.all_followed():
             given = self._numbers.get(found.number)
             iterator = found.iterator()
+            if given is None and found.number != self.state["place"]["driver"] and stateful.is_left(iterator):
+                continue
             if found.ident != self._ident:
                 self._refuse(f"another thread reads the loader at {said(found.path[-1])} ahead", "read it in the loop")
                 continue

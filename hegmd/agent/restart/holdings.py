@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 
-from . import frameworks, generators, lightning
+from . import frameworks, generators, lightning, stateful
 from .kinds import is_a
 from .places import is_users_module
 
@@ -96,7 +96,7 @@ class Holdings:
         return found
 
     def _look(self, name: str, thing: Any, depth: int) -> None:
-        if is_a(thing, *_LEAVES) or lightning.sees_to(thing):
+        if is_a(thing, *_LEAVES) or lightning.sees_to(thing) or stateful.sees_to(thing):
             return
         known = self._held.get(id(thing))
         if known is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from _thread import get_ident
 
-from . import frameworks, generators, samples, streams
+from . import frameworks, generators, samples, stateful, streams
 from .places import said
 from .unfit import DoesNotFit, Refusal
 from .worker_seeds import Seeds
@@ -33,6 +33,7 @@ class Iteration:
         "_creation",
         "_first",
         "_is_remade",
+        "_own",
         "_seeds",
         "_stream",
         "base",
@@ -60,7 +61,8 @@ class Iteration:
         self._creation: Any = None
         self._first: Any = None
         self._seeds: Seeds | None = None
-        self._stream = streams.stream_of(loader)
+        self._own = stateful.Own(loader) if stateful.goes_by_state(loader) else None
+        self._stream = None if self._own is not None else streams.stream_of(loader)
         before = _read_at.get(path)
         self._is_remade = before is not None and not before.are_of(loader.dataset)
         _read_at[path] = samples.Makings(loader.dataset)
@@ -73,6 +75,8 @@ class Iteration:
         before = _followed.get(id(kept)) if kept is not None else None
         if before is not None:
             self._go_on_from(before, kept)
+            iterator = make(loader)
+        elif self._own is not None:
             iterator = make(loader)
         elif loader.num_workers > 0 and self._stream is None:
             iterator = self._make_with_workers(loader, make)
@@ -134,6 +138,7 @@ class Iteration:
             "now": _beginning(self.gathered, iterator._index_sampler, of_sampler=True),
             "sum": self._sum_of(iterator._dataset),
             "stream": None if self._stream is None else self._stream.taken(iterator),
+            "state": None if self._own is None else self._own.taken(iterator),
         }
 
     def refusals(self, given: int) -> list[Refusal]:
@@ -142,6 +147,8 @@ class Iteration:
         found: list[Refusal] = []
         if self._is_remade and self._stream is None:
             found.append(Refusal(f"each pass of the loader at {said(self.path[-1])} is over data made anew", _REMADE))
+        if self._own is not None:
+            return [*found, *self._own.refusals(given)]
         if self._stream is not None:
             return self._stream.refusals(given, iterator)
         if self.sent and not getattr(iterator, "_in_order", True):
@@ -190,7 +197,10 @@ class Iteration:
             raise DoesNotFit([f"the loader at {said(taken['path'][-1])} has other data than it had"])
         self._before, self._creation, self._first = taken["before"], taken["creation"], taken["first"]
         _set_beginning(self.gathered, loader, self._creation or self._before)
-        if loader.num_workers > 0 and self._stream is None:
+        if self._own is not None:
+            self._own.prepare(loader, taken["state"])
+            iterator = make(loader)
+        elif loader.num_workers > 0 and self._stream is None:
             iterator = self._again_with_workers(loader, taken, make)
         else:
             iterator = self._again_alone(loader, taken, make)
@@ -207,9 +217,11 @@ class Iteration:
         if self._stream is not None:
             _set_states(self.gathered, self._first)
             self._stream.go_on(iterator, taken["stream"], taken["delivered"])
+            stateful.note_given(iterator, taken["delivered"])
             return iterator
         _set_states(self.gathered, self._first)
         _skip(iterator, taken["delivered"])
+        stateful.note_given(iterator, taken["delivered"])
         _set_attributes(loader, taken["now"])
         return iterator
 

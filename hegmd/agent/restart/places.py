@@ -26,7 +26,7 @@ _FACE = os.path.dirname(os.path.dirname(_OURS)) + "/hegm/"
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + "/"
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 #: Packages whose frames are looked through wherever they are installed.
-LOOKED_THROUGH = {"accelerate", "torch", "tqdm"}
+LOOKED_THROUGH = {"accelerate", "torch", "torchdata", "tqdm"}
 #: Files whose frames are, such as those of a program that runs scripts within itself.
 FILES_LOOKED_THROUGH: set[str] = set()
 
