@@ -105,6 +105,19 @@ for epoch in range(4):
 """
 
 
+DRAWN = """
+def mixed(found):
+    return torch.stack([row for (row,) in found]) + torch.randn(4)
+
+
+for outer in DataLoader(TensorDataset(rows), batch_size=4, collate_fn=mixed):
+    for (rows,) in loader:
+        model(rows + outer).pow(2).mean().backward()
+        optimizer.step()
+        print("step", flush=True)
+"""
+
+
 def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
     """A script with these parts, and the folder that it counts its starts in."""
     usual = {"width": "2", "epochs": "range(epochs)", "after": "pass", "body": "train(4)"}
@@ -128,6 +141,7 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
         ),
         ({"body": READ_AHEAD}, "another thread reads the loader at line 30 of __main__ in read() ahead"),
         ({"body": REMADE}, "the loader at line 33 of __main__ is over data made anew"),
+        ({"body": DRAWN}, "a batch of an outer loop is in use, and its dataset draws random numbers"),
         ({"after": "optimizer.state[model.weight]['f'] = print"}, "__main__.optimizer.states[0].f is a function"),
     ],
     ids=[
@@ -137,6 +151,7 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
         "a-while-loop",
         "read-ahead",
         "data-made-anew",
+        "a-collator-that-draws",
         "a-function-in-the-state",
     ],
 )
