@@ -124,7 +124,7 @@ class Handoff:
         needs = needs_of(tree, gpu_pids=pids, agent_sockets=self._agent_sockets)
         guise = await self._looks.at(lambda _: _guise(tree, needs, rights), name="hegmd-guise")
         reasons += [*needs.reasons, *self._lacking(tree, guise)]
-        reasons += await self._looks.at(lambda _: _not_theirs(tree, needs, rights), name="hegmd-theirs")
+        reasons += await self._looks.at(lambda _: not_theirs(tree, needs, rights), name="hegmd-theirs")
         criu_bytes = 0
         try:
             criu_bytes = await run_detached(lambda _: sum(map(_anonymous_bytes, tree.pids)), name="hegmd-memory")
@@ -226,7 +226,7 @@ class Handoff:
     ) -> Manifest:
         """The agents have stepped aside: what the tree needs now is what CRIU is told."""
         tree, needs = await self._look_at_tree(op, wish, ())
-        theirs = self._looks.at(lambda _: _not_theirs(tree, needs, _rights(wish)), name="hegmd-theirs")
+        theirs = self._looks.at(lambda _: not_theirs(tree, needs, _rights(wish)), name="hegmd-theirs")
         against = [*needs.reasons, *await theirs]
         if against:
             raise Refused("\n".join(reason.message for reason in against), against[0].hint)
@@ -235,7 +235,7 @@ class Handoff:
             raise Refused("the job has got other rights meanwhile", "ask again when it starts no programs")
         node = await self._write_side_by_side(op, wish, lent, criu, (tree, needs, guise), on_progress)
         dumped = await run_detached(lambda _: dumped_processes(lent.criu_dir_fd), name="hegmd-dumped")
-        _require_no_more(dumped, tree, _rights(wish))
+        require_no_more(dumped, tree, _rights(wish))
         return composed(
             op,
             (await self._look()).gpus,
@@ -491,7 +491,7 @@ def _without_pieces(tree: Tree) -> Tree:
     return replace(tree, descriptors=tuple(kept))
 
 
-def _not_theirs(tree: Tree, needs: Needs, rights: Rights) -> list[Reason]:
+def not_theirs(tree: Tree, needs: Needs, rights: Rights) -> list[Reason]:
     """Against an image whose reader would get what is not theirs, or that CRIU cannot make with a user's rights."""
     if rights.uid == 0:
         return []
@@ -520,7 +520,7 @@ def _not_theirs_reason(member: Process, rights: Rights) -> Reason:
     return Reason(code=DENIED.name, message=message, hint=hint, pid=member.pid)
 
 
-def _require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> None:
+def require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> None:
     """Raise HegmError if there is more in the image than was looked at: somebody who came, or has got other rights."""
     if strange := strangers(dumped, tree.pids, may_read_all=rights.uid == 0):
         raise HegmError(

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.real_criu import UNPACKED, criu_or_skip
+from tests.e2e.systemd_jobs import asked, trains_at
 from tests.e2e.systemd_node import SystemdNode
-from tests.e2e.systemd_service import SERVICE, drop_in
+from tests.e2e.systemd_service import CONFIGURATION, SERVICE, drop_in
 
 pytest_plugins = ["tests.e2e.systemd_packages"]
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -41,3 +43,52 @@ def test_a_users_image_is_written_by_a_unit_of_theirs_and_nothing_of_it_by_root(
         assert (path.lstat().st_uid, path.lstat().st_gid) == (uid, gid), path
     assert "hegm-image-" not in node.run("systemctl", "list-units", "--all", "--plain").stdout
     assert list((node.root / "var/lib/hegm/images").iterdir()) == []
+
+
+# Counts its boundaries, on standard output and error alike, until somebody has it end.
+COUNTS = """
+import os, sys, time
+import hegm
+at = 0
+while not os.path.exists("/root/enough"):
+    at += 1
+    print(at, flush=True)
+    print(at, file=sys.stderr, flush=True)
+    hegm.boundary()
+    time.sleep(0.01)
+"""
+
+
+def test_what_a_job_says_that_is_a_unit_goes_on_in_the_files_that_a_restore_names(node: SystemdNode) -> None:
+    """Before that it went to the journal, by a socket that nobody has again. CRIU is a unit; so is what comes back."""
+    criu = criu_or_skip().path
+    if criu == str(UNPACKED) and not (there := node.root / criu.lstrip("/")).exists():
+        shutil.copytree(UNPACKED.parents[1], there.parents[1], symlinks=True)
+    (node.root / CONFIGURATION).write_text(f'[images]\ncriu = "{criu}"\n')
+    (node.root / "root/counts.py").write_text(COUNTS)
+    drop_in(node, "ExecStart=", "ExecStart=/usr/bin/hegmd --simulate 2x8GiB")
+    node.run("systemctl", "start", SERVICE)
+    try:
+        run = ["hegmctl", "run", "--gpu", "gpu0", "--", "python3", "/root/counts.py"]
+        node.run("systemd-run", "--quiet", "--unit=counts", "--collect", *run)
+        pid, _ = trains_at(node)
+        assert asked(node, "checkpoint", str(pid), "/root/image").get("operation", {}).get("phase") == "done"
+        words = ["restore", "/root/image", "--stdout", "/root/said", "--stderr", "/root/complained"]
+        back = asked(node, *words)
+        assert back.get("operation", {}).get("phase") == "done", back
+        unit = node.run("ps", "-o", "unit=", "-p", str(pid)).stdout.strip()
+        assert unit.startswith(f"hegm-job-{pid}-")
+        assert node.show(unit, "ActiveState") == "active"
+        (node.root / "root/enough").touch()
+        while node.show(unit, "ActiveState") == "active":
+            pass
+        journal = node.run("journalctl", "--unit=counts", "--output=cat").stdout.split()
+        last = max(int(word) for word in journal if word.isdigit())
+        for name in ("said", "complained"):
+            lines = (node.root / "root" / name).read_text().split()
+            assert list(map(int, lines)) == list(range(last + 1, last + 1 + len(lines)))
+            assert lines
+    finally:
+        (node.root / "root/enough").unlink(missing_ok=True)
+        node.run("systemctl", "stop", "counts", "hegm-job-*", check=False)
+        shutil.rmtree(node.root / "root/image", ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What becomes of a job whose image is looked at after a restart, when that is not waited for."""
+"""Jobs on their way into an image: what is against that, and what becomes of them where it is not waited for."""
 
 from __future__ import annotations
 
@@ -6,23 +6,31 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import anyio
 import pytest
 
+from hegmd.agent_orders import AgentAway
+from hegmd.criu.needs import needs_of
 from hegmd.criu.population import population_of
+from hegmd.criu.program import Criu
+from hegmd.criu.tree import Member as Process
+from hegmd.criu.tree import Tree
+from hegmd.errors import DENIED, NOT_FOUND, REFUSED, UNAVAILABLE, HegmError, Refused
 from hegmd.external import Rights
-from hegmd.handoff import Handoff
+from hegmd.handoff import Handoff, not_theirs, require_no_more
 from hegmd.lock_files import LockFiles
 from hegmd.meeting import MeetingPlaces
-from hegmd.migration.operation import CHECKPOINT
+from hegmd.migration.operation import CHECKPOINT, Operation
 from hegmd.migration.operation import Handoff as Wish
 from hegmd.pool import Pool
+from hegmd.protocol.images import Manifest
 from hegmd.workers import Workers
-from tests.unit.migration.operations import operation
+from tests.unit.migration.operations import operation, worker
 
 
 class SlowDisk:
@@ -60,6 +68,16 @@ def stopped() -> Iterator[int]:
             job.kill()
 
 
+@pytest.fixture
+def paused() -> Iterator[int]:
+    """A process that waits for a signal."""
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as job:
+        try:
+            yield job.pid
+        finally:
+            job.kill()
+
+
 @pytest.mark.parametrize("is_stopping", [True, False], ids=["the daemon ends", "somebody cancels"])
 async def test_a_job_ran_on_beyond_its_whole_image_when_the_daemon_was_stopped_again(
     is_stopping: bool, stopped: int, tmp_path: Path
@@ -78,3 +96,154 @@ async def test_a_job_ran_on_beyond_its_whole_image_when_the_daemon_was_stopped_a
             handoff.stop()
         tasks.cancel_scope.cancel()
     assert (state(stopped) == "T") is is_stopping
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+class Shelf:
+    """Images of which there is one, or none that is whole; it has room for so much."""
+
+    def __init__(self, found: Manifest | None = None, why: HegmError | None = None) -> None:
+        self.found, self.why = found, why
+        self.swept: list[str] = []
+
+    async def open(self, path: str, _rights: Rights) -> Shelf:
+        if self.found is None:
+            raise HegmError(NOT_FOUND, f"{path} is no image", "see what is there")
+        return self
+
+    @property
+    def manifest(self) -> Manifest:
+        assert self.found is not None
+        return self.found
+
+    async def end(self) -> None:
+        """Let go of it."""
+
+    async def sweep(self, path: str, _rights: Rights) -> list[str]:
+        self.swept.append(path)
+        return []
+
+    async def require_room(self, _path: str, _rights: Rights, **_how: object) -> None:
+        if self.why is not None:
+            raise self.why
+
+
+def handoff_with(shelf: object, folder: Path, criu: Callable[[], Awaitable[Criu]] = _none) -> Handoff:
+    images: Any = shelf
+    places = MeetingPlaces(folder / "hegmd.sock")
+    parts = (lambda: images, places, Workers(), Pool(1 << 20))
+    return Handoff(*parts, criu=criu, look=_none, in_unit=False, locks=LockFiles(None))
+
+
+def wished(pid: int, **values: Any) -> Operation:
+    """A checkpoint of that process, which has got so far."""
+    ticks = population_of([pid]).start_ticks.get(pid, 0)
+    plain = {"path": "/images/one", "uid": os.geteuid(), "gid": os.getegid(), "root_pid": pid, "root_ticks": ticks}
+    return operation(worker(pid=pid), kind=CHECKPOINT, handoff=Wish(**{**plain, **values}))
+
+
+async def _no_criu() -> NoReturn:
+    raise HegmError(UNAVAILABLE, "there is no CRIU", "install one")
+
+
+async def test_no_criu_and_no_room_are_told_before_anybody_is_stopped(tmp_path: Path, paused: int) -> None:
+    full = HegmError(REFUSED, "/images has 1 MiB free", "free some")
+    handoff = handoff_with(Shelf(why=full), tmp_path, _no_criu)
+    looked = await handoff.against([paused], "/images/one", 1 << 30, Rights(os.geteuid(), os.getegid(), ()))
+    assert [reason.message for reason in looked.reasons] == ["there is no CRIU", "/images has 1 MiB free"]
+    assert looked.root_pid == paused
+
+
+async def test_a_job_that_has_ended_is_in_no_image(tmp_path: Path, paused: int) -> None:
+    async def criu() -> Criu:
+        return Criu("/usr/sbin/criu", "4.2")
+
+    handoff = handoff_with(Shelf(), tmp_path, criu)
+    for gone in (wished(1 << 22), wished(paused, root_ticks=1)):  # it is no more, or its number is another's
+        with pytest.raises(HegmError, match=r"process \d+ has ended"):
+            await handoff.dump(gone, lambda _: None)
+    with pytest.raises(HegmError, match="a process of the job has ended"):
+        await handoff.against([1 << 22], "/images/one", 0, Rights(0, 0, ()))
+    stranger = os.getppid()
+    with pytest.raises(Refused, match="have no common parent that could be taken with them"):
+        await handoff.against([1, stranger], "/images/one", 0, Rights(0, 0, ()))
+
+
+async def test_an_agent_that_is_not_there_cannot_step_aside(tmp_path: Path, paused: int) -> None:
+    async def criu() -> Criu:
+        return Criu("/usr/sbin/criu", "4.2")
+
+    lent = Borrowed()
+    with pytest.raises(AgentAway, match="it cannot be told to step aside"):
+        await handoff_with(lent, tmp_path, criu).dump(wished(paused), lambda _: None)
+    assert lent.ends == ["discarded"]
+
+
+class Borrowed(Shelf):
+    """An image that is being written, and its shelf; nothing comes of its reading back but that error."""
+
+    def __init__(self, error: HegmError | None = None) -> None:
+        super().__init__()
+        self.error = error
+        self.ends: list[str] = []
+
+    async def lend(self, _path: str, _rights: Rights, **_how: object) -> Borrowed:
+        return self
+
+    async def finish(self, manifest: Manifest, _on_progress: object = None) -> Manifest:
+        if self.error is not None:
+            raise self.error
+        return manifest
+
+    async def discard(self) -> None:
+        self.ends.append("discarded")
+
+
+async def test_what_an_earlier_daemon_has_written_of_an_image_is_none(tmp_path: Path, paused: int) -> None:
+    """Nobody has read it back. One of another operation at that path stays as it is."""
+    op = wished(paused, leave_running=True, begun=True, written=True)
+    for shelf, why in ((Shelf(), "is no image"), (Shelf(Manifest(more={"operation": "another"})), "is another image")):
+        with pytest.raises(Refused, match=f"hegmd was stopped before the image in /images/one was whole: .*{why}"):
+            await handoff_with(shelf, tmp_path).seal(op, lambda _: None)
+        assert shelf.swept == ["/images/one"]
+    whole = Shelf(Manifest(more={"operation": op.id, "asked_utc": op.created_utc}))
+    await handoff_with(whole, tmp_path).seal(op, lambda _: None)
+    assert whole.swept == []
+
+
+async def test_an_image_that_is_scrapped_after_its_daemon_is_swept_away(tmp_path: Path, paused: int) -> None:
+    shelf = Shelf()
+    await handoff_with(shelf, tmp_path).scrap(wished(paused, leave_running=True, begun=True, written=True))
+    assert shelf.swept == ["/images/one"]
+
+
+@pytest.mark.parametrize(
+    ("uid", "changes", "why"),
+    [
+        (1000, {}, None),
+        (1001, {}, "process 7 runs as uid 1000, and its image would be yours, of uid 1001"),
+        (1000, {"is_guarded": True}, "hides its memory from its own user"),
+        (1000, {"gid": 5}, "has other rights or another group"),
+        (0, {"is_guarded": True}, None),
+    ],
+)
+def test_an_image_holds_nothing_that_its_reader_could_not_have(
+    uid: int, changes: dict[str, Any], why: str | None
+) -> None:
+    first = Process(7, 1, 70, "S", 7, 7, uid=1000, gid=1000)
+    tree = Tree(7, (replace(first, **changes),))
+    reasons = not_theirs(tree, needs_of(tree), Rights(uid, 1000, ()))
+    assert [reason.message for reason in reasons if why is None or why in reason.message] == (
+        [] if why is None else [reasons[0].message]
+    )
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_who_comes_to_a_job_while_its_image_is_made_is_in_none(uid: int) -> None:
+    tree = Tree(7, (Process(7, 1, 70, "S", 7, 7),))
+    with pytest.raises(HegmError, match="process 8 has come to the job while its image was made") as refused:
+        require_no_more({7: True, 8: True}, tree, Rights(uid, uid, ()))
+    assert refused.value.code is (DENIED if uid else REFUSED)
+    require_no_more({7: True}, tree, Rights(uid, uid, ()))

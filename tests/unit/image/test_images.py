@@ -17,10 +17,11 @@ import anyio
 import psutil
 import pytest
 
-from hegmd.errors import BUSY, DENIED, HegmError
+from hegmd.errors import BUSY, DENIED, HegmError, Refused
 from hegmd.external import Rights
 from hegmd.helper.calls import HelperLost
 from hegmd.image.images import Images, Lent
+from hegmd.image.private import Private
 from hegmd.image.shelf import look_into, sweep
 from hegmd.protocol.images import ImageProcess, Manifest
 from tests.unit.image.directory import flip
@@ -340,3 +341,31 @@ async def test_what_an_earlier_daemon_had_in_private_is_taken_away_while_this_on
 def hands_here() -> list[int]:
     """The hands that this process has started."""
     return [child.pid for child in psutil.Process().children() if "hegmd.image.child" in child.cmdline()]
+
+
+async def test_bytes_that_an_image_does_not_have_are_not_read(tmp_path: Path, memory: tuple[int, bytes]) -> None:
+    async with room(tmp_path / "state") as images:
+        await made(images, tmp_path / "image", memory[0])
+        image = await images.open(str(tmp_path / "image"), SELF)
+        try:
+            with pytest.raises(Refused, match=r"has no bytes called '4712.0'"):
+                await image.read_bytes("4712.0", memory[0])
+        finally:
+            await image.end()
+
+
+def test_a_state_directory_that_is_none_is_told_with_its_disk(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file")
+    with pytest.raises(HegmError, match="images cannot be made: Not a directory"):
+        Images(tmp_path / "state", in_unit=False)
+    with pytest.raises(HegmError, match=r"state/[0-9a-f]{16} cannot be made: Not a directory"):
+        Private(tmp_path / "state")
+
+
+async def test_what_criu_wrote_in_private_is_missed_by_name(tmp_path: Path) -> None:
+    private = Private(tmp_path)
+    try:
+        with pytest.raises(HegmError, match=r"cannot be read: .*gone.img"):
+            private.open_files(["gone.img"])
+    finally:
+        await private.close()

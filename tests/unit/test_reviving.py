@@ -1,0 +1,163 @@
+"""What stands against bringing a job back here and now: each reason provoked, by processes and files of the tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from hegmd.criu.needs import Needs, needs_of
+from hegmd.criu.node import describe
+from hegmd.criu.program import Criu
+from hegmd.criu.tree import read_tree
+from hegmd.errors import BUSY, DENIED, UNAVAILABLE, HegmError
+from hegmd.external import Rights
+from hegmd.half_revived import HalfRevived
+from hegmd.meeting import MeetingPlaces
+from hegmd.pool import Pool
+from hegmd.protocol.images import ImageProcess, ImageWorker, Manifest
+from hegmd.reviving import Objections, Reviving
+from hegmd.workers import Workers
+
+ROOT = Rights(0, 0, ())
+SOMEBODY = Rights(4711, 4711, ())
+# Opens what is named, to write to it, and says so.
+OPENS = """
+import os, signal, sys
+for name in sys.argv[1:]:
+    os.open(name, os.O_WRONLY | (os.O_APPEND if "append" in name else 0))
+print(flush=True)
+signal.pause()
+"""
+FREE = Needs(pids=(1 << 22,))  # no process has that number
+
+
+async def _criu() -> Criu:
+    return Criu("/usr/sbin/criu", "4.2")
+
+
+async def _none() -> NoReturn:
+    raise HegmError(UNAVAILABLE, "there is no CRIU", "install one")
+
+
+def _reviving(folder: Path, *, by_owner: bool = True, criu: Callable[[], Awaitable[Criu]] = _criu) -> Reviving:
+    images: Any = None  # of these nothing is asked
+    places = MeetingPlaces(folder / "hegmd.sock")
+    by: dict[str, Any] = {"criu": criu, "look": _none, "in_unit": False, "simulated": True}
+    return Reviving(images, places, Workers(), Pool(8 << 20), **by, notes=HalfRevived(folder), by_owner=by_owner)
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[dict[str, object]]:
+    """What this node has to have in common with that of a process here."""
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as process:
+        try:
+            yield dict(describe(read_tree(process.pid), tell=lambda _: None))
+        finally:
+            process.kill()
+
+
+def _manifest(folder: Path, node: object, needs: Needs = FREE, **changes: Any) -> Manifest:
+    worker = ImageWorker(
+        pid=needs.pids[0],
+        gpus=(),
+        carrier="worker",
+        size_bytes=1 << 19,
+        rest_bytes=0,
+        bytes=("1.0",),
+        more={"method": "simulated"},
+    )
+    more = {"needs": needs.plain(), "meeting": str(MeetingPlaces(folder / "hegmd.sock").folder)}
+    plain = Manifest(root_pid=needs.pids[0], workers=(worker,), node=node, more=more)  # type: ignore[arg-type] # plain
+    return plain.replace(**changes)
+
+
+def _needs_of(text: str, *words: str) -> Needs:
+    """What a script takes, as it is once it has said a line."""
+    with subprocess.Popen([sys.executable, "-c", text, *words], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            return needs_of(read_tree(process.pid))
+        finally:
+            process.kill()
+
+
+async def _against(reviving: Reviving, manifest: Manifest, rights: Rights = ROOT, **how: bool) -> Objections:
+    return await reviving.against(manifest, rights, as_then=how.get("as_then", False))
+
+
+def _said(objections: Objections) -> str:
+    return "\n".join(f"{reason.code}: {reason.message}" for reason in objections.reasons)
+
+
+async def test_nothing_stands_against_one_of_this_very_node(tmp_path: Path, node: dict[str, object]) -> None:
+    found = await _against(_reviving(tmp_path), _manifest(tmp_path, node))
+    assert (found.reasons, found.grown) == ((), ())
+
+
+async def test_a_number_that_is_taken_a_full_pool_and_no_criu_are_told_at_once(
+    tmp_path: Path, node: dict[str, object]
+) -> None:
+    manifest = _manifest(tmp_path, node, replace(FREE, pids=(os.getpid(),)))
+    manifest = manifest.replace(workers=(manifest.workers[0].replace(size_bytes=1 << 30),))
+    said = _said(await _against(_reviving(tmp_path, criu=_none), manifest))
+    assert f"the job had the number {os.getpid()}, which process {os.getpid()} has as its process" in said
+    assert f"{BUSY.name}: 1060 MiB of the pool are needed, and 8 MiB are free" in said
+    assert "there is no CRIU" in said
+
+
+async def test_an_image_of_other_gpus_is_not_for_a_daemon_of_simulated_ones(
+    tmp_path: Path, node: dict[str, object]
+) -> None:
+    manifest = _manifest(tmp_path, node)
+    manifest = manifest.replace(workers=(manifest.workers[0].replace(more={"method": "driver"}),))
+    assert "it was made on other GPUs than these, which are simulated" in _said(
+        await _against(_reviving(tmp_path), manifest)
+    )
+
+
+async def test_a_user_restores_what_runs_as_that_user_comes_to_this_daemon_and_may_be_restored_so(
+    tmp_path: Path, node: dict[str, object]
+) -> None:
+    processes = (ImageProcess(pid=FREE.pids[0], parent_pid=None, uid=0, command="python train.py"),)
+    manifest = _manifest(tmp_path / "another", node, processes=processes)
+    found = await _against(_reviving(tmp_path, by_owner=False), manifest, SOMEBODY)
+    said = _said(found)
+    assert "this node has its images restored by root alone (images.restored_by)" in said
+    assert f"process {FREE.pids[0]} of the image runs as uid 0, and you are 4711" in said
+    assert "which is another daemon's" in said
+    assert {reason.code for reason in found.reasons} >= {DENIED.name}
+    assert _said(await _against(_reviving(tmp_path, by_owner=False), manifest)) == ""
+
+
+async def test_files_that_are_gone_shorter_or_longer_are_told_by_name(tmp_path: Path, node: dict[str, object]) -> None:
+    """One that has only grown is cut back where that is wanted; one to which is appended may be of any length."""
+    names = ("gone", "shorter", "longer", "appended")
+    for name in names:
+        (tmp_path / name).write_text("four")
+    needs = replace(_needs_of(OPENS, *(str(tmp_path / name) for name in names)), pids=FREE.pids)
+    (tmp_path / "gone").unlink()
+    for name, content in (("shorter", "two"), ("longer", "eleven"), ("appended", "eleven")):
+        (tmp_path / name).write_text(content)
+    manifest = _manifest(tmp_path, node, needs)
+    found = await _against(_reviving(tmp_path), manifest)
+    said = _said(found)
+    assert f"{tmp_path}/gone, which the job has open, is not there: No such file or directory" in said
+    assert f"{tmp_path}/shorter has 3 bytes and had 4 when the image was made" in said
+    assert f"{tmp_path}/longer has 6 bytes and had 4" in said
+    assert [Path(file.path).name for file in found.grown] == ["longer", "appended"]
+    assert [note for note in found.notes if f"{tmp_path}/appended has 6 bytes" in note]
+    assert f"{tmp_path}/appended has 6 bytes" in _said(await _against(_reviving(tmp_path), manifest, as_then=True))
+
+
+async def test_an_image_that_does_not_say_what_its_node_was_like_is_of_another_version(tmp_path: Path) -> None:
+    for node in ({}, {"architecture": 7}):
+        with pytest.raises(HegmError, match="the image does not say what its node was like"):
+            await _against(_reviving(tmp_path), _manifest(tmp_path, node))
