@@ -21,6 +21,7 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu
 from tests.e2e.mounting import why_no_mounts
 from tests.stubs.build import build_stub
+from tests.unit.image.directory import flip
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
@@ -269,30 +270,39 @@ def test_a_daemon_killed_while_an_image_is_read_back_leaves_a_job_that_trains(
         assert job.output() == expected
 
 
-def test_an_image_that_is_not_good_when_it_is_read_back_is_removed_and_told_of(
+def _flip_a_bit(daemon: RunningDaemon, written: Path) -> None:
+    (bytes_of_gpu,) = (written / "bytes").iterdir()
+    flip(bytes_of_gpu, 4096)
+
+
+def _kill_writers(daemon: RunningDaemon, _written: Path | None = None) -> None:
+    for child in psutil.Process(daemon.process.pid).children():
+        if "hegmd.image.child" in child.cmdline():
+            child.kill()
+
+
+def test_an_image_that_cannot_be_read_back_is_removed_and_told_of_while_its_job_trains(
     halted: RunningDaemon, halts: Halts, tmp_path: Path, expected: list[str]
 ) -> None:
-    """A bit of it is another one on the disk: the job trains meanwhile and is not disturbed by it."""
+    """A bit of it is another one on the disk, or whoever reads it is killed."""
     image = tmp_path / "image"
+    harms = ((_flip_a_bit, "does not fit its checksum"), (_kill_writers, "the process that touches images"))
     with HandedJob(tmp_path / "job", halted.socket_path) as job:
         job.await_steps(20)
-        halts.set(Trap(job.pid, "sealing", RECORDED))
-        words = [sys.executable, "-m", "hegmctl", "checkpoint", "--leave-running", str(job.pid), str(image)]
-        with subprocess.Popen(words, env=job.environ, stderr=subprocess.DEVNULL) as client:
-            halts.wait(ENDS_WITHIN_S)
-            (written,) = tmp_path.glob(".image.hegm-new-*")
-            (bytes_of_gpu,) = (written / "bytes").iterdir()
-            with bytes_of_gpu.open("r+b") as file:
-                file.seek(4096)
-                byte = file.read(1)
-                file.seek(4096)
-                file.write(bytes([byte[0] ^ 1]))
-            halts.go()
-            assert client.wait(ENDS_WITHIN_S) != 0
-        op = job.operation("op", "1", status=None)
-        assert (op["phase"], op["processes"][0]["state"]) == ("undone", "running")
-        assert "was not good when it was read back, and is removed" in op["failure"]["message"]
-        assert [name for name in os.listdir(tmp_path) if "image" in name] == []
+        for number, (harm, why) in enumerate(harms, 1):
+            halts.set(Trap(job.pid, "sealing", RECORDED))
+            words = [sys.executable, "-m", "hegmctl", "checkpoint", "--leave-running", str(job.pid), str(image)]
+            with subprocess.Popen(words, env=job.environ, stderr=subprocess.DEVNULL) as client:
+                halts.wait(ENDS_WITHIN_S)
+                (written,) = tmp_path.glob(".image.hegm-new-*")
+                harm(halted, written)
+                halts.go()
+                assert client.wait(ENDS_WITHIN_S) != 0
+            op = job.operation("op", str(number), status=None)
+            assert (op["phase"], op["processes"][0]["state"]) == ("undone", "running")
+            assert "was not good when it was read back, and is removed" in op["failure"]["message"]
+            assert why in op["failure"]["message"]
+            assert [name for name in os.listdir(tmp_path) if "image" in name] == []
         assert job.output() == expected
 
 
@@ -330,9 +340,7 @@ def test_a_writer_that_is_killed_sends_the_job_back(daemon: RunningDaemon, tmp_p
         words = [sys.executable, "-m", "hegmctl", "checkpoint", str(job.pid), str(image)]
         with subprocess.Popen(words, env=job.environ, stderr=subprocess.DEVNULL) as client:
             job.await_image_begun(image)
-            for child in psutil.Process(daemon.process.pid).children():
-                if "hegmd.image.child" in child.cmdline():
-                    child.kill()
+            _kill_writers(daemon)
             assert client.wait(ENDS_WITHIN_S) != 0
         assert not image.exists()
         assert job.output() == expected
