@@ -142,8 +142,7 @@ class Moving:
             supervisor=self.supervisors.find,
         )
         self._make_desks(lookout, handoff, restart_always=restart_always)
-        take, trim = self._take_image, self._trim_images
-        self.periodic = Periodic(workers, self.runner, events, take=take, trim=trim, note=self._note_to_watcher)
+        self.periodic = self._make_periodic(events)
         for part in (self.attendance, self.runner, self.resting, self.strays, self.periodic):
             workers.listen(part.hear)
 
@@ -245,6 +244,10 @@ class Moving:
         return self._handoff, Reviving(
             *parts, **by, simulated=simulated, notes=self._half_revived, by_owner=self._images_by.by_owner
         )
+
+    def _make_periodic(self, events: EventLog) -> Periodic:
+        take, trim = self._take_image, self._trim_images
+        return Periodic(self._workers, self.runner, events, take=take, trim=trim, note=self._note_to_watcher)
 
     async def _take_image(self, pid: int, path: str, rights: Rights, asked: Asked) -> Answer:
         return await self.checkpoints.checkpoint(pid, path, rights, asked, leave_running=True)

@@ -275,7 +275,7 @@ def _flip_a_bit(daemon: RunningDaemon, written: Path) -> None:
     flip(bytes_of_gpu, 4096)
 
 
-def _kill_writers(daemon: RunningDaemon, _written: Path | None = None) -> None:
+def _kill_writers(daemon: RunningDaemon, _written: Path) -> None:
     for child in psutil.Process(daemon.process.pid).children():
         if "hegmd.image.child" in child.cmdline():
             child.kill()
@@ -340,7 +340,7 @@ def test_a_writer_that_is_killed_sends_the_job_back(daemon: RunningDaemon, tmp_p
         words = [sys.executable, "-m", "hegmctl", "checkpoint", str(job.pid), str(image)]
         with subprocess.Popen(words, env=job.environ, stderr=subprocess.DEVNULL) as client:
             job.await_image_begun(image)
-            _kill_writers(daemon)
+            _kill_writers(daemon, image)
             assert client.wait(ENDS_WITHIN_S) != 0
         assert not image.exists()
         assert job.output() == expected

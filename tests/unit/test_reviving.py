@@ -63,7 +63,7 @@ def node() -> Iterator[dict[str, object]]:
             process.kill()
 
 
-def _manifest(folder: Path, node: object, needs: Needs = FREE, **changes: Any) -> Manifest:
+def _manifest(folder: Path, node: Any, needs: Needs = FREE, **changes: Any) -> Manifest:
     worker = ImageWorker(
         pid=needs.pids[0],
         gpus=(),
@@ -74,7 +74,7 @@ def _manifest(folder: Path, node: object, needs: Needs = FREE, **changes: Any) -
         more={"method": "simulated"},
     )
     more = {"needs": needs.plain(), "meeting": str(MeetingPlaces(folder / "hegmd.sock").folder)}
-    plain = Manifest(root_pid=needs.pids[0], workers=(worker,), node=node, more=more)  # type: ignore[arg-type] # plain
+    plain = Manifest(root_pid=needs.pids[0], workers=(worker,), node=node, more=more)
     return plain.replace(**changes)
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import mmap
 import os
 import shutil
-import struct
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +15,10 @@ import pytest
 
 from hegmd.errors import BUSY, DENIED, INCOMPATIBLE, NOT_FOUND, REFUSED, UNAVAILABLE, Code, HegmError
 from hegmd.image import shelf
-from hegmd.image.folder import find, free_bytes_at, make, told
+from hegmd.image.folder import find, free_bytes_at, make
 from hegmd.image.lock import lock_alone
-from hegmd.image.seal import MOST_BYTES, load_key, written
-from tests.unit.image.directory import BLOCK_BYTES, CHUNK_BYTES, MANIFEST, SIZE_BYTES, built, flip, ignore, rewritten
+from hegmd.image.seal import load_key
+from tests.unit.image.directory import BLOCK_BYTES, CHUNK_BYTES, SIZE_BYTES, built, flip, ignore, rewritten
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes root")
 
@@ -366,43 +363,3 @@ def test_a_directory_that_is_none_was_said_not_to_be_there(tmp_path: Path) -> No
         shelf.read(str(tmp_path / "folder"))
     with pytest.raises(HegmError, match="No such file"):
         shelf.read(str(tmp_path / "nowhere"))
-
-
-def test_bytes_that_a_later_hegmd_wrote_are_not_guessed_at(tmp_path: Path) -> None:
-    path = tmp_path / "image"
-    built(path)
-    with (path / "bytes/4711.0").open("r+b") as file:
-        head = bytearray(file.read(BLOCK_BYTES))
-        struct.pack_into("<I", head, 8, 7)  # the version
-        end = 32 + struct.unpack_from("<I", head, 12)[0]
-        struct.pack_into("<I", head, end, zlib.crc32(head[:end]))
-        file.seek(0)
-        file.write(head)
-    assert "4711.0 is of version 7 with chunks of 8388608 bytes" in refusal(path, INCOMPATIBLE)
-
-
-def test_a_manifest_that_is_too_large_is_neither_read_nor_written(tmp_path: Path) -> None:
-    path = tmp_path / "image"
-    built(path)
-    os.truncate(path / "manifest.json", MOST_BYTES + 1)
-    assert f"manifest.json has over {MOST_BYTES} bytes" in refusal(path, REFUSED)
-    with pytest.raises(HegmError, match=f"and {MOST_BYTES} are the most that is read"):
-        written(MANIFEST.replace(host="x" * MOST_BYTES))
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "words"),
-    [
-        (errno.ENOSPC, REFUSED, "free space or quota there"),
-        (errno.EDQUOT, REFUSED, "free space or quota there"),
-        (errno.EROFS, DENIED, "name a directory that you may write"),
-        (errno.ENOENT, NOT_FOUND, "hegmctl images ls"),
-        (errno.ELOOP, REFUSED, "name the directory itself"),
-        (errno.EIO, UNAVAILABLE, "look at the disk"),
-    ],
-)
-def test_what_a_disk_refuses_is_told_with_the_next_step(number: int, code: Code, words: str) -> None:
-    with pytest.raises(HegmError) as refused, told("/images/one", "written"):
-        raise OSError(number, os.strerror(number))
-    assert refused.value.code is code
-    assert words in refused.value.hint
