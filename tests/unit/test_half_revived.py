@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import pytest
 
 from hegmd.criu import attendant as attendants
 from hegmd.criu.population import population_of
+from hegmd.errors import HegmError
 from hegmd.half_revived import FOLDER_NAME, HalfRevived
 from hegmd.pool import Pool
 from hegmd.protocol.images import ImageProcess, Manifest
@@ -90,6 +92,13 @@ async def test_criu_that_was_still_at_work_on_a_restore_went_on_after_its_daemon
             attendant.stdin.close()  # CRIU comes to its end meanwhile, before it is told or after that
         assert attendant.wait(0) is not None
         assert attendant.stdout.read() == "", "nobody of them has the pipe any more"
+
+
+def test_a_restore_that_no_note_could_be_written_of_does_not_begin(tmp_path: Path) -> None:
+    """A daemon that is killed then would leave a job behind that nobody knows of."""
+    (tmp_path / FOLDER_NAME).write_text("a file")
+    with pytest.raises(HegmError, match="the note of a restore cannot be written: File exists"):
+        HalfRevived(tmp_path).note(OP, Manifest(), None)
 
 
 async def test_a_note_that_could_not_be_taken_away_ended_a_job_that_had_long_come_back(tmp_path: Path) -> None:
