@@ -147,6 +147,7 @@ class Lookout:
                 vram_bytes=_sum([use.vram_bytes for use in process.gpus]),
                 shares_bytes={use.gpu: use.vram_bytes for use in process.gpus if use.vram_bytes is not None},
                 supervisor=None if supervisor is None else supervisor.pid,
+                launched=supervisor is not None and _is_launched(process.pid, worker, supervisor),
                 ranks=supervisor is not None and supervisor.offer.ranks,
                 python=supervisor is not None and supervisor.offer.python,
                 agent=None if worker is None else _told(worker),
@@ -198,6 +199,10 @@ def _nowhere(worker: Worker) -> Candidate:
         gpus=(),
         agent=_told(worker),
     )
+
+
+def _is_launched(pid: int, worker: Worker | None, supervisor: Supervisor) -> bool:
+    return worker is not None and worker.about.rank is not None and supervisor.offer.pid != pid
 
 
 def _told(worker: Worker) -> AgentSurvey:

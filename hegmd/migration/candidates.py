@@ -81,6 +81,7 @@ class Candidate(Record):
     parent: int | None = field("the nearest of its ancestors that is a candidate too", default=None)
     around: Surroundings = field("what is seen of it from outside", default=Surroundings())
     supervisor: int | None = field("the process that would start it again after a restart", default=None)
+    launched: bool = field("whether that has started a launcher, which started this rank", default=False)
     ranks: bool = field("whether that can start several ranks from a state of each", default=False)
     python: bool = field("whether that would take another Python for it", default=False)
     agent: AgentSurvey | None = field("its agent, if one is connected", default=None)

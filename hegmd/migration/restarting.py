@@ -109,7 +109,7 @@ def _expected_bytes(draft: Draft, agent: AgentSurvey, to: str) -> int:
 
 def judge_ranks(draft: Draft, members: Sequence[Candidate]) -> None:
     """All that stands against a restart of several processes as one."""
-    if len(members) < 2 and all((_world(member) or 1) < 2 for member in members):
+    if len(members) < 2 and all((_world(member) or 1) < 2 for member in members) and not are_launched(draft, members):
         return
     pids = listed(tuple([str(member.pid) for member in members]))
     worlds = {_world(member) for member in members}
@@ -129,6 +129,11 @@ def judge_ranks(draft: Draft, members: Sequence[Candidate]) -> None:
         draft.against(REFUSED, message, "start the job with this release of hegmctl")
     else:
         _judge_places(draft)
+
+
+def are_launched(draft: Draft, members: Sequence[Candidate]) -> bool:
+    """Whether a restart is of a launcher, which leaves nothing open for its ranks, if only for one."""
+    return draft.request.via == RESTART and any(member.launched for member in members)
 
 
 def _world(member: Candidate) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import SCRIPTS, SLOWLY_MS, MovedJob, Script
 
@@ -55,6 +57,13 @@ class RankedJob(MovedJob):
     def _read_on(self, pace_ms: int) -> None:
         super()._read_on(max(pace_ms, SLOWLY_MS))  # one command and two ranks on few processors
 
+    def read_until_phase(self, op_id: str, *phases: str) -> str:
+        """Read on until the operation is in one of these; in which."""
+        with connect(str(self._daemon.socket_path)) as hegmd:
+            while (phase := hegmd.story(op_id).operation.phase) not in phases:
+                self._read_on(SLOWLY_MS)
+            return phase
+
     def starts(self) -> list[tuple[str, ...]]:
         """Of each start: its rank, its GPU, and what EXTRA was."""
         lines = (self.folder / "starts").read_text().splitlines()
@@ -64,7 +73,7 @@ class RankedJob(MovedJob):
 def test_two_ranks_are_started_again_twice_and_neither_differs(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: dict[str, list[str]]
 ) -> None:
-    """Within epochs. Their launcher, which may start them again by itself, never does."""
+    """The second time by a daemon that is killed meanwhile. Their launcher, which may start them anew, never does."""
     with RankedJob(daemon, tmp_path) as job:
         first = next(iter(job.places(2)))
         job.read_steps(13)
@@ -76,8 +85,12 @@ def test_two_ranks_are_started_again_twice_and_neither_differs(
         assert moved["phase"] == "done"
         assert {process["gpu"] for process in moved["processes"]} == {"gpu1"}
         job.read_steps(70)
-        back = job.operation("migrate", str(job.process.pid), "--via", "restart", "--to", "gpu0")
-        assert back["phase"] == "done"
+        back = job.operation("migrate", str(job.process.pid), "--via", "restart", "--to", "gpu0", "--no-wait")
+        op_id = str(back["id"])
+        job.read_until_phase(op_id, "restoring")
+        daemon.stop(signal.SIGKILL)
+        daemon.start()
+        assert job.read_until_phase(op_id, "done", "undone", "suspended") == "done"
         assert _by_rank(job.steps()) == undisturbed
         assert job.starts() == sorted(
             (rank, *told) for rank in "01" for told in (("gpu0", "-"), ("gpu1", "1"), ("gpu0", "1"))

@@ -194,6 +194,17 @@ def test_a_state_that_does_not_fit_ends_the_script_before_any_step(
     assert output.split() == ["step"] * 4
 
 
+@pytest.mark.parametrize("rank", [{}, {"RANK": "0", "WORLD_SIZE": "3"}, {"RANK": "0", "WORLD_SIZE": "2"}])
+def test_a_rank_that_cannot_have_its_state_makes_no_step(
+    restarts: Restarts, tmp_path: Path, rank: dict[str, str]
+) -> None:
+    """It says not which rank it is, or is one of more than there are states of, or its supervisor has gone."""
+    output, ends = restarts.restarted(*written(tmp_path), at=(), HEGM_STATES="2:hegm-states-nobody", **rank)
+    assert [ended.status for ended in ends] == [UNRESTORED_STATUS], ends[0].errors
+    assert "Nothing of its state was used up" in ends[0].errors
+    assert "step" not in output
+
+
 def test_variables_that_begin_anew_are_named(restarts: Restarts) -> None:
     """The counter goes along; the file that the loop opens now and then does not, and is said with its line."""
     _output, ends = restarts.restarted(str(SCRIPTS / "begun_anew.py"), at=(9,))

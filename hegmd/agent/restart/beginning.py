@@ -54,7 +54,7 @@ def meet_optimizer(module: Any) -> None:
     """`module` is torch.optim.optimizer: no step before the state is back."""
     if is_wanted():
         _watch_steps(module)
-    if given.is_for_ranks():
+    if given.is_for_ranks() and not given.is_there():
         _forbid_steps_of_nobody(module)
     if not given.is_there() and _due is None:
         return
@@ -245,7 +245,8 @@ def _forbid_steps_of_nobody(module: Any) -> None:
 
     def before_step(*_args: object) -> None:
         if given.is_for_ranks():
-            end_unrestored([f"its state is that of ranks, and {given.RANK} does not say which one this process is"])
+            why = f"its state is that of ranks, and {given.RANK} did not say which one this process is when it began"
+            end_unrestored([why])
 
     module.register_optimizer_step_pre_hook(before_step)
 

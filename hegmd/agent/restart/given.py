@@ -37,8 +37,8 @@ def is_there() -> bool:
 
 
 def is_for_ranks() -> bool:
-    """Whether there are states of ranks, and which of them this process is does not stand in its environment."""
-    return RANKS in os.environ and RANK not in os.environ and not is_there()
+    """Whether there are states of ranks, and this process has taken none."""
+    return RANKS in os.environ and _claimed is None
 
 
 def claim() -> None:

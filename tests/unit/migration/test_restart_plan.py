@@ -198,3 +198,12 @@ def test_ranks_keep_apart_and_together_as_they_were() -> None:
     assert "2 GPUs would be on 1" in said(planned(apart, ask("gpu2", via=RESTART)))
     crossed = ask(None, via=RESTART, placement={"7": "gpu2", "8": "gpu3"})
     assert "GPUs of amd and simulated" in said(planned(apart, crossed))
+
+
+def test_a_single_rank_of_a_launcher_is_started_with_it() -> None:
+    """Its state was given to the launcher, which closed it before it started the rank."""
+    one = plan_of(planned(ranked(0, world=1, launched=True), ask("gpu2", via=RESTART)))
+    op = one.operation("1", ranked(0, world=1, launched=True).candidates, {}, limits=Limits(), utc=0.0)
+    assert op.restarts_together
+    alone = plan_of(planned(ranked(0, world=1), ask("gpu2", via=RESTART)))
+    assert not alone.lockstep
