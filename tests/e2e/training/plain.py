@@ -1,6 +1,10 @@
-"""A plain loop: shuffle, dropout, AdamW, a cosine schedule; views and a cached tensor in the script's own variables."""
+"""A plain loop: shuffle, dropout, AdamW, a cosine schedule; views and a cached tensor in the script's own variables.
+
+Most who run it look at something else, so the compiler stays out.
+"""
 
 import torch
+import without_compiler  # noqa: F401 - it works by being imported
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(1)
