@@ -83,11 +83,13 @@ class Attendance:
         return {**{worker.pid: 0 for worker in training}, **self._out_bytes()}
 
     def _may_leave_cpu(self, worker: Worker) -> bool:
-        return worker.on_cpu and bool(self._supervised(worker))
+        return bool(worker.on_cpu) and worker.gpu is None and bool(self._supervised(worker))
 
     def _is_asked(self, worker: Worker) -> bool:
         """Of real GPUs the driver says who is on them; who trains on none is told from being started by itself."""
-        return worker.connected and (self._rooms.simulated or (not worker.boundary and bool(self._supervised(worker))))
+        return worker.connected and (
+            self._rooms.simulated or (worker.on_cpu is None and bool(self._supervised(worker)))
+        )
 
     async def run(self) -> None:
         """Ask them how much they hold, until cancelled."""
@@ -124,6 +126,8 @@ class Attendance:
             self._place(worker)
 
     def _place(self, worker: Worker) -> None:
+        if worker.boundary:  # its tensors are where it trains
+            worker.on_cpu = worker.about.gpu == CPU if self._rooms.simulated else worker.cuda is None
         if worker.gpu is None and worker.about.gpu != CPU:
             worker.gpu = self._rooms.place(worker.about.gpu)
         if worker.gpu is not None:

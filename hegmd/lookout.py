@@ -142,7 +142,7 @@ class Lookout:
                 name=process.name,
                 job=None if worker is None else _run(worker),
                 gpus=tuple(use.gpu for use in process.gpus),
-                on_cpu=worker is not None and worker.on_cpu,
+                on_cpu=worker is not None and bool(worker.on_cpu),
                 kinds=tuple(use.kind for use in process.gpus),
                 vram_bytes=_sum([use.vram_bytes for use in process.gpus]),
                 shares_bytes={use.gpu: use.vram_bytes for use in process.gpus if use.vram_bytes is not None},

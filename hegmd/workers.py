@@ -36,7 +36,6 @@ from hegmd.agent_orders import (
 from hegmd.errors import DENIED, TIMEOUT, Bug, HegmError, Refused
 from hegmd.log import fields
 from hegmd.news import News
-from hegmd.places import CPU
 from hegmd.protocol.messages import AgentAttend, AgentReport, CudaFacts, LeftAlone, Order
 from hegmd.protocol.snapshots import AgentInfo
 
@@ -69,6 +68,8 @@ class Worker:
         self.ended = False
         #: The GPU that it is on, as far as somebody has settled that; the operations and the simulation write it.
         self.gpu: str | None = None
+        #: Whether it trains without one; None before that is known. Attendance writes it.
+        self.on_cpu: bool | None = None
         self.boundary = about.boundary
         self.parked = about.parked
         self.held_bytes = about.held_bytes
@@ -100,11 +101,6 @@ class Worker:
     def connected(self) -> bool:
         """Whether its agent can be given orders now."""
         return self._link is not None and not self.ended
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether it trains without a GPU: it has passed boundaries, and was started so or holds nothing on one."""
-        return self.gpu is None and self.boundary > 0 and (self.about.gpu == CPU or self.size_bytes == 0)
 
     @property
     def busy(self) -> bool:
@@ -210,7 +206,7 @@ class Worker:
             parked=self.parked,
             held_bytes=self.held_bytes,
             image_missed=self.image_missed,
-            on_cpu=self.on_cpu,
+            on_cpu=self.gpu is None and bool(self.on_cpu),
         )
 
     # -- for Workers ---------------------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ class Gate:
         "_patience",
         "_stepped",
         "_streak",
+        "_taken",
         "_trainers",
         "asked",
         "count",
@@ -87,6 +88,7 @@ class Gate:
         self._patience = 0
         self._stepped = False
         self._streak = 0
+        self._taken: Asked | None = None  # what the training thread is doing, as long as nothing else is asked
         self._trainers: set[int] = set()
 
     # ---- from the agent's thread ------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ class Gate:
         with self._lock:
             if not self._inert:
                 self.passed = self.declined = None
-                self._asked = asked
+                self._asked, self._taken = asked, None
                 self.asked = True
 
     def ask_on(self, asked: Asked) -> None:
@@ -129,7 +131,7 @@ class Gate:
         with self._lock:
             if not self._inert:
                 self.passed = self.declined = None
-                self._asked = asked
+                self._asked, self._taken = asked, None
                 self.asked = True
                 self._open()
 
@@ -137,7 +139,7 @@ class Gate:
         """Ask nothing any more and let go whoever is parked; whether the training thread was."""
         with self._lock:
             self.asked = False
-            self._asked = None
+            self._asked = self._taken = None
             was_parked = self.parked
             self._open()
         return was_parked
@@ -145,7 +147,7 @@ class Gate:
     def release_and_watch(self) -> None:
         """Let everybody go, and note in `passed` when the training thread reaches its next boundary."""
         with self._lock:
-            self.passed = None
+            self.passed = self._taken = None
             self._asked = Asked(WATCH)
             self.asked = True
             self._open()
@@ -180,10 +182,15 @@ class Gate:
             if self._asked is not asked:
                 return
             self._asked = None
+            self._taken = asked
             self.asked = False
         if asked.call is not None:
             asked.call()
-        self.passed = self.count
+        with self._lock:
+            if self._taken is not asked:  # it came too late, and this is no answer to what was asked since
+                return
+            self._taken = None
+            self.passed = self.count
         self.on_change()
 
     def arrive_late(self) -> None:

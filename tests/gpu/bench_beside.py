@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from hegmd.protocol.messages import Migrate
-from tests.gpu.bench_held import Adamw, Held
+from tests.gpu.bench_held import Adamw, Held, Surrounding
 from tests.gpu.bench_record import Record
 from tests.gpu.bench_ways import Ways
 from tests.gpu.moves_node import ROOT, SHARED_MEMORY, Node, WentWrongError, until
@@ -133,19 +133,24 @@ def run_adamw(node: Node, record: Record, size_gib: float, repeat: int) -> None:
         told = {carrier: [_moved(node, job, carrier) for _ in range(repeat)] for carrier in ("peer", "driver")}
     for carrier, values in told.items():
         what = f"AdamW training of {held_mib:.0f} MiB, asked until its next step"
-        record.say(f"{what}: hegmd by {carrier} {_spread(values)}")
+        record.say(f"{what}: hegmd by {carrier} {spread(values)}")
 
 
 def run_hegm(node: Node, record: Record, wheel: Path, size_gib: float, ends: float) -> None:
     """HeGM on its own path, as often as there is time for, up to HEGM_TIMES."""
     left_s = ends - time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hegm-wheel-") as site:
-        with zipfile.ZipFile(wheel) as packed:
-            packed.extractall(site)
-        locked, whole = _restarted(node, size_gib, Path(site), left_s)
+        unpack(wheel, Path(site))
+        locked, whole = restarted(node, size_gib, Path(site), left_s)
     name = wheel.name.partition("-py")[0]
-    record.say(f"AdamW training of {size_gib:g} GiB by {name}: asked until its lock file {_spread(locked)}")
-    record.say(f"AdamW training of {size_gib:g} GiB by {name}: asked until its next step {_spread(whole)}")
+    record.say(f"AdamW training of {size_gib:g} GiB by {name}: asked until its lock file {spread(locked)}")
+    record.say(f"AdamW training of {size_gib:g} GiB by {name}: asked until its next step {spread(whole)}")
+
+
+def unpack(wheel: Path, site: Path) -> None:
+    """Have it in that folder, as an installation would."""
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(site)
 
 
 def _by_hegmd() -> list[str]:
@@ -166,7 +171,7 @@ def _moved(node: Node, job: Adamw, carrier: str) -> float:
     return job.next_step_s(asked_at)
 
 
-def _restarted(node: Node, size_gib: float, site: Path, left_s: float) -> tuple[list[float], list[float]]:
+def restarted(node: Surrounding, size_gib: float, site: Path, left_s: float) -> tuple[list[float], list[float]]:
     """Until the lock file, and until the next step, as often as the time is good for."""
     locked: list[float] = []
     whole: list[float] = []
@@ -203,7 +208,7 @@ def _with_children(pid: int) -> Generator[None]:
             child.kill()
 
 
-def _control(node: Node, more: dict[str, str], *words: str) -> None:
+def _control(node: Surrounding, more: dict[str, str], *words: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", CONTROL, *words],
         env={**node.environ(), **more},
@@ -216,6 +221,6 @@ def _control(node: Node, more: dict[str, str], *words: str) -> None:
         raise WentWrongError(f"hegm-ctrl {words[0]}: {ran.stdout}{ran.stderr[-500:]}")
 
 
-def _spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     middle = f"{statistics.median(values):.2f} s"
     return f"{middle} ({min(values):.2f} to {max(values):.2f}, {len(values)} times)"

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Protocol
 
 from tests.gpu.moves_jobs import TRAINING, Lines, on_stub
 from tests.gpu.moves_node import Node, WentWrongError, until
 
 STARTS_WITHIN_S = 120.0
 PAUSE_WITHIN_S = 120.0
+
+
+class Surrounding(Protocol):
+    """What programs are started with."""
+
+    def environ(self) -> dict[str, str]: ...
 
 
 class Held(Lines):
@@ -84,7 +91,9 @@ class Held(Lines):
 class Adamw(Lines):
     """An AdamW training by its lines: the process, the step and the loss, of which each has a time."""
 
-    def __init__(self, node: Node, size_gib: float, run: list[str], more: dict[str, str], *, gpu: int = 0) -> None:
+    def __init__(
+        self, node: Surrounding, size_gib: float, run: list[str], more: dict[str, str], *, gpu: int = 0
+    ) -> None:
         environ = {**node.environ(), **more, "CUDA_VISIBLE_DEVICES": str(gpu), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         script = [sys.executable, "-u", str(TRAINING / "adamw.py"), str(size_gib)]
         super().__init__([*run, *script], environ)

@@ -53,6 +53,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
         Part("driver", _module("driver_run")),
         Part("moves", _module("moves_run")),
         Part("images", _module("image_run", "--repeat", "1")),
+        Part("restarts", _module("restarts_run")),
         Part("agent", _module("agent_run"), resumed=False, takes_s=120.0),
         Part(
             "pytest",
@@ -64,6 +65,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "bench": (
         Part("moves", _module("bench_moves")),
         Part("images", _module("image_run")),
+        Part("restart", _module("bench_restart")),
         Part("inventory", _module("inventory_run"), resumed=False, takes_s=90.0),
     ),
 }

@@ -91,7 +91,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.units": ("hegmd.errors", "hegmd.detached", "hegmd.external"),
     "hegmd.devices": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.toml_lines"),
     "hegmd.agent_orders": GROUND,
-    "hegmd.workers": (*GROUND, "hegmd.log", "hegmd.agent_orders", "hegmd.places"),
+    "hegmd.workers": (*GROUND, "hegmd.log", "hegmd.agent_orders"),
     "hegmd.supervisors": GROUND,
     "hegmd.workloads": GROUND,
     "hegmd.ways": GROUND,

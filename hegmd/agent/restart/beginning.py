@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from time import monotonic
 
 from ..notes import note
 from . import frameworks, given, iterations, lightning, readiness, stateful
@@ -153,6 +154,7 @@ class Due:
         left = self._entering.left() if self._entering is not None else []
         if left:
             end_unrestored([f"the loop at {where} was entered in another way" for where in left])
+        began = monotonic()
         try:
             put_back(state, frame)
         except DoesNotFit as error:
@@ -165,7 +167,7 @@ class Due:
         while self._undo:
             self._undo.pop()()
         _arrived()
-        note("the state is back")
+        note(f"the state was put back in {monotonic() - began:.4f} s")
         note_restarted()
 
     def _enumerate(self, loader: Any) -> Any:

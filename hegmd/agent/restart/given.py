@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+from time import monotonic
 
+from ..notes import note
 from . import plain
 
 TYPE_CHECKING = False
@@ -68,7 +70,9 @@ def state() -> Any:
     if not is_there():
         return None
     if _state is _NOT_READ:
+        began = monotonic()
         _state = _read()
+        note(f"the state was checked in {monotonic() - began:.4f} s")
     return _state
 
 

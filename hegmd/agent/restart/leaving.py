@@ -10,7 +10,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from time import monotonic
 
+from ..notes import note
 from ..refusals import refusal
 from .unfit import Refusal
 
@@ -49,8 +51,11 @@ def save(
 
     state, refusals = capture(ident, frame)
     if not refusals:
+        began = monotonic()
         try:
-            return plain.write(fd, state, progress)
+            written_bytes = plain.write(fd, state, progress)
+            note(f"the state was written in {monotonic() - began:.4f} s: {written_bytes} bytes")
+            return written_bytes
         except plain.NotPlain as error:
             refusals = [_not_plain(state, error)]
     raise refusal("; ".join([found.what for found in refusals]), refusals[0].hint)

@@ -133,6 +133,22 @@ def test_a_call_is_made_in_the_training_thread() -> None:
     script.end()
 
 
+def test_a_call_that_came_too_late_was_taken_for_the_answer_to_the_next_one() -> None:
+    """On a busy machine a survey was still being made when it was over its limit and the next order had been given:
+    of that, which had told nothing yet, it was said that it was done."""
+    gate = Gate()
+
+    def late() -> None:
+        gate.withdraw()
+        gate.ask(Asked(CALL, call=lambda: None))
+
+    gate.ask(Asked(CALL, call=late))
+    _ask_loader(gate)
+    assert gate.passed is None
+    _ask_loader(gate)
+    assert gate.passed == 2
+
+
 def test_without_a_loader_every_step_is_a_boundary() -> None:
     gate = Gate()
     for _ in range(6):

@@ -1,0 +1,84 @@
+"""The runs on real GPUs that restart trainings, rehearsed: on simulated GPUs, and one restart over the stub driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hegmd.protocol.messages import Migrate, OperationReply
+from tests.gpu.moves_jobs import TRAINING
+from tests.gpu.restart_node import RestartedJob, RestartNode
+from tests.stubs.cuda.node import GIB, CudaNode
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+
+ROOT = Path(__file__).parents[2]
+
+
+def rehearsed(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
+    return subprocess.run(
+        [sys.executable, "-m", f"tests.gpu.{program}", "--rehearse", *words],
+        env=environ, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+
+
+def test_trainings_go_from_the_cpu_to_a_gpu_and_back_and_what_was_done_is_not_done_again(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    words = ("--state", str(state), "--budget-s", "200", "cpu")
+    first = rehearsed("restarts_run", *words)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "| cpu | ok | cpu → gpu0 → cpu |" in first.stdout
+    (result,) = [json.loads(line) for line in state.read_text().splitlines()]
+    assert len(result["seconds"]) == 2
+    again = rehearsed("restarts_run", *words, "plain", "--budget-s", "1")
+    assert again.returncode == 1
+    assert "1 ok, 0 failed: -, 1 not run" in again.stdout
+
+
+def test_the_benchmark_splits_a_restart_and_has_its_rates() -> None:
+    ran = rehearsed("bench_restart", "--repeat", "1", "pinned", "made-there")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "made-there: " in ran.stdout
+    for what in ("written", "put back", "checked"):
+        assert f"* state {what} at " in ran.stdout
+
+
+def test_a_training_on_the_cpu_of_a_node_with_real_gpus_is_seen_and_started_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without CUDA in use an agent counts what is on the CPU, as on simulated GPUs, and looked as if it were on one.
+
+    The driver is a stub, which PyTorch does not use: what the new process is told is all that there is to see.
+    """
+    cuda = CudaNode.make(tmp_path / "cuda", gpus=2, gpu_bytes=64 * GIB)
+    scenario = cuda.nvml(tmp_path / "nvml")
+    scenario.write()
+    for name, value in {**cuda.environment(), **scenario.environment()}.items():
+        monkeypatch.setenv(name, value)
+    folder = tmp_path / "node"
+    folder.mkdir()
+    words = [str(TRAINING / "restarted.py"), "4000", "pace=0.05"]
+    with RestartNode(folder, rehearsed=False, pool_bytes=GIB) as node:
+        job = RestartedJob(node, words, "cpu")
+        try:
+            job.read_steps(3)
+            job.seen_at("cpu")
+            with node.connect() as hegmd:
+                request = Migrate(pids=(job.pid,), to="gpu1", via="restart")
+                moved = hegmd.call(request, OperationReply).operation
+                uuid = hegmd.gpus().gpus[1].uuid
+            assert moved is not None
+            assert (moved.phase, moved.processes[0].began_on, moved.processes[0].gpu) == ("done", "cpu", "gpu1")
+            environ = Path(f"/proc/{job.worker()}/environ").read_bytes().split(b"\0")
+            assert f"CUDA_VISIBLE_DEVICES={uuid}".encode() in environ
+            numbers = [int(line.split()[1]) for line in job.steps()]
+            assert numbers == list(range(len(numbers)))
+        finally:
+            job.close()

@@ -1,0 +1,153 @@
+"""What restarts are tested on: a real hegmd, and trainings under `hegmctl run --allow-restart`, by their lines.
+
+A rehearsal is the same on simulated GPUs: daemon, supervisor, agent, scripts and whoever asks are those of a machine
+with real ones, and only what is on a GPU is not. Owns their processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from typing_extensions import Self
+
+from hegmctl.connection import Connection, connect
+from hegmd.protocol import operations as told
+from hegmd.protocol.messages import Migrate, OperationReply, StoryReply
+from tests.gpu.keeper import OwnKeeper
+from tests.gpu.moves_jobs import Lines
+from tests.gpu.moves_node import COMMAND_S, OF_A_JOB, ROOT, WentWrongError, until
+
+CPU = "cpu"
+POOL_BYTES = 48 << 30
+REHEARSED_GPUS, REHEARSED_POOL_BYTES = "2x8GiB", 4 << 30
+READY_WITHIN_S = 180.0
+# Which GPU it is by this machine's numbers, whatever else its environment says.
+_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+class RestartNode:
+    """The daemon. A context manager."""
+
+    def __init__(self, folder: Path, *, rehearsed: bool, pool_bytes: int = POOL_BYTES) -> None:
+        self.folder, self.rehearsed = folder, rehearsed
+        self.socket_path = folder / "hegmd.sock"
+        self._log = (folder / "hegmd.log").open("ab")
+        self._keeper = OwnKeeper(self.socket_path, folder / "state")
+        (folder / "hegmd.toml").write_text(
+            f"[pool]\nbudget_bytes = {REHEARSED_POOL_BYTES if rehearsed else pool_bytes}\n"
+        )
+
+    def __enter__(self) -> Self:
+        words = ["--socket", self.socket_path, "--state-dir", self.folder / "state"]
+        words += ["--config", self.folder / "hegmd.toml", "--log-level", "debug"]
+        words += ["--simulate", REHEARSED_GPUS] if self.rehearsed else []
+        command = [sys.executable, "-m", "hegmd", *map(str, words)]
+        try:
+            self._daemon = self._keeper.start(command, self.environ(), self._log.fileno())
+        except RuntimeError as error:
+            raise WentWrongError(f"{error}\n{self.log_tail()}") from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._daemon.terminate()
+        try:
+            self._daemon.wait(15)
+        finally:
+            self._daemon.kill()
+            self._daemon.wait()
+            self._log.close()
+
+    def environ(self) -> dict[str, str]:
+        """What programs of ours are started with."""
+        plain = {name: value for name, value in os.environ.items() if name not in (*OF_A_JOB, "HEGM_ALLOW_RESTART")}
+        paths = f"{ROOT}{os.pathsep}{ROOT / 'client'}"
+        return {**plain, **_ORDER, "HEGM_SOCKET": str(self.socket_path), "PYTHONPATH": paths}
+
+    def log_tail(self, lines: int = 15) -> str:
+        return "\n".join((self.folder / "hegmd.log").read_text(errors="replace").splitlines()[-lines:])
+
+    def connect(self) -> Connection:
+        return connect(str(self.socket_path), timeout_s=COMMAND_S)
+
+    def gpus(self) -> list[str]:
+        """The names of those that are there."""
+        with self.connect() as connection:
+            return [gpu.id for gpu in connection.gpus().gpus if gpu.state == "ok"]
+
+    def begun_on(self, place: str) -> tuple[list[str], dict[str, str]]:
+        """Words for `hegmctl run`, and an environment, by which a job begins there."""
+        if self.rehearsed:
+            return ["--gpu", place], {}
+        return [], {"CUDA_VISIBLE_DEVICES": "" if place == CPU else place.removeprefix("gpu")}
+
+    def place_of(self, pid: int) -> str | None:
+        """Where the daemon sees a process: on which GPU, on the CPU, or nowhere yet."""
+        with self.connect() as connection:
+            for there in connection.processes().processes:
+                if there.pid == pid and there.agent is not None:
+                    on = [use.gpu for use in there.gpus]
+                    return ",".join(on) or (CPU if there.agent.on_cpu else None)
+        return None
+
+    def story(self, op_id: str) -> StoryReply:
+        with self.connect() as connection:
+            return connection.story(op_id)
+
+
+class RestartedJob(Lines):
+    """A training and its supervisor. Every line of all of its processes is read, each with its time."""
+
+    def __init__(self, node: RestartNode, words: Sequence[str], begins: str, **more: str) -> None:
+        self.node = node
+        options, environ = node.begun_on(begins)
+        run = [sys.executable, "-m", "hegmctl", "run", "--no-daemon-start", "--allow-restart", *options, "--"]
+        super().__init__([*run, sys.executable, "-u", *words], {**node.environ(), **environ, **more})
+
+    def steps(self) -> list[str]:
+        """The lines that tell of a step."""
+        return [line for line in list(self.lines) if line.startswith("step ")]
+
+    def read_steps(self, count: int) -> None:
+        """Until it has told of so many more."""
+        wanted = len(self.steps()) + count
+        self.wait_for(lambda: len(self.steps()) >= wanted, f"{count} steps more did not come", READY_WITHIN_S)
+
+    def worker(self) -> int:
+        """The training's own process: the one child of its supervisor."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        if len(children) != 1:
+            raise WentWrongError(f"the supervisor has the children {children}")
+        return int(children[0])
+
+    def seen_at(self, place: str) -> None:
+        """Wait until the daemon sees it there."""
+        until(lambda: self.node.place_of(self.worker()) == place, f"that it is seen on {place}", READY_WITHIN_S)
+
+    def restart(self, to: str) -> told.Operation:
+        """Have it started again there. Raises WentWrongError where it does not train there afterwards."""
+        pid = self.worker()
+        with self.node.connect() as connection:
+            reply = connection.call(Migrate(pids=(pid,), to=to, via="restart"), OperationReply)
+        operation = reply.operation
+        if operation is None or operation.phase != "done":
+            raise WentWrongError(f"the restart on {to}: {operation}; {self.error_text()}")
+        if self.worker() == pid:
+            raise WentWrongError(f"process {pid} is there still")
+        self.seen_at(to)
+        return operation
+
+    def close(self) -> None:
+        """The training as well: a supervisor that is killed leaves it running."""
+        children: list[int] = []
+        if self.alive:
+            children = [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+        self.process.kill()
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        super().close()

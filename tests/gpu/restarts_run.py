@@ -1,0 +1,237 @@
+"""One command for a machine with NVIDIA GPUs: do trainings go on exactly where they were when they are restarted?
+
+    PYTHONPATH=.:client python3 -m tests.gpu.restarts_run [--state FILE] [--budget-s N] [--only NAMES] [--rehearse]
+                                                          [--again] [--list] [--table] [CASE...]
+
+Starts a hegmd, and trainings under `hegmctl run --allow-restart`; each is restarted twice by `migrate --via restart`.
+From GPU to GPU (another one where there are two, else the same) every line that it says has to be that of an
+undisturbed run. From the CPU to a GPU and back what it has before a step has to be what it had after the one before,
+bit for bit, each batch the one that was due, and its losses close to those of an undisturbed run on the CPU. Prints a
+table. With --state it goes on where it was cut, and --again does once more what failed. Needs torch, no pytest and no
+systemd. --rehearse is all of that on simulated GPUs, where everything has to be exact.
+"""
+
+# ruff: noqa: T201 - printing is what this program is for
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hegmd.errors import HegmError
+from tests.gpu.moves_jobs import TRAINING
+from tests.gpu.moves_node import WentWrongError
+from tests.gpu.restart_node import CPU, RestartedJob, RestartNode
+
+SCRIPT = str(TRAINING / "restarted.py")
+STEPS = 4000
+PACE_S = 0.02
+RUN_STEPS = 12
+CASE_S = 60.0
+ALONE_S = 240.0
+# Between CPU and GPU sums are made in another order; what that comes to grows with the steps.
+TOLERANCE = 2e-3
+# The same kernels, chosen the same way, in every process.
+EXACTLY = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "2"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training, and where it is restarted; without `exact` numbers are only to be close."""
+
+    traits: tuple[str, ...]
+    by_cpu: bool = False
+    exact: bool = True
+
+    def places(self, gpus: Sequence[str]) -> list[str]:
+        """Where it begins, and where it goes: between GPUs to the other one, if there is another."""
+        if self.by_cpu:
+            return [CPU, gpus[0], CPU]
+        return [gpus[0], gpus[min(1, len(gpus) - 1)], gpus[0]]
+
+
+CASES = {
+    "plain": Case(()),
+    "random": Case(("dropout", "noise")),
+    "amp": Case(("amp", "dropout")),
+    "fused": Case(("fused", "dropout")),
+    "compiled": Case(("compiled",)),
+    "cpu": Case((), by_cpu=True, exact=False),
+    "cpu-amp": Case(("amp",), by_cpu=True, exact=False),
+}
+
+
+class Run:
+    """The cases, side by side; what was found is written down at once."""
+
+    def __init__(self, state: Path | None, *, again: bool) -> None:
+        self._path = state
+        lines = state.read_text().splitlines() if state is not None and state.exists() else []
+        self.results: dict[str, dict[str, Any]] = {said["case"]: said for said in map(json.loads, lines)}
+        self._again = again
+
+    def is_done(self, name: str) -> bool:
+        return name in self.results and not (self._again and self.results[name]["wrong"])
+
+    def note(self, name: str, wrong: str, seconds: list[float], places: list[str], took_s: float) -> None:
+        result = {"case": name, "wrong": wrong, "seconds": seconds, "places": places, "took_s": round(took_s, 1)}
+        self.results[name] = result
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+        print(row_of(result), flush=True)
+
+    def run(self, names: list[str], node: RestartNode, beside: int, ends: float) -> list[str]:
+        """Run them as far as the time goes; those that are left."""
+        left = [name for name in names if not self.is_done(name)]
+        with ThreadPoolExecutor(beside) as pool:
+            running = [pool.submit(self._run_if_time, name, node, ends) for name in left]
+            ran = [future.result() for future in running]
+        return [name for name, has_run in zip(left, ran, strict=True) if not has_run]
+
+    def _run_if_time(self, name: str, node: RestartNode, ends: float) -> bool:
+        if time.monotonic() + CASE_S > ends:
+            return False
+        began, case, seconds = time.monotonic(), CASES[name], list[float]()
+        places = case.places(node.gpus())
+        try:
+            wrong = try_case(node, case, places, seconds)
+        except (WentWrongError, HegmError, OSError) as error:
+            wrong = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+            print(node.log_tail(), flush=True)
+        self.note(name, wrong, seconds, places, time.monotonic() - began)
+        return True
+
+
+def try_case(node: RestartNode, case: Case, places: list[str], seconds: list[float]) -> str:
+    """What was wrong; nothing is an empty text. Fills in what each restart took, from asking to the next step."""
+    with ExitStack() as held:
+        job = RestartedJob(node, [SCRIPT, str(STEPS), *case.traits, f"pace={PACE_S}"], places[0], **EXACTLY)
+        held.callback(job.close)
+        job.read_steps(RUN_STEPS)
+        job.seen_at(places[0])
+        for place in places[1:]:
+            asked_at = time.monotonic()
+            before = len(job.steps())
+            job.restart(place)
+            job.read_steps(RUN_STEPS)
+            seconds.append(round(first_after_gap(job, asked_at, before), 2))
+        said = job.steps()
+    return differences(said, undisturbed(node, case, places[0], len(said)), exact=case.exact)
+
+
+def undisturbed(node: RestartNode, case: Case, place: str, steps: int) -> list[str]:
+    """What it says of so many steps by itself, begun where the other was."""
+    _, environ = node.begun_on(place)
+    plain = {name: value for name, value in node.environ().items() if name != "HEGM_SOCKET"}
+    ran = subprocess.run(
+        [sys.executable, SCRIPT, str(steps), *case.traits],
+        env={**plain, **environ, **EXACTLY}, capture_output=True, text=True, timeout=ALONE_S, check=False,
+    )  # fmt: skip
+    if ran.returncode:
+        raise WentWrongError(f"undisturbed it ended with {ran.returncode}: {ran.stderr[-800:]}")
+    return [line for line in ran.stdout.splitlines() if line.startswith("step ")]
+
+
+def first_after_gap(job: RestartedJob, asked_at: float, before: int) -> float:
+    """From asking to the end of the first step of the other process: that after the longest gap."""
+    pairs = [(at, line) for at, line in zip(job.times, job.lines, strict=False) if line.startswith("step ")]
+    times = [at for at, _line in pairs][max(0, before - 1) :]
+    gaps = [(later - earlier, later) for earlier, later in pairwise(times) if later >= asked_at]
+    return max(gaps)[1] - asked_at
+
+
+def differences(said: Sequence[str], wanted: Sequence[str], *, exact: bool) -> str:
+    """What of these lines is not as it has to be, beside an undisturbed run's."""
+    after = ""
+    for number, (line, other) in enumerate(zip(said, wanted, strict=False)):
+        told, due = line.split(), other.split()
+        if exact and told != due:
+            return f"step {number} said {line.strip()!r}, and undisturbed it is {other.strip()!r}"
+        if told[1] != str(number):
+            return f"step {told[1]} came where step {number} was due"
+        if after and told[3] != after:
+            return f"before step {number} it had {told[3]}, and {after} after the one before"
+        if told[5] != due[5]:
+            return f"step {number} had another batch"
+        loss, close = float.fromhex(told[6]), float.fromhex(due[6])
+        if not math.isclose(loss, close, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+            return f"step {number} has the loss {loss:g}, and undisturbed {close:g}"
+        after = told[4]
+    return "" if said else "it said nothing"
+
+
+def row_of(result: dict[str, Any]) -> str:
+    seconds = ", ".join(f"{took:.1f} s" for took in result["seconds"])
+    wrong = " ".join(result["wrong"].split())
+    cells = [result["case"], "FAILED" if wrong else "ok", " → ".join(result["places"]), seconds, wrong]
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    head = "| case | | where | asked until the next step | |\n|---|---|---|---|---|"
+    return "\n".join([head, *map(row_of, results.values())])
+
+
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE")
+    parser.add_argument("--only", default="", metavar="NAMES", help="the same as CASE..., with commas")
+    parser.add_argument("--state", type=Path, help="a file of what is done, a line of JSON each; made if not there")
+    parser.add_argument("--again", action="store_true", help="once more what the state says has failed")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="begin no case that would end after so long")
+    parser.add_argument("--beside", type=int, default=4, help="so many cases at a time")
+    parser.add_argument("--rehearse", action="store_true", help="on simulated GPUs")
+    parser.add_argument("--list", action="store_true", help="list the cases")
+    parser.add_argument("--table", action="store_true", help="the table of the state, and nothing else")
+    asked = parser.parse_args(argv)
+    asked.cases = [*asked.cases, *filter(None, asked.only.split(","))] or list(CASES)
+    strange = [name for name in asked.cases if name not in CASES]
+    if strange:
+        parser.error(f"there is no case {strange[0]!r}: there are {', '.join(CASES)}")
+    return asked
+
+
+def main(argv: Sequence[str]) -> int:
+    asked = parsed(argv)
+    ends = time.monotonic() + asked.budget_s
+    run = Run(asked.state, again=asked.again)
+    if asked.list or asked.table:
+        print(table(run.results) if asked.table else "\n".join(asked.cases))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="hegm-restarts-") as folder:
+        try:
+            with RestartNode(Path(folder), rehearsed=asked.rehearse) as node:
+                gpus = node.gpus()
+                if not gpus:
+                    print("there is no GPU here; --rehearse does it on simulated ones", flush=True)
+                    return 1
+                print(f"{len(gpus)} GPUs, {len(asked.cases)} cases", flush=True)
+                left = run.run(asked.cases, node, asked.beside, ends)
+        except WentWrongError as error:
+            print(error, flush=True)
+            return 1
+    print("\n" + table(run.results))
+    failed = [name for name, result in run.results.items() if result["wrong"]]
+    print(
+        f"\n{len(run.results) - len(failed)} ok, {len(failed)} failed: {' '.join(failed) or '-'}, {len(left)} not run"
+    )
+    return int(bool(failed or left))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
