@@ -50,9 +50,7 @@ def test_the_benchmark_splits_a_restart_and_has_its_rates() -> None:
         assert f"* state {what} at " in ran.stdout
 
 
-def test_a_training_on_the_cpu_of_a_node_with_real_gpus_is_seen_and_started_on_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_on_the_cpu_of_a_node_with_real_gpus_is_seen_and_started_on_one(tmp_path: Path) -> None:
     """Without CUDA in use an agent counts what is on the CPU, as on simulated GPUs, and looked as if it were on one.
 
     The driver is a stub, which PyTorch does not use: what the new process is told is all that there is to see.
@@ -60,12 +58,11 @@ def test_a_training_on_the_cpu_of_a_node_with_real_gpus_is_seen_and_started_on_o
     cuda = CudaNode.make(tmp_path / "cuda", gpus=2, gpu_bytes=64 * GIB)
     scenario = cuda.nvml(tmp_path / "nvml")
     scenario.write()
-    for name, value in {**cuda.environment(), **scenario.environment()}.items():
-        monkeypatch.setenv(name, value)
+    stubs = {**cuda.environment(), **scenario.environment()}
     folder = tmp_path / "node"
     folder.mkdir()
     words = [str(TRAINING / "restarted.py"), "4000", "pace=0.05"]
-    with RestartNode(folder, rehearsed=False, pool_bytes=GIB) as node:
+    with RestartNode(folder, rehearsed=False, pool_bytes=GIB, more=stubs) as node:
         job = RestartedJob(node, words, "cpu")
         try:
             job.read_steps(3)

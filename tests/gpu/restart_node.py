@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -33,7 +33,10 @@ _ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 class RestartNode:
     """The daemon. A context manager."""
 
-    def __init__(self, folder: Path, *, rehearsed: bool, pool_bytes: int = POOL_BYTES) -> None:
+    def __init__(
+        self, folder: Path, *, rehearsed: bool, pool_bytes: int = POOL_BYTES, more: Mapping[str, str] | None = None
+    ) -> None:
+        self._more = more or {}
         self.folder, self.rehearsed = folder, rehearsed
         self.socket_path = folder / "hegmd.sock"
         self._log = (folder / "hegmd.log").open("ab")
@@ -66,7 +69,7 @@ class RestartNode:
         """What programs of ours are started with."""
         plain = {name: value for name, value in os.environ.items() if name not in (*OF_A_JOB, "HEGM_ALLOW_RESTART")}
         paths = f"{ROOT}{os.pathsep}{ROOT / 'client'}"
-        return {**plain, **_ORDER, "HEGM_SOCKET": str(self.socket_path), "PYTHONPATH": paths}
+        return {**plain, **_ORDER, **self._more, "HEGM_SOCKET": str(self.socket_path), "PYTHONPATH": paths}
 
     def log_tail(self, lines: int = 15) -> str:
         return "\n".join((self.folder / "hegmd.log").read_text(errors="replace").splitlines()[-lines:])

@@ -11,7 +11,7 @@ import time
 print("mark began", time.time(), flush=True)
 
 import torch  # noqa: E402 - what this takes is told
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402 - it comes with that
 
 print("mark imported", time.time(), flush=True)
 size_bytes = int(float(sys.argv[1]) * (1 << 30))

@@ -7,13 +7,14 @@ the batch, and the loss, in full. Traits: `dropout` and `noise` draw random numb
 
 import hashlib
 import sys
-import time
+import threading
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 steps, traits = int(sys.argv[1]), sys.argv[2:]
 pace_s = max([0.0, *(float(trait[5:]) for trait in traits if trait.startswith("pace="))])
+pause = threading.Event()
 kind = "cuda" if torch.cuda.is_available() else "cpu"
 device = torch.device(kind)
 torch.manual_seed(11)
@@ -65,4 +66,4 @@ for epoch in range(1 + steps // len(loader)):
         loss = step(there, wanted.to(device))
         at = epoch * len(loader) + number
         print("step", at, kind, before, digest(), inputs.double().sum().item().hex(), loss.hex(), flush=True)
-        time.sleep(pace_s)
+        pause.wait(pace_s)
