@@ -148,7 +148,7 @@ def _judge_places(draft: Draft) -> None:
     vendors = {gpu.vendor for to in goals if (gpu := draft.gpu(to or "")) is not None}
     if len(pairs) != len(sources) or len(pairs) != len(goals):
         where = f"{len(sources)} GPUs would be on {len(goals)}"
-        hint = "name as many GPUs as the ranks are on: --to gpu0=gpu2 for those of one"
+        hint = "leave --to out, and they are started again where they are; all on one GPU can be named another"
         draft.against(REFUSED, f"ranks that are on {where}, or not those together that are now", hint)
     elif len(vendors) > 1:
         message = f"the ranks would be on GPUs of {listed(tuple(sorted(vendors)))}"
