@@ -16,6 +16,7 @@ VENDOR = "vendor"
 GPU_FAULTS = ("lost", "error", "hang", "unknown-memory", "ecc", "xid")
 VENDOR_FAULTS = ("lost", "error", "hang")
 LINK_KINDS = ("simulated", "nvlink", "xgmi", "pcie")
+PLAYED = ("nvidia", "amd")
 USE_KINDS = ("compute", "graphics", "mps")
 
 UNITS_BYTES = {
@@ -45,6 +46,7 @@ class GpuSpec:
     pci_address: str
     name: str = "Simulated GPU"
     chip: str = "simulated"
+    plays: str | None = None
     numa_node: int | None = None
     mig: bool | None = None
     mps: bool | None = None

@@ -230,6 +230,7 @@ class SimulatedProvider:
             name=spec.name,
             vendor=self.vendor,
             chip=spec.chip,
+            plays=spec.plays,
             numa_node=spec.numa_node,
             driver_version=self._topology.driver_version,
         )

@@ -20,6 +20,7 @@ from hegmd.devices.node_spec import (
     GPU_FAULTS,
     LINK_KINDS,
     MOST_GPUS,
+    PLAYED,
     UNITS_BYTES,
     USE_KINDS,
     VENDOR,
@@ -263,6 +264,9 @@ class _Description:
         given: dict[str, Any] = {"processes": self._processes(table, memory_bytes)}
         for key in ("name", "chip", "uuid"):
             given[key] = table.text(key)
+        given["plays"] = table.word("vendor", PLAYED)
+        if given["plays"] is not None and given["chip"] is None:
+            given["chip"] = f"simulated {given['plays']}"  # what one vendor's has does not go to another's
         given["pci_address"] = table.take("pci_address", 'an address such as "0000:41:00.0"', _is_pci_address)
         for key in ("uuid", "pci_address"):
             if key in table.values and not alone:
