@@ -48,7 +48,7 @@ from hegmd.pool_places import Place, find_places
 from hegmd.processes import ProcessTable
 from hegmd.processes.procfs import start_ticks_of
 from hegmd.protocol.messages import PROTOCOL_VERSION, ConfigReply, Limits, ReloadReply
-from hegmd.protocol.snapshots import Check
+from hegmd.protocol.snapshots import AgentInfo, Check
 from hegmd.server.auth import Peer, Policy
 from hegmd.server.dispatch import Dispatcher
 from hegmd.server.handlers import FRESH_S, Handlers, Services
@@ -167,7 +167,7 @@ class App:
             events=self._events,
             table=ProcessTable(),
             means=lambda: node_means(config.images.criu),
-            agents=self._workers.agents,
+            agents=self._agents,
             held=self._held_bytes,
             off=vendors_off(config, topology),
             on_look=self._count_look,
@@ -337,6 +337,9 @@ class App:
     def _held_bytes(self) -> Mapping[int, int]:
         return self._moving.attendance.held_bytes()
 
+    def _agents(self) -> Mapping[int, AgentInfo]:
+        return self._moving.agents()
+
     def _keep(self, state: StateDir, passed: PassedDescriptors) -> Keep:
         """By what the bytes of jobs outlive this daemon."""
         places: tuple[Place, ...] = ()
@@ -454,6 +457,7 @@ class App:
             pool_bytes=self._moving.pool.figures(),
             strays=len(self._moving.strays.all()),
             images_missed=self._moving.periodic.missed,
+            operations=self._moving.runner.ended_counts,
         )
         return render(snapshot, self._counters, build=build, own=read_own_process(), tallies=tallies)
 

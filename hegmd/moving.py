@@ -40,7 +40,7 @@ from hegmd.methods.gpus import Gpus
 from hegmd.methods.host import HostCarrier
 from hegmd.methods.neighbours import STILL_S, Neighbours
 from hegmd.methods.peer import PeerCarrier
-from hegmd.methods.restart import RestartMethod, forget_claims, lock_path
+from hegmd.methods.restart import RestartMethod, forget_claims, has_come_to_its_end, lock_path
 from hegmd.methods.sight import is_stopped
 from hegmd.methods.simulated import SimulatedMethod
 from hegmd.methods.state import StateCarrier
@@ -55,7 +55,7 @@ from hegmd.operations import Answer, Asked, Operations, refusal
 from hegmd.periodic import Periodic
 from hegmd.pool import Keep, Key, Pool
 from hegmd.pool_found import find_pieces
-from hegmd.protocol.snapshots import Gpu
+from hegmd.protocol.snapshots import AgentInfo, Gpu
 from hegmd.restarts import Restarts
 from hegmd.resting import ASKED, Resting
 from hegmd.reviving import Reviving
@@ -160,7 +160,12 @@ class Moving:
             job_of=self._job_of,
         )
         self.restarts = Restarts(
-            self.supervisors, self._workers, self.runner, self.operations, forget=self._forget_claim
+            self.supervisors,
+            self._workers,
+            self.runner,
+            self.operations,
+            forget=self._forget_claim,
+            is_over=partial(has_come_to_its_end, self._state_dir),
         )
         self.sequences = Sequences(lookout, self.operations)
         self.checkpoints = Checkpoints(self.operations, lookout, handoff, self._reviving, self._paces)
@@ -202,6 +207,14 @@ class Moving:
         whose = (supervisor.uid, supervisor.run)
         training = [worker for worker in self._workers if (worker.identity.uid, worker.about.run) == whose]
         return [worker.pid for worker in training if worker.boundary or worker.size_bytes]
+
+    def agents(self) -> Mapping[int, AgentInfo]:
+        """Every connected agent by pid, and whether it has a supervisor."""
+        found = dict(self._workers.agents())
+        for worker in self._workers:
+            if worker.pid in found and self.supervisors.find(worker.identity.uid, worker.about.run) is not None:
+                found[worker.pid] = found[worker.pid].replace(supervised=True)
+        return found
 
     def _make_strays(self, events: EventLog) -> Strays:
         """Of all kinds."""
@@ -344,6 +357,7 @@ class Moving:
                     await inner.start(self._opened_images().run)
                     await inner.start(self.runner.run)
                     await inner.start(self.restarts.run)
+                    self.restarts.take_over()
                     await inner.start(self.resting.run)
                     await inner.start(self.sequences.run)
                     await inner.start(self.periodic.run)

@@ -13,13 +13,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import anyio
+
 from hegmd.errors import DENIED, HegmError, Refused
+from hegmd.migration import events
 from hegmd.migration.course import SUSPENDED, TERMINAL
 from hegmd.migration.operation import Operation
 from hegmd.migration.runner import Runner
 from hegmd.operations import Asked, Operations
 from hegmd.protocol.messages import Supervise, SuperviseReport
-from hegmd.protocol.operations import OperationProgress
+from hegmd.protocol.operations import IMPORTING, LOADING, OperationProgress
 from hegmd.supervisors import Send, Supervisor, SupervisorAway, Supervisors
 from hegmd.task_home import TaskHome
 from hegmd.workers import BACK, CAME, Worker, Workers
@@ -30,7 +33,8 @@ logger = logging.getLogger(__name__)
 class Restarts(TaskHome):
     """The desk of supervisors. `run` has to be running for as long as they attend.
 
-    `forget` is told of operations whose state nobody can go on from any more.
+    `forget` is told of operations whose state nobody can go on from any more; `is_over` tells whether a process has
+    gone on from that of an operation and come to its end, as its supervisor has left word, and blocks for a moment.
     """
 
     def __init__(
@@ -41,9 +45,11 @@ class Restarts(TaskHome):
         operations: Operations,
         *,
         forget: Callable[[str], object],
+        is_over: Callable[[str], bool],
     ) -> None:
         super().__init__()
         self._forget = forget
+        self._is_over = is_over
         self._supervisors = supervisors
         self._workers = workers
         self._runner = runner
@@ -51,6 +57,14 @@ class Restarts(TaskHome):
         self._watched: set[str] = set()
         supervisors.listen(self._look)
         workers.listen(self._hear)
+
+    def take_over(self) -> None:
+        """Follow what is under way from before this daemon: once, when this runs."""
+        for op in self._runner.under_way():
+            if self._tasks is not None and any(member.restarts for member in op.live):
+                self._tasks.start_soon(self._look_for_end, op.id)
+                self._watched.add(op.id)
+                self._tasks.start_soon(self._watch, op.id)
 
     async def attend(self, key: object, pid: int, uid: int, offer: Supervise, send: Send) -> None:
         """Let a supervisor attend until it leaves. Raises HegmError when it cannot have what it wants."""
@@ -84,6 +98,9 @@ class Restarts(TaskHome):
         op_id = supervisor.offer.operation
         if self._tasks is None or op_id is None:
             return
+        self._note_progress(op_id)
+        if not supervisor.connected or supervisor.offer.pid is None:
+            self._tasks.start_soon(self._look_for_end, op_id)
         if supervisor.offer.resumes is not None and supervisor.connected and not supervisor.has_asked:
             supervisor.has_asked = True
             self._tasks.start_soon(self._resume, supervisor, supervisor.offer.resumes)
@@ -92,6 +109,36 @@ class Restarts(TaskHome):
             self._tasks.start_soon(self._watch, op_id)
         elif supervisor.connected:
             self._tasks.start_soon(self._tell_of, op_id)
+
+    def _note_progress(self, op_id: str) -> None:
+        """Have the operation tell how far the process is that is to go on from its state."""
+        op = next((op for op in self._runner.under_way() if op.id == op_id), None)
+        absent = [] if op is None else [member for member in op.live if member.is_absent]
+        supervisor = None if op is None else self._supervisors.of_operation(op.owner_uid, op_id)
+        if self._tasks is None or not absent or supervisor is None or not supervisor.offer.started:
+            return
+        attends = supervisor.offer.pid is not None and self._workers.find(supervisor.offer.pid) is not None
+        doing = LOADING if attends else IMPORTING
+        if absent[0].doing != doing:
+            self._tasks.start_soon(
+                self._ask, op_id, events.CameOn(worker=absent[0].name, doing=doing, cause="the start")
+            )
+
+    async def _ask(self, op_id: str, event: events.Event) -> None:
+        try:
+            await self._runner.ask(op_id, event)
+        except HegmError as error:
+            logger.debug("operation %s: %s", op_id, error.message)
+
+    async def _look_for_end(self, op_id: str) -> None:
+        """Have the operation know it where the process that went on from its state has come to its end."""
+        try:
+            op = self._runner.history(op_id).operation
+            restarting = [member for member in op.live if member.restarts and member.saved]
+            if op.phase not in TERMINAL and restarting and await anyio.to_thread.run_sync(self._is_over, op_id):
+                await self._ask(op_id, events.TrainingEnded(worker=restarting[0].name, cause="its supervisor"))
+        except HegmError as error:
+            logger.debug("operation %s: %s", op_id, error.message)
 
     async def _watch(self, op_id: str) -> None:
         """Follow an operation, and tell of its end and of its rests."""
@@ -132,6 +179,10 @@ class Restarts(TaskHome):
 
     def _hear(self, news: str, worker: Worker) -> None:
         """Listens to the workers: one may have gone on from a state that is held, its supervisor gone meanwhile."""
+        if news == CAME:
+            for supervisor in self._supervisors:
+                if supervisor.offer.pid == worker.pid and supervisor.offer.operation is not None:
+                    self._note_progress(supervisor.offer.operation)
         if self._tasks is not None and news in (CAME, BACK) and worker.about.restarted is not None:
             self._tasks.start_soon(self._take_in, worker, worker.about.restarted)
 

@@ -71,6 +71,7 @@ class Candidate:
     agent: str | None
     uses: tuple[tuple[str, str], ...]
     on_cpu: bool = False
+    supervised: bool = False
 
 
 def ground_of(gpus: Sequence[Gpu], means: NodeMeans) -> Ground:
@@ -160,6 +161,9 @@ def _criu_way(candidate: Candidate, own: tuple[GpuTraits, ...], ground: Ground) 
 def _restart_way(candidate: Candidate) -> Way:
     if candidate.agent is None:
         reason = "no agent is connected that could save its state and find its place again"
+        return Way(way="restart", possible=False, reason=reason)
+    if not candidate.supervised:
+        reason = "nobody would start it again; start the job with: hegmctl run --allow-restart -- COMMAND"
         return Way(way="restart", possible=False, reason=reason)
     reason = f"its agent, {candidate.agent}, can save its state between two batches, for any GPU of any vendor"
     return Way(way="restart", possible=True, reason=reason)

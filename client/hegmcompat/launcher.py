@@ -26,7 +26,7 @@ from hegmd.errors import EXTERNAL, HegmError, Refused
 COMMAND = "command"
 _OTHERS = ".other"
 # What tells a worker of the state that this one start is from.
-_OF_ONE_START = ("HEGM_STATE", "HEGM_STATE_FD", "HEGM_RESTART")
+_OF_ONE_START = ("HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_RESTART")
 _COMMAND_BYTES = 1 << 20
 _ZIP = b"PK"  # what a file of torch.save begins with
 _MIB, _GIB = 1 << 20, 1 << 30

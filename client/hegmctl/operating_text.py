@@ -7,6 +7,7 @@ from time import localtime, strftime
 from hegmctl.quantities import binary_size
 from hegmctl.strays_text import strays_lines
 from hegmctl.tables import UNKNOWN, Column, Style, printable, table, wrapped
+from hegmd.protocol.operations import RESTART_STEPS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,19 +32,28 @@ _PHASES = (
     "reading planned settling arming counting quiescing holding measuring evacuating checkpointing leaving "
     "handing ending spilling restoring refilling releasing verifying tidying"
 ).split()
+# Of a restart, from where its state is saved; most of its time is for the process that comes.
+_RESTART_FROM, _RESTART_STEP = 0.4, 0.1
 
 
 def progress_text(progress: OperationProgress, style: Style) -> list[str]:
     """One line: what is done now, how far it is, and the bytes of it."""
     phase = progress.phase
+    if progress.doing in RESTART_STEPS:
+        return [
+            _bar(progress, _RESTART_FROM + RESTART_STEPS.index(progress.doing) * _RESTART_STEP, progress.doing, style)
+        ]
     moving = phase in _MOVING and progress.size_bytes > 0
     place = _PHASES.index(phase) if phase in _PHASES else len(_PHASES)
     within = min(1.0, progress.moved_bytes / progress.size_bytes) if moving else 0.0
-    share = min(1.0, (place + within) / len(_PHASES))
-    full = round(share * BAR_COLUMNS)
-    bar = "#" * full + "." * (BAR_COLUMNS - full)
     size = f"  {binary_size(progress.moved_bytes)} of {binary_size(progress.size_bytes)}" if moving else ""
-    return [f"operation {printable(progress.id)}  [{style.paint(bar, 'cyan')}]  {printable(phase)}{size}"]
+    return [_bar(progress, (place + within) / len(_PHASES), f"{phase}{size}", style)]
+
+
+def _bar(progress: OperationProgress, share: float, what: str, style: Style) -> str:
+    full = round(min(1.0, share) * BAR_COLUMNS)
+    bar = "#" * full + "." * (BAR_COLUMNS - full)
+    return f"operation {printable(progress.id)}  [{style.paint(bar, 'cyan')}]  {printable(what)}"
 
 
 def operation_text(reply: OperationReply, style: Style) -> list[str]:
@@ -55,7 +65,10 @@ def _outcome(operation: Operation, style: Style) -> list[str]:
     pids = ", ".join(str(process.pid) for process in operation.processes)
     phase = style.paint(printable(operation.phase), _COLOURS.get(operation.phase, "cyan"))
     kind = printable(operation.kind)
-    lines = [f"operation {printable(operation.id)}: {kind} of {pids}: {phase}{_figures(operation)}"]
+    by = " by restart" if operation.way == "restart" else ""
+    lines = [f"operation {printable(operation.id)}: {kind} of {pids}{by}: {phase}{_figures(operation)}"]
+    if operation.doing is not None:
+        lines.append(f"  now: {printable(operation.doing)}")
     if operation.failure is not None:
         lines.append(f"  {printable(operation.failure.message)}")
         lines.append(f"  next: {printable(operation.failure.hint)}")
@@ -239,8 +252,11 @@ def _waits(reply: OperationsReply, style: Style) -> list[str]:
 def _row(operation: Operation) -> list[Cell]:
     return [
         operation.id,
-        operation.kind,
-        (operation.phase, _COLOURS.get(operation.phase, "cyan")),
+        f"{operation.kind} by restart" if operation.way == "restart" else operation.kind,
+        (
+            operation.phase if operation.doing is None else f"{operation.phase}: {operation.doing}",
+            _COLOURS.get(operation.phase, "cyan"),
+        ),
         ",".join(str(process.pid) for process in operation.processes),
         _journeys(operation),
         binary_size(operation.size_bytes),

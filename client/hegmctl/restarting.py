@@ -5,8 +5,10 @@ is bounded: a start that ends before the daemon says that the training has passe
 few of them the daemon is told, which has the job go on where it was, or gives it up with its state held.
 
 With a state comes the right to go on from it, a descriptor with a lock (flock): the process that is started inherits it
-and holds it for as long as it lives, and here it is kept until the operation is over, for another start. Of ranks,
-whose launcher leaves no descriptor open for them, each has its state and that right handed to it (`rank_states`).
+and holds it for as long as it lives, and here it is kept until the operation is over, for another start. In that file
+the process notes that it has the state back, and this one that it has then come to its end: whoever reads that later,
+the next daemon too, starts nobody any more. Of ranks, whose launcher leaves no descriptor open for them, each has its
+state and that right handed to it (`rank_states`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from hegmd import __version__
 from hegmd.errors import HegmError
 from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progress
 from hegmd.protocol.messages import SUPPORTED_VERSIONS, Hello, Request, Supervise, SuperviseReport, SupervisorOrder
+from hegmd.protocol.supervision import BACK, OVER
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ LONGEST_PAUSE_S = 5.0
 CONNECT_S = 2.0
 TRIES = 2
 # What the agent of a process that is started from a state reads.
-STATE_FD, OPERATION = "HEGM_STATE_FD", "HEGM_RESTART"
+STATE_FD, LOCK_FD, OPERATION = "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_RESTART"
 _PYTHON = re.compile(r"python[0-9.]*t?$")
 
 
@@ -107,6 +110,8 @@ class DaemonDesk:
         # One that was started and ends well has come to the end of its training, whoever has seen it at a boundary.
         may_go_on = status != 0 if was_started else self._launches or status == LEFT_STATUS or status < 0
         self._status = status
+        if was_started and status == 0:
+            self._note_end()
         if not expected or not may_go_on:
             self._report(SuperviseReport(result="ended", status=status))
             self._forget()
@@ -116,6 +121,7 @@ class DaemonDesk:
             self._report(SuperviseReport(result="ended", status=status))
         elif status != GAVE_UP_STATUS and self._starts < self._tries and self._order is not None:
             self._say(f"it ended with {status} before its first boundary, and is started again")
+            self._forget_notes()
             self._due = True
         else:
             self._fail(f"it ended with {status} before its first boundary, started {self._starts} times")
@@ -135,6 +141,8 @@ class DaemonDesk:
             environ[STATE_FD] = str(self._state)
         if self._ranks is not None:
             environ[STATES] = self._ranks.address
+        elif self._lock is not None:
+            environ[LOCK_FD] = str(self._lock)
         command = self._command if order.python is None else (order.python, *self._command[1:])
         return Start(command, environ, self._state, self._lock if self._ranks is None else self._ranks.lock)
 
@@ -236,6 +244,16 @@ class DaemonDesk:
         hint = "see what it printed; its state is held"
         report = SuperviseReport(order=number, result="failed", message=message, hint=hint, starts=self._starts)
         self._report(report)
+
+    def _note_end(self) -> None:
+        """Beside the word of the process that it had the state back."""
+        if self._lock is not None:
+            os.pwrite(self._lock, OVER, len(BACK))
+
+    def _forget_notes(self) -> None:
+        """The next process has not put the state back."""
+        if self._lock is not None:
+            os.ftruncate(self._lock, 0)
 
     def _close_state(self) -> None:
         if self._ranks is not None:

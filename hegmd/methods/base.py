@@ -29,6 +29,7 @@ __all__ = [
     "Method",
     "NoRoom",
     "Outgrown",
+    "Over",
     "Progress",
     "Rank",
     "Reborn",
@@ -174,6 +175,11 @@ class Reborn:
 
 
 @dataclass(frozen=True, slots=True)
+class Over:
+    """There is nothing to come back for: the process that went on has come to the end of what it was for."""
+
+
+@dataclass(frozen=True, slots=True)
 class Standing:
     """How it stands with a process by the method's own knowledge."""
 
@@ -210,7 +216,7 @@ class Method(Protocol):
         """Take it off its GPU. Raises Outgrown."""
         ...
 
-    async def restore(self, subject: Subject, gpu: str) -> str | Reborn | None:
+    async def restore(self, subject: Subject, gpu: str) -> str | Reborn | Over | None:
         """Bring it back on that GPU; what is held for it there becomes its own. Raises NoRoom before it is too late.
 
         Gives the GPU that it is on, where that was not to be chosen, or the process that goes on in its place.

@@ -28,12 +28,13 @@ import anyio
 
 from hegmd.errors import TIMEOUT, HegmError, Refused
 from hegmd.methods import launchers
-from hegmd.methods.base import Left, Method, Reborn, Standing, Subject
+from hegmd.methods.base import Left, Method, Over, Reborn, Standing, Subject
 from hegmd.methods.pooled import key_of
 from hegmd.news import News
 from hegmd.places import CPU
 from hegmd.pool import Pool
 from hegmd.protocol.snapshots import Gpu
+from hegmd.protocol.supervision import BACK, OVER
 from hegmd.supervisors import Supervisor, Supervisors
 from hegmd.workers import Worker, Workers
 
@@ -45,12 +46,13 @@ LEAVES_WITHIN_S = 60.0
 SUPERVISOR_COMES_WITHIN_S = 12.0
 _LOOK_AGAIN_S = 0.25
 # What decides on which GPUs a process is, for each vendor; those of the others are taken away.
-_VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES", "simulated": "HEGM_GPU"}
+SIMULATED = "simulated"
+_VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES", SIMULATED: "HEGM_GPU"}
 _OTHERS = ("ROCR_VISIBLE_DEVICES", *_VISIBLE.values())
 # With these a process finds no GPU, and a simulated node puts it on none. HIP takes an empty list for no list at all.
 _NOWHERE = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1", "HEGM_GPU": CPU}
 # Whose GPUs room can be held on.
-_HELD = frozenset(("nvidia", "simulated"))
+_HELD = frozenset(("nvidia", SIMULATED))
 
 
 @dataclass(slots=True)
@@ -161,8 +163,10 @@ class RestartMethod:
 
     # -- back ----------------------------------------------------------------------------------------------------------
 
-    async def restore(self, subject: Subject, gpu: str) -> Reborn:
+    async def restore(self, subject: Subject, gpu: str) -> Reborn | Over:
         """Have another process started there, and wait until it has the state back. Raises HegmError with why not."""
+        if await self._is_over(subject):
+            return Over()
         for held in tuple(self._by.rooms(subject)):
             await self.give_room(subject, held)
         with self._start_of(subject) as start:
@@ -170,7 +174,12 @@ class RestartMethod:
                 reborn = self._reborn(subject, gpu)
                 if reborn is not None:
                     return reborn
-                supervisor = await self._supervisor(subject)
+                try:
+                    supervisor = await self._supervisor(subject)
+                except Refused:
+                    if await self._is_over(subject):
+                        return Over()
+                    raise
                 if start.failure is not None:
                     raise start.failure
                 if _has_started(supervisor, subject):
@@ -224,6 +233,9 @@ class RestartMethod:
         while supervisor.offer.pid is not None and supervisor.connected:
             await self._something()
 
+    async def _is_over(self, subject: Subject) -> bool:
+        return await anyio.to_thread.run_sync(has_come_to_its_end, self._folder, subject.operation)
+
     async def _start(self, supervisor: Supervisor, subject: Subject, gpu: str) -> None:
         """Have the command started from the state, or from those of all ranks. Raises OrderFailed, SupervisorAway."""
         places = [rank.goal or gpu for rank in subject.ranks] or [gpu]
@@ -254,8 +266,11 @@ class RestartMethod:
         if CPU in gpus:
             return dict(_NOWHERE)
         known = [self._gpu(gpu) for gpu in gpus]
-        names = [gpu.id if gpu.vendor == "simulated" else gpu.uuid for gpu in known]
-        return {_VISIBLE[known[0].vendor]: ",".join(names)}
+        vendor, played = known[0].vendor, known[0].plays
+        if vendor != SIMULATED:
+            return {_VISIBLE[vendor]: ",".join([gpu.uuid for gpu in known])}
+        found = {_VISIBLE[SIMULATED]: ",".join([gpu.id for gpu in known])}
+        return found if played is None else {**found, _VISIBLE[played]: ",".join([gpu.uuid for gpu in known])}
 
     def _reborn(self, subject: Subject, gpu: str) -> Reborn | None:
         """The process that has the state of the operation back, if it is there.
@@ -346,6 +361,7 @@ def _claimed(folder: Path, operation: str) -> int:
     own = os.open(lock_path(folder, operation), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(own, 0)
     except OSError as error:
         os.close(own)
         raise Refused(
@@ -353,6 +369,18 @@ def _claimed(folder: Path, operation: str) -> int:
             "leave it be, it says itself when it goes on; or end it first: nobody is started from one state twice",
         ) from error
     return own
+
+
+def has_come_to_its_end(folder: Path, operation: str) -> bool:
+    """Whether a process has put the state of that operation back and then ended well. Blocks for a moment.
+
+    Its supervisor has said so where the lock is: that outlives supervisor and daemon.
+    """
+    try:
+        with lock_path(folder, operation).open("rb") as notes:
+            return notes.read(len(BACK + OVER)) == BACK + OVER
+    except OSError:
+        return False
 
 
 def lock_path(folder: Path, operation: str) -> Path:

@@ -57,6 +57,7 @@ class Tallies:
     pool_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     strays: int = 0
     images_missed: int = 0
+    operations: Mapping[tuple[str, str, str], int] = field(default_factory=dict[tuple[str, str, str], int])
 
 
 # A value of a GPU that changes, by name, kind, meaning, and how it is found.
@@ -218,6 +219,9 @@ def _kept(out: Exposition, tallies: Tallies) -> None:
         "hegmd_log_records_held_back_total", "counter", "Repeated log records that were only counted."
     )
     held_back.add(tallies.log_held_back)
+    ended = out.family("hegmd_operations_total", "counter", "Operations that are over, by kind, way and end.")
+    for (kind, way, end), count in sorted(tallies.operations.items()):
+        ended.add(count, {"kind": kind, "way": way, "end": end})
     lost = out.family("hegmd_audit_records_lost_total", "counter", "Audit records that are in the log only.")
     lost.add(tallies.audit_lost)
     pool = out.family("hegmd_pool_bytes", "gauge", "What the pool has: held in memory, on disk, and its budget.")

@@ -183,6 +183,7 @@ def _absent(op: Operation, worker: Worker, why: str) -> Operation:
         asked=False,
         unsure=False,
         waits=None,
+        doing="",
     )
     op = _without_orders(op, worker.name).with_worker(left)
     if not fell:
@@ -190,6 +191,29 @@ def _absent(op: Operation, worker: Worker, why: str) -> Operation:
     message = f"process {worker.pid} went on from the saved state and ended before a boundary was seen: {why}"
     op = _because(op, REFUSED.name, message, f"see what it printed, and: hegmctl op {op.id}")
     return course.turned_back(op) if op.heading == FORWARD else course.held(op)
+
+
+def came_on(op: Operation, event: events.CameOn, now: float) -> Operation:
+    """Told to whoever watches, and remembered for the story; nothing rests on it."""
+    worker = _living(op, event.worker)
+    if worker is None or not worker.is_absent or worker.doing == event.doing:
+        return op
+    return op.with_worker(worker.replace(doing=event.doing))
+
+
+def training_ended(op: Operation, event: events.TrainingEnded, now: float) -> Operation:
+    """What it was for has been done: the process is where it was to be, or was, and has no use for its state any more.
+
+    That no boundary was seen, or that its end was taken for a fall before this was known, counts for nothing then.
+    """
+    worker = _living(op, event.worker)
+    if worker is None or not worker.restarts or not worker.saved:
+        return op
+    op = _without_orders(op.replace(heading=FORWARD, failure=None, lacks=None), worker.name)
+    # Of one that was not asked yet how it stands it is not known what is held for it.
+    places = [gpu for gpu in (worker.at, worker.left, worker.goal, worker.origin) if gpu is not None]
+    rooms = {**dict.fromkeys(places, 0), **worker.rooms}
+    return op.with_worker(_departed(worker, lost=False).replace(at=None, finished=True, rooms=rooms))
 
 
 def _departed(worker: Worker, *, lost: bool) -> Worker:
@@ -350,6 +374,8 @@ def evacuated(op: Operation, worker: Worker, pending: Pending, event: events.Eva
 
 def checkpointed(op: Operation, worker: Worker, pending: Pending, event: events.Checkpointed) -> Operation:
     """What was measured counts from now on; the way back rests on the room that is really held."""
+    if worker.restarts:
+        return _absent(op, worker, "it left")
     rooms = dict(worker.rooms)
     if event.room_bytes is not None and worker.at is not None:
         rooms[worker.at] = event.room_bytes

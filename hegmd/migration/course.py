@@ -131,7 +131,9 @@ def _resting_phase(op: Operation) -> str:
         return SUSPENDED
     if any(worker.lost for worker in op.workers):
         return LOST
-    if not live and (op.ends_workers or (op.is_handed and op.heading == FORWARD)):
+    if not live and (op.ends_workers or any(worker.finished for worker in op.workers)):
+        return DONE
+    if not live and op.is_handed and op.heading == FORWARD:
         return DONE
     if not live or op.heading != FORWARD:
         return UNDONE

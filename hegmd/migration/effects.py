@@ -5,6 +5,8 @@ Owns the names, the fields, the events that end each, and what becomes of one th
 - finish: it runs to its end, shielded, and its ending event counts;
 - undo: it is dropped, and the effect named in its docstring takes it back.
 
+A restore of a restart may end with `training-ended` instead, by which the worker has nothing under way any more.
+
 Every effect is for one worker and may be asked for twice: one that finds its work done says so and is done. `failed`
 ends each of them too. Nothing is performed before the journal has it on disk.
 """

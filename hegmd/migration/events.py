@@ -69,6 +69,20 @@ class WorkerGone(Event, tag="worker-gone"):
     why: str = field("how it ended, as far as is known", default="it ended")
 
 
+class TrainingEnded(Event, tag="training-ended"):
+    """Of a restart: the process that went on from the state has come to the end of its training, by the word of its
+    supervisor, whether or not it was seen at a boundary."""
+
+    worker: str = field("name of the worker")
+
+
+class CameOn(Event, tag="came-on"):
+    """Of a restart: how far the process that is to go on has come, as its supervisor and its agent have said."""
+
+    worker: str = field("name of the worker")
+    doing: str = field("what it does now")
+
+
 class AgentLost(Event, tag="agent-lost"):
     """The connection of the worker's agent ended; the process may well live on."""
 

@@ -35,14 +35,15 @@ What a runner has to keep to:
 | seal | | sealed | the image of a job that has gone on is read back and named |
 | scrap | | scrapped | nothing is left of it |
 | end | | ended | the process is ended |
-| restore | gpu | restored | the room there becomes the worker's own |
+| restore | gpu | restored | the room there becomes the worker's own; of a restart also: training-ended |
 | refill | | refilled | order refill with the memory |
 | release | | released | order release was sent |
 | verify | beyond | verified(boundary) | that order's report, or a survey that counts more than `beyond` |
 | inspect | | inspected(...), or worker-gone | attended? survey; and what room and pool are really held |
 
 Events from elsewhere: begin, cancel-asked(by), resume-asked(to), taken-up(into), hand-asked(handoff, limit_s),
-worker-gone(worker, why), agent-lost(worker), agent-back(worker, token), deadline-passed, recovered. `failed` has a
+worker-gone(worker, why), training-ended(worker), came-on(worker, doing), agent-lost(worker), agent-back(worker,
+token), deadline-passed, recovered. `failed` has a
 fault: refused, disconnected (the connection ended, so whether it was done is not known) or broken.
 
 Cancelling: until the workers have left their GPUs (`is_past_return`), the job is brought back to how it was; from there
@@ -178,6 +179,10 @@ def _put_requests(put: Put) -> None:
 
 def _put_happenings(put: Put) -> None:
     put("worker-gone", [PLANNED, *ACTIVE, SUSPENDED], Row(MOVE, "without it", actions.worker_gone))
+    put("training-ended", [*ACTIVE, SUSPENDED], Row(MOVE, "its state is of no more use", actions.training_ended))
+    put("training-ended", [PLANNED], Row(IGNORE, "nobody has gone on from a state yet"))
+    put("came-on", ACTIVE, Row(MOVE, "it is told of", actions.came_on))
+    put("came-on", [PLANNED, SUSPENDED], Row(IGNORE, "nobody is started here"))
     put("agent-lost", ACTIVE, Row(MOVE, "it waits for the agent", actions.agent_lost))
     put("agent-lost", [PLANNED], Row(IGNORE, "nothing was asked of the agent yet"))
     put("agent-lost", [SUSPENDED], Row(IGNORE, "nothing is asked of the agent; when it is back, it is looked at"))
@@ -187,7 +192,15 @@ def _put_happenings(put: Put) -> None:
     put("deadline-passed", [PLANNED, SUSPENDED], Row(IGNORE, "it has no deadline here: an alarm from an earlier phase"))
     put("recovered", [PLANNED], Row(MOVE, "it had not begun, and does not begin by itself", actions.recovered))
     put("recovered", [*ACTIVE, SUSPENDED], Row(MOVE, "all are asked how they stand", actions.recovered))
-    for event in ("worker-gone", "agent-lost", "agent-back", "deadline-passed", "recovered"):
+    for event in (
+        "worker-gone",
+        "training-ended",
+        "came-on",
+        "agent-lost",
+        "agent-back",
+        "deadline-passed",
+        "recovered",
+    ):
         put(event, TERMINAL, _OVER)
 
 

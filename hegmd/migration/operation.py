@@ -151,6 +151,8 @@ class Worker(Record):
         "of a restart: whether its state is whole in the pool, so that another can go on", default=False
     )
     starts: int = field("of a restart: how many processes have gone on from that state", default=0)
+    doing: str = field("of a restart, while there is no process: what the next one does; empty before it", default="")
+    finished: bool = field("of a restart: whether the one that went on came to the end of its training", default=False)
     gone: bool = field("whether the process has ended", default=False)
     lost: bool = field("whether it ended while its bytes were out", default=False)
 

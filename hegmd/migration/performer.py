@@ -19,7 +19,19 @@ import anyio
 
 from hegmd.errors import INTERNAL, TIMEOUT, UNAVAILABLE, Bug, HegmError, Refused
 from hegmd.log import error_ref, fields
-from hegmd.methods.base import Carrier, Method, NoRoom, Outgrown, Progress, Rank, Reborn, Respawn, Standing, Subject
+from hegmd.methods.base import (
+    Carrier,
+    Method,
+    NoRoom,
+    Outgrown,
+    Over,
+    Progress,
+    Rank,
+    Reborn,
+    Respawn,
+    Standing,
+    Subject,
+)
 from hegmd.migration import effects, events
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
@@ -270,6 +282,8 @@ class Performer:
             await self._carrier(member).fetch(subject, tell)  # one that fails has changed nothing
         began = anyio.current_time()
         landed = await self._method(member).restore(subject, effect.gpu)
+        if isinstance(landed, Over):
+            return events.TrainingEnded(worker=effect.worker, cause=effect.tag)
         if isinstance(landed, Reborn):
             return events.Restored(
                 **_ends(effect),

@@ -359,6 +359,12 @@ def _judge_pool(draft: Draft, carried_bytes: int, needed_bytes: int) -> None:
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
 
+def _way(draft: Draft, members: tuple[Candidate, ...]) -> str:
+    if any(worker.method == RESTART for worker in draft.moving):
+        return RESTART
+    return "agent" if any(candidate.agent is not None for candidate in members) else DRIVER
+
+
 def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> Plan:
     moving = draft.moving
     needed = room_needed(draft, {})
@@ -366,7 +372,7 @@ def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> Plan:
     free = {gpu.id: gpu.free_bytes for gpu in draft.snapshot.gpus if gpu.id in needed and gpu.free_bytes is not None}
     return Plan(
         kind=kind,
-        way="agent" if any(candidate.agent is not None for candidate in members) else DRIVER,
+        way=_way(draft, members),
         workers=tuple(draft.workers),
         size_bytes=sum(worker.size_bytes for worker in moving),
         room_needed_bytes=needed,

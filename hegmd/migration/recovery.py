@@ -20,10 +20,22 @@ from hegmd.migration.course import SUSPENDED, TERMINAL
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
 from hegmd.migration.machine import PHASES, handle
-from hegmd.migration.operation import CHECKPOINT, MIGRATE, QUIESCE, SUSPEND, Handoff, Operation, Worker
+from hegmd.migration.operation import (
+    BY_STATE,
+    CHECKPOINT,
+    MIGRATE,
+    QUIESCE,
+    RESTART,
+    SUSPEND,
+    Handoff,
+    Operation,
+    Worker,
+)
 
 PAGE = Path(__file__).with_name("RECOVERY.md")
 OLD, NEW = "gpu0", "gpu1"
+# A migration by restart: its process leaves by ending, and another one comes back in its place.
+BY_RESTART = "restart"
 PLACES = {OLD: "the old GPU", NEW: "the new GPU", None: "no GPU"}
 NAME, AGENT = "the job", "its agent"
 LEFT = "checkpoint --leave-running"
@@ -41,9 +53,12 @@ class World:
     alive: bool = True
     image: bool = False
     written: bool = False
+    finished: bool = False
 
     @property
     def words(self) -> str:
+        if self.finished:
+            return "its process has come to the end of its training"
         if not self.alive:
             return "its process has ended"
         where = f"on {PLACES[self.gpu]}"
@@ -90,14 +105,17 @@ class Play:
             "park": {"parked": True, "boundary": world.boundary + 1},
             "withdraw": {"parked": False},
             "release": {"parked": False},
-            "evacuate": {"out": True},
+            "evacuate": {"out": not self._restarts},
             "refill": {"out": False},
             "checkpoint": {"gpu": None},
             "dump": {"written": True} if self.op.handoff and self.op.handoff.leave_running else {"image": True},
             "seal": {"image": True},
             "scrap": {"image": False, "written": False},
             "end": {"alive": False},
-            "restore": {"gpu": getattr(effect, "gpu", None)},
+            "restore": {
+                "gpu": getattr(effect, "gpu", None),
+                **({"parked": False, "alive": True} if self._restarts else {}),
+            },
             "verify": {"boundary": world.boundary + 1},
         }
         self.world = world = replace(world, **changes.get(effect.tag, {}))
@@ -107,8 +125,15 @@ class Play:
             "evacuate": {"size_bytes": SIZE_BYTES},
             "verify": {"boundary": world.boundary},
             "inspect": self.seen(),
+            "restore": {"pid": 2, "start_ticks": 2, "token": AGENT, "boundary": world.boundary}
+            if self._restarts
+            else {},
         }
         return told.get(effect.tag, {})
+
+    @property
+    def _restarts(self) -> bool:
+        return self.op.workers[0].restarts
 
     def seen(self) -> dict[str, Any]:
         """What an inspection finds: the world as it is, and everything that is held as the journal has it."""
@@ -138,8 +163,13 @@ class Finding:
     event: str = "inspected"
 
     def can_be(self, situation: Play) -> bool:
-        """Whether it can be found there: an image is only where one may have been begun."""
-        handoff = situation.op.handoff
+        """Whether it can be found there: an image is only where one may have been begun, nothing of who is restarted is
+        out of a process, and nobody has gone on from a state that is not whole."""
+        handoff, worker = situation.op.handoff, situation.op.workers[0]
+        if worker.restarts and self.world is not None and (self.world.out or self.world.gpu is None):
+            return False
+        if self.event == "training-ended" and not (worker.restarts and worker.saved):
+            return False
         return self.world is None or not self.world.image or (handoff is not None and handoff.begun)
 
 
@@ -153,16 +183,19 @@ FINDINGS = (
     Finding("its agent is not there yet", event="away"),
     Finding("another program runs in its process", event="agent-back"),
     Finding("its process has ended", event="worker-gone"),
+    Finding("the process that went on has come to the end of its training", event="training-ended"),
 )
 
 
 def situations() -> Iterator[tuple[str, Play]]:
     """Every kind of operation in every phase and heading that it can be in, by its name."""
     for kind, phase in (
-        (kind, phase) for kind in (MIGRATE, SUSPEND, "resume", CHECKPOINT, LEFT, QUIESCE) for phase in PHASES
+        (kind, phase)
+        for kind in (MIGRATE, SUSPEND, "resume", CHECKPOINT, LEFT, QUIESCE, BY_RESTART)
+        for phase in PHASES
     ):
         forward = _driven(kind, phase)
-        if forward is None:
+        if forward is None or phase == "settling":
             continue
         yield f"{kind}, {phase}", forward
         back = _turned_back(kind, phase)
@@ -172,7 +205,7 @@ def situations() -> Iterator[tuple[str, Play]]:
 
 def _driven(kind: str, phase: str) -> Play | None:
     """An operation of that kind in that phase; None when it never is."""
-    goal = {MIGRATE: NEW, QUIESCE: OLD}.get(kind)
+    goal = {MIGRATE: NEW, QUIESCE: OLD, BY_RESTART: NEW}.get(kind)
     worker = Worker(
         name=NAME,
         pid=1,
@@ -185,7 +218,10 @@ def _driven(kind: str, phase: str) -> Play | None:
         size_bytes=SIZE_BYTES,
         rooms={OLD: SIZE_BYTES},
     )
-    op = Operation(id="1", kind={"resume": SUSPEND, LEFT: CHECKPOINT}.get(kind, kind), workers=(worker,))
+    if kind == BY_RESTART:
+        worker = worker.replace(method=RESTART, carrier=BY_STATE, leaves=True)
+    kinds = {"resume": SUSPEND, LEFT: CHECKPOINT, BY_RESTART: MIGRATE}
+    op = Operation(id="1", kind=kinds.get(kind, kind), workers=(worker,))
     if op.kind == CHECKPOINT:
         handoff = Handoff(path="/images/one", uid=0, gid=0, leave_running=kind == LEFT)
         op = op.replace(handoff=handoff, workers=(worker.replace(keeps=OLD),))
@@ -237,6 +273,9 @@ def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
     elif finding.event == "worker-gone":
         play.world = replace(play.world, alive=False)
         play.feed(events.WorkerGone(worker=NAME))
+    elif finding.event == "training-ended":
+        play.world = replace(play.world, alive=False, finished=True)
+        play.feed(events.TrainingEnded(worker=NAME))
     else:
         play.feed(events.Inspected(**ends, **play.seen()))
     play.until(None)
@@ -260,6 +299,8 @@ def _end(play: Play) -> str:
         return "`lost`: it ended while its bytes were out of it"
     if worker.gone and play.op.ends_workers:
         return f"`{play.op.phase}`: it is in its image, which is whole, and has ended"
+    if worker.finished:
+        return f"`{play.op.phase}`: it has done what it was for, and what was held for it is given back"
     if worker.gone:
         return f"`{play.op.phase}`: what was held for it is given back"
     return f"`{play.op.phase}`: {play.world.words}"
@@ -284,6 +325,9 @@ Where an image may have been begun it is looked for before anything else. One th
 back; without one, what there is of it is removed and the job goes back. Once the image of a job that goes on is
 written, the job comes home first, and the image is looked for then. A process that has ended while its image was being
 made, and is not in one that is whole, is lost.
+
+**restart** is a migration by restart. Its process ends on purpose once its state is saved; one that has ended before
+that has ended as any program does. While there is none, the operation waits for one that says it has the state.
 
 `settling` and `counting` are not among the phases below: whoever is inspected is in `settling`, and ranks that are
 counted run and have nothing to lose. Ranks go back, on or to rest together; what is said of one holds for each.

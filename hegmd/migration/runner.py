@@ -16,6 +16,7 @@ import errno
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -35,11 +36,11 @@ from hegmd.migration.events import Event
 from hegmd.migration.journal import History
 from hegmd.migration.ledger import Ledger
 from hegmd.migration.machine import handle
-from hegmd.migration.operation import Operation
+from hegmd.migration.operation import RESTART, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.performer import Performer
 from hegmd.migration.running import SETTLED, Errand, Running
-from hegmd.migration.telling import description, happenings
+from hegmd.migration.telling import description, happenings, way_of
 from hegmd.protocol import operations as told
 from hegmd.workers import BACK, CAME, ENDED, LEFT, Worker
 
@@ -104,6 +105,8 @@ class Runner:
         self._utc = utc
         self._running: dict[str, Running] = {}
         self._ended: dict[str, Running] = {}
+        #: Operations that came to their end under this daemon, by kind, way and end.
+        self.ended_counts: Counter[tuple[str, str, str]] = Counter()
         self._tasks: anyio.abc.TaskGroup | None = None
 
     # -- up and down ---------------------------------------------------------------------------------------------------
@@ -156,7 +159,10 @@ class Runner:
             del self._running[op.id]
             raise
         pids = ", ".join(str(worker.pid) for worker in op.workers)
-        self._log.record("operation.began", "info", f"operation {op.id}: {op.kind} of {pids}", facts={"id": op.id})
+        way = way_of(op)
+        by = " by restart" if way == RESTART else ""
+        message = f"operation {op.id}: {op.kind} of {pids}{by}"
+        self._log.record("operation.began", "info", message, facts={"id": op.id, "way": way})
         self._start(running, events.Begin(cause="request"))
 
     async def ask(self, op_id: str, event: Event) -> None:
@@ -241,6 +247,7 @@ class Runner:
                 phase=described.phase,
                 moved_bytes=described.moved_bytes,
                 size_bytes=described.size_bytes,
+                doing=described.doing,
             )
             if progress != last:
                 yield progress
@@ -344,6 +351,7 @@ class Runner:
         op = running.op
         del self._running[op.id]
         self._ended[op.id] = running
+        self.ended_counts[op.kind, way_of(op), op.phase] += 1
         for old in tuple(self._ended)[: -journal.REMEMBERED]:
             del self._ended[old]
         self._ledger.forget_oldest()

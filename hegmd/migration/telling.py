@@ -14,7 +14,7 @@ from hegmd.migration import events
 from hegmd.migration.course import LOST, SUSPENDED, TERMINAL, UNDONE
 from hegmd.migration.events import Event
 from hegmd.migration.machine import HOLDING
-from hegmd.migration.operation import BACK, FOR_AGENT, HOLD, Operation
+from hegmd.migration.operation import BACK, FOR_AGENT, FORWARD, HOLD, RESTART, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.protocol import operations as told
 
@@ -34,7 +34,30 @@ def description(op: Operation, *, moved_bytes: int = 0, trouble: HegmError | Non
         blackout_s=op.blackout_s,
         failure=None if failure is None else told.Reason(code=failure.code, message=failure.message, hint=failure.hint),
         waits=waiting(op, trouble),
+        way=way_of(op),
+        doing=doing(op),
     )
+
+
+def way_of(op: Operation) -> str:
+    """By what its processes are moved."""
+    if any(member.restarts for member in op.workers):
+        return RESTART
+    return "agent" if any(member.has_agent for member in op.workers) else "driver"
+
+
+def doing(op: Operation) -> str | None:
+    """What a restart does now; None where its phase says that."""
+    member = next((member for member in op.live if member.restarts), None)
+    if member is None or op.phase in TERMINAL or op.phase == SUSPENDED:
+        return None
+    if member.is_absent:
+        return member.doing or told.KEPT
+    if member.starts:
+        return None if member.verified else told.FIRST_BATCH
+    if op.phase == "evacuating":
+        return told.SAVING
+    return told.LEAVING if member.saved and op.heading == FORWARD else None
 
 
 def waiting(op: Operation, trouble: HegmError | None = None) -> told.Wait | None:

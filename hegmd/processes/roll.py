@@ -180,6 +180,7 @@ class Roster:
             agent=None if agent is None else f"{agent.name} {agent.version}".rstrip(),
             uses=tuple((use.gpu, use.kind) for use in _named_uses(uses, call.ids)),
             on_cpu=agent is not None and agent.on_cpu,
+            supervised=agent is not None and agent.supervised,
         )
         ways = self._ways.get(candidate)
         if ways is None:

@@ -78,6 +78,12 @@ class Plan(Record):
     ends: bool = field("whether the job ends with it", default=False)
 
 
+# What is done now by a restart, in its order: of the process that is to leave, of nobody, and of the one that comes.
+SAVING, LEAVING, KEPT = "its state is saved", "it leaves", "its state is kept"
+IMPORTING, LOADING, FIRST_BATCH = "Python starts and imports", "it loads", "it makes its first batch"
+RESTART_STEPS = (SAVING, LEAVING, KEPT, IMPORTING, LOADING, FIRST_BATCH)
+
+
 class OperationProcess(Record):
     """How an operation stands with one process of the job."""
 
@@ -118,6 +124,8 @@ class Operation(Record):
     )
     failure: Reason | None = field("why it did not, or will not, get to what was asked", default=None)
     waits: Wait | None = field("what it waits for; nil while it comes on by itself, and when it is over", default=None)
+    way: str = field("agent; driver for processes without one; or restart", default="agent")
+    doing: str | None = field("of a restart that is under way: what is done now, in words", default=None)
 
 
 class StoryLine(Record):
@@ -138,6 +146,7 @@ class OperationProgress(Record):
     phase: str = field("what is done now; reading: of an image, before its operation has begun")
     moved_bytes: int = field("bytes that are through the step that is under way", default=0)
     size_bytes: int = field("bytes to carry, in all", default=0)
+    doing: str | None = field("of a restart: what is done now, in words; nil where the phase says it", default=None)
 
 
 class Stray(Record):

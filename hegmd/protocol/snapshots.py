@@ -66,6 +66,10 @@ class Gpu(Record):
     persistence: bool | None = field("whether the driver stays loaded with no process on it", default=None)
     driver_version: str | None = field("version of the kernel driver", default=None)
     health: Health = field("errors and other reasons for doubt", default=Health(state="unknown"))
+    plays: str | None = field(
+        "of a simulated GPU: the vendor by whose variables processes find it, nvidia or amd; nil for neither",
+        default=None,
+    )
 
 
 class Vendor(Record):
@@ -113,6 +117,9 @@ class AgentInfo(Record):
     boundary: int | None = field("batch boundaries that it had passed when it was last heard of", default=None)
     parked: bool = field("whether its training thread stands at a boundary", default=False)
     held_bytes: int = field("bytes of its storages that are out of the process", default=0)
+    supervised: bool = field(
+        "whether it has a `hegmctl run --allow-restart` as its parent, which would start it again", default=False
+    )
     image_missed: str | None = field(
         "why the last of the images that are taken of it now and then was not made; None if it was, or there are none",
         default=None,

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+# What stands in the file of the lock: the process has put the state back, and has then come to its end.
+BACK, OVER = b"back", b"over"
+
+
 class SupervisorOrder(Record):
     """What the daemon wants of a supervisor. What has become of it is told by `supervise.report`."""
 
@@ -51,7 +55,8 @@ class Supervise(Request, op="supervise", reply=SupervisionEnded, event=Superviso
     (`flock`, exclusively). The lock is the right to go on from that state. It lasts for as long as anybody has the
     second descriptor open, so that nobody starts from the same state while a process that did lives. Of ranks there is
     a memory for each, before the lock; a launcher leaves no descriptor open for them, so the supervisor hands each its
-    own and the lock.
+    own and the lock. Of one process, the file that it is of has `back` in its beginning once that has put the state
+    back, and `over` after that once it has ended with 0: nobody is started from that state any more.
     """
 
     run: str = field("which `hegmctl run` it is, as its agents say it too")

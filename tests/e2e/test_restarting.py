@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 LEAVING = str(SCRIPTS / "leaving.py")
+TWO_VENDORS = Path(__file__).parents[2] / "contrib" / "simulation" / "two-vendors.toml"
 PATIENCE_S = 40.0
 PACE_MS = 10
 
@@ -53,7 +58,7 @@ class SupervisedJob(MovedJob):
         self._gpu = 0
 
     def starts(self) -> list[list[str]]:
-        """Of each start: its pid, its GPU, what EXTRA was, and its Python's prefix."""
+        """Of each start: its pid, its GPU, what EXTRA was, its Python's prefix, and the vendors' variables."""
         return [line.split() for line in (self.folder / "starts").read_text().splitlines()]
 
     def trains(self) -> int:
@@ -99,14 +104,52 @@ class SupervisedJob(MovedJob):
         return self._steps()
 
 
-def test_a_training_goes_on_elsewhere_with_another_python_and_environment(
-    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+class LaunchedJob(SupervisedJob):
+    """The same under `hegm-launcher`, which knows files and REST as well as the daemon."""
+
+    def __init__(self, daemon: RunningDaemon, folder: Path) -> None:
+        self.folder = folder
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        own = {"CHECKPOINT_DIR": folder / "checkpoint", "CTRL_PORT": self._port, "POLL_INTERVAL": "0.05", "GPU": "gpu0"}
+        environ = [f"HEGM_{name}={value}" for name, value in own.items()]
+        words = ["env", *environ, sys.executable, "-m", "hegmcompat.launcher_cli", sys.executable, LEAVING]
+        Script.__init__(self, words, daemon.socket_path, folder)
+        self._daemon = daemon
+        self._gpu = 0
+
+    @property
+    def lock(self) -> Path:
+        return self.folder / "checkpoint" / str(self.process.pid) / "lock"
+
+    def asks(self, path: str, what: dict[str, Any]) -> Any:
+        """Ask its REST interface while it is read; the answer."""
+        with ThreadPoolExecutor(1) as asking:
+            asked = asking.submit(self._ask, path, what)
+            while not asked.done():
+                self.read_on()
+            return asked.result()
+
+    def _ask(self, path: str, what: dict[str, Any]) -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
+        try:
+            connection.request("POST", path, json.dumps(what), {"Content-Type": "application/json"})
+            return json.loads(connection.getresponse().read())
+        finally:
+            connection.close()
+
+
+def test_a_training_goes_from_vendor_to_vendor_with_another_python_and_environment(
+    tmp_path: Path, undisturbed: list[str]
 ) -> None:
     """Named by its own pid, then by its supervisor's; both times not one number differs."""
     other = _other_python(tmp_path / "other")
-    with SupervisedJob(daemon, tmp_path) as job:
+    with RunningDaemon(tmp_path, "--simulate", str(TWO_VENDORS)) as daemon, SupervisedJob(daemon, tmp_path) as job:
         first = job.trains()
         job.read_steps(13)
+        refused = job.refusal("migrate", str(first), "--to", "gpu1")
+        assert "gpu1 has another chip" in refused["message"]
+        assert "--via restart" in refused["hint"]
         words = ("--via", "restart", "--to", "gpu1", "--env", "EXTRA=1", "--python", str(other / "bin/python3"))
         plan = job.answer("migrate", str(first), *words, "--dry-run")["plan"]
         assert plan["workers"][0]["method"] == "restart"
@@ -117,8 +160,10 @@ def test_a_training_goes_on_elsewhere_with_another_python_and_environment(
         back = job.operation("migrate", str(job.process.pid), "--via", "restart", "--to", "gpu0")
         assert (back["phase"], back["processes"][0]["gpu"]) == ("done", "gpu0")
         assert job.steps() == undisturbed
-        gpus = [(gpu, extra, prefix == str(other)) for _pid, gpu, extra, prefix in job.starts()]
+        gpus = [(gpu, extra, prefix == str(other)) for _pid, gpu, extra, prefix, *_seen in job.starts()]
         assert gpus == [("gpu0", "-", False), ("gpu1", "1", True), ("gpu0", "1", True)]
+        nvidia, amd = "SIM-00000000-0000-4000-8000-000000000000", "SIM-00000000-0000-4000-8000-000000000001"
+        assert [tuple(start[4:]) for start in job.starts()] == [("-", "-"), ("-", amd), (nvidia, "-")]
     assert not list((daemon.folder / "state").glob("restart-*.lock"))
 
 
@@ -261,3 +306,44 @@ def _phase(job: SupervisedJob, daemon: RunningDaemon, op_id: str, *phases: str) 
             if operation.phase in phases:
                 return dict(operation.to_plain())
             job.read_on()
+
+
+def test_a_launcher_of_hegm_and_a_daemon_move_one_training_in_turn(
+    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
+) -> None:
+    """By the daemon to another GPU, then by HeGM's REST interface with its lock, and no number differs."""
+    with LaunchedJob(daemon, tmp_path) as job:
+        first = job.trains()
+        job.read_steps(9)
+        moved = job.operation("migrate", str(first), "--via", "restart", "--to", "gpu1")
+        assert (moved["phase"], moved["processes"][0]["gpu"]) == ("done", "gpu1")
+        second = job.trains()
+        job.read_steps(3)
+        assert job.asks("/checkpoint", {"pids": [second]})["results"] == {str(second): "checkpoint-ready"}
+        assert job.lock.exists()
+        assert job.asks("/resume", {"all": True})["results"] == {str(job.process.pid): "lock-removed"}
+        assert job.steps() == undisturbed
+        assert [start[1] for start in job.starts()] == ["gpu0", "gpu1", "gpu1"]
+        assert not job.lock.exists()
+
+
+def test_what_a_restart_does_is_said_while_it_does_it(daemon: RunningDaemon, tmp_path: Path) -> None:
+    """Beside its story, which says it afterwards; and what is counted knows that it was one."""
+    with SupervisedJob(daemon, tmp_path) as job:
+        first = job.trains()
+        job.read_steps(2)
+        way = next(way for way in job.answer("ps", str(first))["processes"][0]["ways"] if way["way"] == "restart")
+        assert way["possible"], way
+        op_id = job.told_to_leave(first)
+        job.waiting()
+        with connect(str(daemon.socket_path)) as hegmd:
+            while hegmd.story(op_id).operation.doing != "Python starts and imports":
+                job.read_on()
+            job.let_in()
+            assert _followed(job, daemon, op_id)["phase"] == "done"
+            story = hegmd.story(op_id)
+            said = [line.detail for line in story.story if line.event == "came-on"]
+            assert [detail.partition("doing ")[2] for detail in said] == ["Python starts and imports", "it loads"]
+            assert story.operation.way == "restart"
+            counted = 'hegmd_operations_total{kind="migrate",way="restart",end="done"} 1'
+            assert counted in hegmd.metrics().text

@@ -16,7 +16,7 @@ THIRD_H200 = replace(H200, id="gpu2")
 L4 = replace(H200, id="gpu1", chip="L4")
 NODE = Ground(gpus=(H200, OTHER_H200), means=ROOT)
 JOB = Candidate(visible=True, uid=1000, agent=None, uses=(("gpu0", "compute"),))
-WITH_AGENT = replace(JOB, agent="hegm-agent 0.2")
+WITH_AGENT = replace(JOB, agent="hegm-agent 0.2", supervised=True)
 
 
 def way(name: str, candidate: Candidate, ground: Ground) -> Way:
@@ -153,3 +153,10 @@ def test_the_ground_is_the_same_when_only_figures_change() -> None:
     gpu = Gpu(id="gpu0", index=0, uuid="GPU-1", vendor="nvidia", chip="H200", memory_used_bytes=1)
     assert ground_of([gpu], ROOT) == ground_of([gpu.replace(memory_used_bytes=2)], ROOT)
     assert ground_of([gpu], ROOT) != ground_of([gpu.replace(mig=True)], ROOT)
+
+
+def test_a_restart_takes_somebody_who_starts_it_again() -> None:
+    """It was called possible for every process with an agent, and refused when it was asked for."""
+    alone = way("restart", replace(WITH_AGENT, supervised=False), NODE)
+    assert not alone.possible
+    assert "hegmctl run --allow-restart" in alone.reason

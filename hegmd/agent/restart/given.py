@@ -10,6 +10,7 @@ import os
 import sys
 from time import monotonic
 
+from ...protocol.supervision import BACK
 from ..notes import note
 from . import plain
 
@@ -24,10 +25,13 @@ RANKS = "HEGM_STATES"
 RANK, WORLD_SIZE = "RANK", "WORLD_SIZE"
 _STATE, _OVER = b"state", b"over"
 _HANDED_WITHIN_S = 30.0
+#: Beside the first: the right to go on from it, which lasts as long as anybody has it open; see protocol/supervision.
+LOCK = "HEGM_STATE_LOCK_FD"
 
 _NOT_READ = object()
 _state: Any = _NOT_READ
 _claimed: tuple[str | None, str] | None = None
+_lock: int | None = None
 
 
 def is_there() -> bool:
@@ -45,7 +49,7 @@ def is_for_ranks() -> bool:
 
 def claim() -> None:
     """Make it this process's own: its children get neither the descriptor nor the word of it. Raises OSError."""
-    global _claimed, _state  # noqa: PLW0603 - one a process
+    global _claimed, _lock, _state  # noqa: PLW0603 - one a process
     if _claimed is None and is_there():
         of_ranks = os.environ.get(RANKS)
         if of_ranks is not None:
@@ -56,6 +60,10 @@ def claim() -> None:
             else:
                 _claimed = (str(fd), "")
             return
+        lock = os.environ.pop(LOCK, "")
+        if lock.isdigit():
+            os.set_inheritable(int(lock), False)
+            _lock = int(lock)
         number, path = os.environ.pop(DESCRIPTOR, None), os.environ.pop(PATH, "")
         if number is not None and number.isdigit():
             os.set_inheritable(int(number), False)
@@ -77,9 +85,14 @@ def state() -> Any:
 
 
 def forget() -> None:
-    """All of it is put back: the file's memory goes when nobody uses it any more."""
+    """All of it is put back, which is noted beside the lock: the file's memory goes when nobody uses it any more."""
     global _state  # noqa: PLW0603 - one a process
     _state = None
+    if _lock is not None:
+        try:
+            os.pwrite(_lock, BACK, 0)
+        except OSError:
+            pass  # a full disk; then the end of this training is told by the daemon that has seen it
 
 
 def _handed(of_ranks: str) -> int | None:

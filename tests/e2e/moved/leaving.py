@@ -5,7 +5,8 @@ import sys
 
 with open("starts", "a", encoding="ascii") as starts:
     told = [os.environ.get(name, "-") for name in ("HEGM_GPU", "EXTRA")]
-    print(os.getpid(), *told, sys.prefix, file=starts)
+    seen = [os.environ.get(name, "-") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")]
+    print(os.getpid(), *told, sys.prefix, *seen, file=starts)
 if os.environ.get("BROKEN"):
     sys.exit(5)
 if os.environ.get("HELD"):
@@ -22,7 +23,7 @@ torch.manual_seed(3)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 loader = DataLoader(TensorDataset(torch.randn(40, 8)), batch_size=4, shuffle=True)
-for epoch in range(24):
+for epoch in range(100):
     for index, (batch,) in enumerate(loader):
         loss = model(batch).pow(2).mean()
         optimizer.zero_grad()

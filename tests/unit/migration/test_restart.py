@@ -9,6 +9,8 @@ import pytest
 from hegmd.migration import events, journal
 from hegmd.migration.effects import Restore
 from hegmd.migration.operation import BY_STATE, RESTART, Operation, Respawn
+from hegmd.migration.telling import doing, way_of
+from hegmd.protocol import operations as told
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
 OLD, NEW = (197, 7, "token-a"), (300, 9, "token-new")
@@ -109,6 +111,17 @@ def test_the_end_of_a_process_that_is_known_to_have_left_asks_for_nobody_twice()
     assert tags(drive.wanted) == ["restore"]
 
 
+def test_a_process_that_is_known_to_have_left_does_not_stand_any_more() -> None:
+    """The order's end came before the kernel's word: the next one was taken for the first, gone on by itself."""
+    drive = Drive(restart()).until("checkpointing")
+    drive.end()
+    drive.feed(events.WorkerGone(worker="a", why="it left"))
+    reborn(drive)
+    found(drive)
+    drive.until("done")
+    assert drive.op.failure is None
+
+
 def test_a_start_that_fails_has_it_started_where_it_was() -> None:
     drive = left()
     drive.fail("refused")
@@ -178,6 +191,81 @@ def test_a_daemon_that_finds_the_next_one_training_after_a_start_is_done() -> No
     found(again, boundary=9)
     again.until("done")
     assert again.op.workers[0].pid == NEW[0]
+
+
+@pytest.mark.parametrize("phase", ["restoring", "settling", "verifying"])
+def test_a_training_that_ends_before_its_next_boundary_was_seen_is_done(phase: str) -> None:
+    """It ended with 0 at once, and its operation was suspended: there was nothing left to go on for."""
+    drive = left()
+    if phase != "restoring":
+        reborn(drive)
+    if phase == "verifying":
+        found(drive)
+        drive.until("verifying")
+    drive.feed(events.TrainingEnded(worker="a"))
+    assert drive.op.workers[0].rooms.keys() >= {"gpu1"}  # also of one that nobody has asked yet what it has there
+    drive.until("done")
+    assert drive.op.failure is None
+    assert (drive.op.workers[0].gone, drive.op.workers[0].lost) == (True, False)
+    assert drive.op.workers[0].pool_bytes == 0
+
+
+def test_an_end_that_was_taken_for_a_fall_before_it_was_known_to_be_one_counts_all_the_same() -> None:
+    """The kernel tells of the end of a process sooner than its parent does."""
+    drive = left()
+    reborn(drive)
+    found(drive)
+    drive.feed(events.WorkerGone(worker="a", why="it ended"))
+    assert drive.op.heading == "back"
+    drive.feed(events.TrainingEnded(worker="a"))
+    drive.wanted = [effect for effect in drive.wanted if effect.tag == "take-room" or effect.tag.startswith("give")]
+    drive.until("done")
+    assert drive.op.failure is None
+
+
+def test_a_state_that_is_held_of_a_training_that_had_come_to_its_end_is_given_back() -> None:
+    drive = left()
+    for _ in range(2):
+        drive.fail("refused")
+        drive.feed(events.WorkerGone(worker="a", why="it is not there any more"))
+        drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
+        while drive.wanted and drive.wanted[0].tag != "restore":
+            drive.end()
+    assert drive.op.phase == "suspended"
+    drive.feed(events.TrainingEnded(worker="a"))
+    drive.until("done")
+    assert drive.op.workers[0].pool_bytes == 0
+
+
+def test_it_is_told_what_the_next_process_does_while_there_is_none() -> None:
+    """All that could be seen of a restart, most of its time, was `settling`."""
+    drive = Drive(restart()).until("evacuating")
+    said = [doing(drive.op)]
+    drive.until("checkpointing")
+    said.append(doing(drive.op))
+    drive.feed(events.WorkerGone(worker="a", why="it left"))
+    drive.wanted = [effect for effect in drive.wanted if isinstance(effect, Restore)]
+    said.append(doing(drive.op))
+    for news in (told.IMPORTING, told.LOADING):
+        drive.feed(events.CameOn(worker="a", doing=news))
+        said.append(doing(drive.op))
+    before = drive.op
+    drive.feed(events.CameOn(worker="a", doing=told.LOADING))
+    assert drive.op is before  # nothing that is known is written down again
+    reborn(drive)
+    said.append(doing(drive.op))
+    assert tuple(said) == told.RESTART_STEPS
+    found(drive)
+    drive.until("done")
+    assert doing(drive.op) is None
+    assert way_of(drive.op) == RESTART
+
+
+def test_the_end_of_a_training_whose_state_is_not_whole_is_none_of_a_restart() -> None:
+    drive = Drive(restart()).until("evacuating")
+    before = drive.op
+    drive.feed(events.TrainingEnded(worker="a"))
+    assert drive.op is before
 
 
 def test_it_survives_the_journal() -> None:

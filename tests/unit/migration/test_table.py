@@ -30,6 +30,7 @@ def _some(tag: str) -> Event:
         "fault": "broken",
         "message": "it failed",
         "hint": "wait",
+        "doing": "it loads",
         "token": "token-a",
         "to": {"a": "gpu1"},
         "into": operation(),
