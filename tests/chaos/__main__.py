@@ -1,8 +1,8 @@
 """`python -m tests.chaos`: every kill there is, with the bytes in flight held by a keeper and then by files.
 
-First on simulated GPUs, with trainings; then on GPUs behind the stub driver, with CUDA programs with and without an
-agent. Prints each kill and how the operation ended, and in the end the figures. `--gpus`, `--memory`, `--victim` and
-`--state` choose some.
+First on simulated GPUs, with trainings; then trainings that are restarted; then on GPUs behind the stub driver, with
+CUDA programs with and without an agent. Prints each kill and how the operation ended, and in the end the figures.
+`--gpus`, `--memory`, `--command`, `--victim` and `--state` choose some.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ from tests.chaos.cells import (
 )
 from tests.chaos.gpu_node import GpuNode
 from tests.chaos.node import Node
+from tests.chaos.restart_campaign import RestartCampaign, RestartTally
+from tests.chaos.restart_cells import RestartCell, every_restart_cell
 
 SIMULATED, DRIVEN = "simulated", "driven"
 NAMELESS, NAMED = "nameless", "named"
+RESTART = "restart"
 #: Those that end daemons first: the others then find, in one daemon, whatever is left behind each time. What a driver
 #: has copied out is held by daemon and keeper alone, so both at once are no victims there.
 VICTIMS_OF = {
@@ -47,14 +50,26 @@ VICTIMS_OF = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--victim", choices=(*VICTIMS, *FAULTS, *OF_THE_HELPER), action="append")
-    parser.add_argument(
-        "--state", choices=sorted({state for states in STATES.values() for state in states}), action="append"
-    )
-    parser.add_argument("--command", choices=tuple(STATES), action="append")
+    restarts = tuple(every_restart_cell())
+    victims_of_restarts = dict.fromkeys(cell.victim for cell in restarts)
+    known_states = {state for states in STATES.values() for state in states} | {cell.state for cell in restarts}
+    parser.add_argument("--victim", choices=(*VICTIMS, *FAULTS, *OF_THE_HELPER, *victims_of_restarts), action="append")
+    parser.add_argument("--state", choices=sorted(known_states), action="append")
+    parser.add_argument("--command", choices=(*STATES, RESTART), action="append")
     parser.add_argument("--memory", choices=(NAMELESS, NAMED), action="append")
     parser.add_argument("--gpus", choices=(SIMULATED, DRIVEN), action="append")
     asked = parser.parse_args()
+    if RESTART in (asked.command or [RESTART]) and {SIMULATED, NAMELESS} <= {
+        *(asked.gpus or [SIMULATED]),
+        *(asked.memory or [NAMELESS]),
+    }:
+        _play_restarts(
+            [
+                cell
+                for cell in restarts
+                if cell.victim in (asked.victim or [cell.victim]) and cell.state in (asked.state or [cell.state])
+            ]
+        )
     for (gpus, memory), all_victims in VICTIMS_OF.items():
         victims = [victim for victim in all_victims if not asked.victim or victim in asked.victim]
         if gpus not in (asked.gpus or [gpus]) or memory not in (asked.memory or [memory]):
@@ -74,6 +89,27 @@ def main() -> int:
                 f" {monotonic() - began:.0f} s; {ends}; {tally.steps} steps, each as in an undisturbed run"
             )
     return 0
+
+
+def _play_restarts(cells: Sequence[RestartCell]) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="hegm-", dir="/tmp"))
+    began = monotonic()
+    try:
+        with Node(folder, nameless=True) as node:
+            print(summary(RestartCampaign(node, say=print).run(cells), monotonic() - began))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def summary(tally: RestartTally, took_s: float) -> str:
+    """What a campaign of restarts came to, in a line."""
+    killed = ", ".join(f"{victim} {count}" for victim, count in tally.kills.items() if count)
+    ends = ", ".join(f"{end} {count}" for end, count in tally.ends.items())
+    return (
+        f"restarts: {tally.rounds} rounds, {tally.kills.total()} killed ({killed}) in {took_s:.0f} s; {ends};"
+        f" {tally.resumed} gone on from a state that was held, {tally.ended_jobs} trainings ended; {tally.steps} steps,"
+        " each as in an undisturbed run, and never by two processes at once"
+    )
 
 
 def _played(cells: Sequence[Cell], gpus: str, *, nameless: bool) -> Tally:

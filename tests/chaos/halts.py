@@ -39,6 +39,7 @@ class Trap:
     pid: int
     phase: str
     moment: str
+    since: str = ""  # only where this was the state before it, for one that comes more than once
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Halts:
         self._trap: Trap | None = None
         self._halted: tuple[Step, socket.socket] | None = None
         self._phases: dict[str, str] = {}
+        self._since: dict[str, str] = {}
         self._pids: dict[str, frozenset[int]] = {}
         self._written = Step("", "", "")
         self._thread = threading.Thread(target=self._answer, name="halts")
@@ -161,11 +163,14 @@ class Halts:
         if trap.pid not in self._pids.get(step.op, ()) or step.before == step.after:
             return False
         if trap.moment == UNRECORDED:
-            return what == _WRITE and step.before == trap.phase
-        return what == _SYNC and step.after == trap.phase
+            return what == _WRITE and step.before == trap.phase and trap.since in ("", self._since.get(step.op))
+        return what == _SYNC and step.after == trap.phase and trap.since in ("", step.before)
 
     def _let_go(self, connection: socket.socket, step: Step) -> None:
         """Answer; what it wrote counts from then on. Under the lock."""
+        before = self._phases.get(step.op, "")
+        if before != step.after:
+            self._since[step.op] = before
         self._phases[step.op] = step.after
         self.seen.add(step.after)
         with contextlib.suppress(OSError):  # it was killed; the thread sees the end of the connection

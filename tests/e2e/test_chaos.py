@@ -13,8 +13,12 @@ from tests.chaos.campaign import Campaign, trainings
 from tests.chaos.cells import FAULTS, HELPER, RESUME, STATES, SUSPEND, VICTIMS, every_cell, few_cells
 from tests.chaos.gpu_node import GpuNode
 from tests.chaos.node import Node
+from tests.chaos.restart_campaign import RestartCampaign
+from tests.chaos.restart_cells import VICTIMS as OF_RESTARTS
+from tests.chaos.restart_cells import every_restart_cell, few_restart_cells
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("preloaded")]
+SEED = 16
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 
@@ -40,6 +44,19 @@ def test_no_kill_of_the_gpu_helper_does_either(socket_dir: Path) -> None:
         cells = few_cells((HELPER,), (SUSPEND, RESUME))
         tally = Campaign(node, node.programs(with_agent=1, without=1), say=print).run(cells)
     assert tally.kills.total() > 9, tally
+
+
+def test_no_kill_during_a_restart_loses_a_training_or_has_it_run_twice(socket_dir: Path) -> None:
+    """A choice of them that is always the same: each round takes Python, PyTorch and often a daemon anew."""
+    with Node(socket_dir, nameless=True) as node:
+        tally = RestartCampaign(node, say=print).run(few_restart_cells(SEED, 4))
+    assert tally.kills.total() == 4, tally
+
+
+def test_the_whole_run_kills_everybody_in_each_state_of_a_restart() -> None:
+    cells = list(every_restart_cell())
+    assert len(cells) == len(set(cells)) > 150
+    assert {cell.victim for cell in few_restart_cells(SEED, len(OF_RESTARTS))} == set(OF_RESTARTS)
 
 
 def test_the_whole_run_kills_at_least_two_hundred_times_and_everywhere() -> None:

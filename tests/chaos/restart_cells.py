@@ -1,0 +1,100 @@
+"""What is killed when during a restart: every state of `migrate --via restart`, every process that has a part in it.
+
+Pure. A cell is one kill. Besides the moments of `halts` there are those of the process that is being started, which
+says itself how far it is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.chaos.cells import CLIENT, DAEMON, KEEPER
+from tests.chaos.halts import BEGUN, MOMENTS, RECORDED
+
+#: The process that trains: the one that is to leave, is leaving, or has gone on; and the one that is on its way up.
+WORKER, LOADING = "worker", "loading worker"
+SUPERVISOR = "supervisor"
+VICTIMS = (DAEMON, SUPERVISOR, WORKER, LOADING, CLIENT, KEEPER)
+#: No kill: the training comes to its end as soon as it goes on, before anybody has seen it at a boundary; and that
+#: while there is no daemon.
+ENDING, ENDING_ALONE = "end of the training", "end without a daemon"
+
+#: The states that a restart goes through. While it is `restoring` there is no process, and then one that loads; in the
+#: `settling` after that it has said that it has the state, and is asked for its next boundary.
+STATES = (
+    *("planned", "arming", "quiescing", "measuring", "evacuating", "checkpointing"),
+    *("restoring", "settling", "tidying", "done"),
+)
+RESTORING = "restoring"
+SINCE = {"settling": RESTORING}
+#: How far the process that is started says it is: Python runs; PyTorch is there; the model is made.
+STARTED, IMPORTED, MADE = "started", "imported", "made"
+ON_ITS_WAY = (STARTED, IMPORTED, MADE)
+#: From here on its state is whole in the pool, so that the end of the process is no end of the job.
+_NOT_SAVED = ("planned", "arming", "quiescing", "measuring")
+
+
+@dataclass(frozen=True, slots=True)
+class RestartCell:
+    """One kill: of whom, in which state, at which moment of it."""
+
+    state: str
+    moment: str
+    victim: str
+
+    @property
+    def ends(self) -> frozenset[str]:
+        """The states in which the operation may come to rest."""
+        if self.victim in (CLIENT, KEEPER, ENDING, ENDING_ALONE):
+            return frozenset({"done"})
+        if self.victim == SUPERVISOR:
+            return frozenset({"done", "undone", "suspended"})
+        return frozenset({"done", "undone"})
+
+    @property
+    def may_end_the_job(self) -> bool:
+        """Whether it kills a training of which nothing was saved yet, as anybody can kill any program."""
+        is_late = self.state == "evacuating" and self.moment == MOMENTS[-1]
+        if self.victim in (ENDING, ENDING_ALONE):
+            return True
+        return self.victim == WORKER and not is_late and self.state in (*_NOT_SAVED, "evacuating", "done")
+
+    @property
+    def may_step_again(self) -> bool:
+        """Whether it kills a process that may have made steps beyond the state which another one then goes on from."""
+        return self.victim == WORKER
+
+
+def every_restart_cell() -> Iterator[RestartCell]:
+    """All of them, one victim after the other."""
+    for victim in VICTIMS:
+        for state in STATES:
+            for moment in _moments(victim, state):
+                yield RestartCell(state, moment, victim)
+    for victim in (ENDING, ENDING_ALONE):
+        yield RestartCell(RESTORING, MADE, victim)
+        yield RestartCell("settling", RECORDED, victim)
+
+
+def _moments(victim: str, state: str) -> tuple[str, ...]:
+    """Those of that state at which there is such a victim, and that can be told apart."""
+    if victim == LOADING:
+        return ON_ITS_WAY if state == RESTORING else ()
+    if state == STATES[-1]:
+        return RECORDED, BEGUN
+    if state == RESTORING:
+        return () if victim == WORKER else (*MOMENTS, *ON_ITS_WAY)
+    return MOMENTS
+
+
+def few_restart_cells(seed: int, count: int) -> list[RestartCell]:
+    """So many, drawn; no victim comes a second time before each has come once."""
+    draw = random.Random(seed)
+    by_victim = {victim: [cell for cell in every_restart_cell() if cell.victim == victim] for victim in VICTIMS}
+    drawn: list[RestartCell] = []
+    while len(drawn) < count:
+        for victim in draw.sample(VICTIMS, len(VICTIMS)):
+            drawn += [draw.choice(by_victim[victim])]
+    return drawn[:count]

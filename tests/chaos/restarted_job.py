@@ -1,0 +1,210 @@
+"""A training that is killed, leaves, and is started again, under supervisors that are killed too; and what it said.
+
+Owns its processes, its input and its files. All its starts append to one file, each line with the process and the step,
+so that afterwards it can be seen who made which step, and that never two made them at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+
+import psutil
+from typing_extensions import Self
+
+from tests.chaos.jobs import PATIENCE_S
+from tests.e2e.agented import SCRIPTS
+from tests.e2e.moved_job import environment
+
+SCRIPT = SCRIPTS / "chained_leaving.py"
+LOOK_AGAIN_MS = 10
+# The undisturbed run is made once for all jobs that come so far.
+RUN_STEPS = 1000
+_GO_ON = re.compile(r"hegmctl run --allow-restart --resume (\S+) -- COMMAND")
+
+
+class RestartedJob:
+    """The training and whoever supervises it now. A context manager that leaves none of them."""
+
+    def __init__(self, folder: Path, gpu: str, socket_path: Path) -> None:
+        self.folder = folder
+        self._environ = environment(socket_path)
+        self._output = folder / "output"
+        self._errors = folder / "errors"
+        self._stdin, self._end = os.pipe()
+        self._killed: set[int] = set()
+        #: Supervisors, one after the other.
+        self.supervisor = self._supervised("--gpu", gpu)
+
+    def _supervised(self, *words: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(SCRIPT), str(self.folder), "0"]
+        with self._output.open("ab") as output, self._errors.open("ab") as errors:
+            return subprocess.Popen(
+                [sys.executable, "-m", "hegmctl", "run", "--allow-restart", *words, "--", *command],
+                env=self._environ,
+                stdin=self._stdin,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.tell_to_end()
+        os.close(self._stdin)
+        self.supervisor.kill()
+        self.supervisor.wait()
+        for pid in self.started():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if str(self.folder) in process.cmdline():
+                    process.kill()
+
+    # -- how it comes on -----------------------------------------------------------------------------------------------
+
+    def started(self) -> list[int]:
+        """The pid of each start."""
+        return [int(pid) for pid, where in self._starts() if where == "started"]
+
+    def _starts(self) -> list[list[str]]:
+        starts = self.folder / "starts"
+        return [line.split() for line in starts.read_text().splitlines()] if starts.exists() else []
+
+    def process(self) -> psutil.Process | None:
+        """The start that lives, if one does."""
+        for pid in reversed(self.started()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if process.status() != psutil.STATUS_ZOMBIE and str(self.folder) in process.cmdline():
+                    return process
+        return None
+
+    def steps(self) -> list[tuple[int, int, str]]:
+        """Every step that was made: by whom, its number, and its loss."""
+        text = self._output.read_text()
+        found = [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
+        return [(int(pid), int(number), loss) for pid, number, loss in found]
+
+    def await_steps(self, count: int) -> int:
+        """Wait until one process has made so many more; its pid."""
+        before = len(self.steps())
+        until = monotonic() + PATIENCE_S
+        while len(self.steps()) < before + count:
+            assert monotonic() < until, f"it made no step within {PATIENCE_S} s: {self.errors()}"
+            select.poll().poll(LOOK_AGAIN_MS)
+        return self.steps()[-1][0]
+
+    def errors(self) -> str:
+        return self._errors.read_text()[-3000:]
+
+    # -- what is done to it --------------------------------------------------------------------------------------------
+
+    def hold_at(self, where: str) -> None:
+        """Have the next start wait once it is there."""
+        os.mkfifo(self.folder / f"gate-{where}")
+
+    def await_held(self, where: str) -> None:
+        """Wait until one is."""
+        known = self.started()
+        until = monotonic() + PATIENCE_S
+        while not any(at == where and int(pid) not in known[:-1] for pid, at in self._starts()[self._marks :]):
+            assert monotonic() < until, f"nobody came to {where} within {PATIENCE_S} s: {self.errors()}"
+            select.poll().poll(LOOK_AGAIN_MS)
+            known = self.started()
+
+    def note_starts(self) -> None:
+        """Whoever is awaited from now on is none of those that were."""
+        self._marks = len(self._starts())
+
+    def let_in(self, where: str) -> None:
+        """Let it go on, and all after it."""
+        gate = self.folder / f"gate-{where}"
+        with contextlib.suppress(OSError):  # whoever waited there was killed
+            os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+        gate.unlink()
+
+    def kill(self) -> int:
+        """Kill the process that lives; how many that were."""
+        process = self.process()
+        if process is None:
+            return 0
+        self._killed.add(process.pid)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+            return 1
+        return 0
+
+    def kill_supervisor(self) -> int:
+        self.supervisor.kill()
+        self.supervisor.wait()
+        return 1
+
+    def go_on(self, told: str) -> None:
+        """Type the command that was printed for this, with its own command in it."""
+        found = _GO_ON.search(told) or _GO_ON.search(self.errors())
+        assert found is not None, f"nobody has said how it goes on: {told!r}, {self.errors()!r}"
+        self.supervisor.kill()  # which has given up, or is dead
+        self.supervisor.wait()
+        self.supervisor = self._supervised("--resume", found[1])
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def tell_to_end(self) -> None:
+        """Its next step is not made any more."""
+        if self._end >= 0:
+            os.close(self._end)
+            self._end = -1
+
+    def end(self) -> None:
+        """Have it end."""
+        self.tell_to_end()
+        until = monotonic() + PATIENCE_S
+        while self.process() is not None:
+            assert monotonic() < until, f"it does not end: {self.errors()}"
+            select.poll().poll(LOOK_AGAIN_MS)
+        self.supervisor.wait(PATIENCE_S)
+
+    def check(self) -> int:
+        """See that each step is as in an undisturbed run, in its order, and never two processes at once; how many."""
+        made = self.steps()
+        wanted = undisturbed(max((number for _pid, number, _loss in made), default=0) + 1)
+        last = -1
+        over: list[int] = []
+        for pid, number, loss in made:
+            assert loss == wanted[number], f"process {pid} made another step {number} than an undisturbed run"
+            if not over or pid != over[-1]:
+                assert pid not in over, f"process {pid} makes steps while process {over[-1]} does"
+                again = bool(over) and over[-1] in self._killed  # what it had done beyond the state is done once more
+                assert number == last + 1 or (again and number <= last), f"{pid} began at {number} after {last}"
+                over.append(pid)
+            else:
+                assert number == last + 1, f"process {pid} made step {number} after {last}"
+            last = number
+        return len(made)
+
+
+def undisturbed(steps: int) -> list[str]:
+    """The loss of each step without hegm, and of some more."""
+    return _undisturbed(steps + -steps % RUN_STEPS)
+
+
+@cache
+def _undisturbed(steps: int) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), folder, str(steps)],
+            env=environment(None), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=600,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [line.split()[2] for line in done.stdout.splitlines()]
