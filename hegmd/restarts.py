@@ -23,7 +23,7 @@ from hegmd.migration.runner import Runner
 from hegmd.operations import Asked, Operations
 from hegmd.protocol.messages import Supervise, SuperviseReport
 from hegmd.protocol.operations import IMPORTING, LOADING, OperationProgress
-from hegmd.supervisors import Send, Supervisor, SupervisorAway, Supervisors
+from hegmd.supervisors import Send, Supervisor, SupervisorAway, Supervisors, go_on_command
 from hegmd.task_home import TaskHome
 from hegmd.workers import BACK, CAME, Worker, Workers
 
@@ -172,7 +172,7 @@ class Restarts(TaskHome):
                     await supervisor.tell(do, op_id)
                 else:
                     why = "" if op.failure is None else f": {op.failure.message}"
-                    hint = f"go on with: hegmctl run --allow-restart --resume {op_id} -- COMMAND"
+                    hint = f"go on with: {go_on_command(op_id)}"
                     await supervisor.tell(do, op_id, message=f"its state is held by operation {op_id}{why}", hint=hint)
             except SupervisorAway as error:
                 logger.debug("%s", error.message)

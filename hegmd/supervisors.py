@@ -27,15 +27,21 @@ MOST_ENDED = 1000
 Send = Callable[[SupervisorOrder, Sequence[int]], Awaitable[None]]
 
 
+def go_on_command(operation: str) -> str:
+    """What is typed to go on from the state that an operation holds."""
+    return f"hegmctl run --allow-restart --resume {operation} -- COMMAND"
+
+
 class SupervisorAway(HegmError):
     """The supervisor's connection ended, or there is none."""
 
-    def __init__(self, run: str, what: str) -> None:
+    def __init__(self, run: str, operation: str, what: str) -> None:
         super().__init__(
             DISCONNECTED,
             f"the supervisor of the job (run {run}) is not connected: {what}",
-            "it connects again by itself; if its hegmctl run has ended, go on with: hegmctl run --resume ID -- COMMAND",
-            {"run": run},
+            "it connects again by itself; if its hegmctl run has ended and a state is held, go on with: "
+            f"{go_on_command(operation)}",
+            {"run": run, "operation": operation},
         )
 
 
@@ -118,7 +124,7 @@ class Supervisor:
         """Give an order and wait for what becomes of it. Raises OrderFailed, SupervisorAway."""
         link, given = self._link, _Given(do, operation, str(how.get("key", "")))
         if link is None:
-            raise SupervisorAway(self.run, f"it cannot be told to {do}")
+            raise SupervisorAway(self.run, operation, f"it cannot be told to {do}")
         link.last += 1
         number = link.last
         link.given[number] = given
@@ -126,11 +132,11 @@ class Supervisor:
             await link.send(SupervisorOrder(order=number, do=do, operation=operation, **how), fds)
             await given.over.wait()
         except (OSError, anyio.ClosedResourceError) as error:
-            raise SupervisorAway(self.run, f"it cannot be told to {do}") from error
+            raise SupervisorAway(self.run, operation, f"it cannot be told to {do}") from error
         finally:
             link.given.pop(number, None)
         if given.report is None:
-            raise SupervisorAway(self.run, f"it left while it was told to {do}")
+            raise SupervisorAway(self.run, operation, f"it left while it was told to {do}")
         if given.report.result != DONE:
             raise OrderFailed(self.pid, do, given.report)
         return given.report
@@ -140,12 +146,12 @@ class Supervisor:
         if do == "forget":
             self.offer = self.offer.replace(operation=None, started=False)
         if self._link is None:
-            raise SupervisorAway(self.run, f"it cannot be told to {do}")
+            raise SupervisorAway(self.run, operation, f"it cannot be told to {do}")
         self._link.last += 1
         try:
             await self._link.send(SupervisorOrder(order=self._link.last, do=do, operation=operation, **how), ())
         except (OSError, anyio.ClosedResourceError, HegmError) as error:
-            raise SupervisorAway(self.run, f"it cannot be told to {do}") from error
+            raise SupervisorAway(self.run, operation, f"it cannot be told to {do}") from error
 
     # -- for Supervisors -----------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from hegmd.places import CPU
 from hegmd.pool import Pool
 from hegmd.protocol.snapshots import Gpu
 from hegmd.protocol.supervision import BACK, OVER
-from hegmd.supervisors import Supervisor, Supervisors
+from hegmd.supervisors import Supervisor, Supervisors, go_on_command
 from hegmd.workers import Worker, Workers
 
 logger = logging.getLogger(__name__)
@@ -275,7 +275,8 @@ class RestartMethod:
     def _reborn(self, subject: Subject, gpu: str) -> Reborn | None:
         """The process that has the state of the operation back, if it is there.
 
-        Of ranks, one that comes of this start: a launcher may start ranks of an earlier one again by itself.
+        Never the one in whose place another is wanted: that has ended, although its connection may not have yet. Of
+        ranks, one that comes of this start: a launcher may start ranks of an earlier one again by itself.
         """
         supervisor = self._known(subject)
         if subject.ranks and supervisor is not None and not _has_started(supervisor, subject):
@@ -284,6 +285,7 @@ class RestartMethod:
             about = worker.about
             is_it = not subject.ranks or about.rank == subject.rank
             is_it = is_it and worker.connected and not worker.ended and about.restarted == subject.operation
+            is_it = is_it and (worker.pid, worker.identity.start_ticks) != subject.who
             if is_it and worker.identity.uid == subject.uid:
                 place = worker.gpu or about.gpu or gpu
                 worker.gpu = None if place == CPU else place
@@ -313,7 +315,7 @@ class RestartMethod:
                     await self._supervisors.news.wait()
         raise Refused(
             f"the `hegmctl run` that started process {subject.pid} is gone, and nobody else can start it again",
-            f"its state is held: hegmctl run --allow-restart --resume {subject.operation} -- COMMAND",
+            f"its state is held: {go_on_command(subject.operation)}",
             {"operation": subject.operation},
         )
 

@@ -81,9 +81,11 @@ def waiting(op: Operation, trouble: HegmError | None = None) -> told.Wait | None
             why=f"its job stands at a boundary, and goes on by itself {within}", next=f"hegmctl resume {pid}"
         )
     if op.phase == SUSPENDED:
-        pid = next((member.pid for member in op.live), None)
+        member = next(op.live, None)
         why = "it is suspended" if op.failure is None else f"its job stands: {op.failure.message}"
-        return told.Wait(why=why, next=f"hegmctl resume {pid}")
+        if member is not None and member.is_absent:
+            return told.Wait(why=why, next=f"hegmctl run --allow-restart --resume {op.id} -- COMMAND")
+        return told.Wait(why=why, next=f"hegmctl resume {None if member is None else member.pid}")
     if op.tries > 1:
         return told.Wait(
             why=f"{op.phase} has not come to its end in {op.tries} attempts; the next is made by itself",

@@ -103,8 +103,10 @@ async def test_one_that_comes_back_takes_the_place_of_its_earlier_connection(sup
             assert supervisors.of_operation(0, "4") is now
             with pytest.raises(Refused):
                 supervisors.report(first, SuperviseReport(result="ended", status=0))
-        with pytest.raises(SupervisorAway):
+        with pytest.raises(SupervisorAway) as away:
             await now.order("start", "4")
+        # Killed while it was told to start, it left a hint with ID where the number was known, and without an option.
+        assert "hegmctl run --allow-restart --resume 4 -- COMMAND" in away.value.hint
 
 
 @pytest.fixture

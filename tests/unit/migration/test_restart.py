@@ -9,7 +9,7 @@ import pytest
 from hegmd.migration import events, journal
 from hegmd.migration.effects import Restore
 from hegmd.migration.operation import BY_STATE, RESTART, Operation, Respawn
-from hegmd.migration.telling import doing, way_of
+from hegmd.migration.telling import doing, waiting, way_of
 from hegmd.protocol import operations as told
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
@@ -146,6 +146,9 @@ def test_where_nobody_can_be_started_the_state_is_held_and_resumed() -> None:
         while drive.wanted and drive.wanted[0].tag != "restore":
             drive.end()
     assert drive.op.phase == "suspended"
+    waits = waiting(drive.op)
+    assert waits is not None
+    assert waits.next == "hegmctl run --allow-restart --resume op1 -- COMMAND"
     member = drive.op.workers[0]
     assert member.is_absent
     assert member.pool_bytes == 10
