@@ -81,11 +81,11 @@ def waiting(op: Operation, trouble: HegmError | None = None) -> told.Wait | None
             why=f"its job stands at a boundary, and goes on by itself {within}", next=f"hegmctl resume {pid}"
         )
     if op.phase == SUSPENDED:
-        member = next(op.live, None)
+        first = next(op.live, None)
         why = "it is suspended" if op.failure is None else f"its job stands: {op.failure.message}"
-        if member is not None and member.is_absent:
+        if first is not None and first.is_absent:
             return told.Wait(why=why, next=f"hegmctl run --allow-restart --resume {op.id} -- COMMAND")
-        return told.Wait(why=why, next=f"hegmctl resume {None if member is None else member.pid}")
+        return told.Wait(why=why, next=f"hegmctl resume {None if first is None else first.pid}")
     if op.tries > 1:
         return told.Wait(
             why=f"{op.phase} has not come to its end in {op.tries} attempts; the next is made by itself",
