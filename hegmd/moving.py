@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,7 @@ class Moving:
         simulated = simulator is not None
         self.supervisors = Supervisors(start_ticks)
         handoff, self._reviving = self._make_imaging(simulated=simulated)
-        performer = self._make_performer(handoff, simulated=simulated)
-        self.runner = Runner(state_dir, performer, events, disk=disk)
+        self.runner = Runner(state_dir, self._make_performer(handoff, simulated=simulated), events, disk=disk)
         self.attendance = Attendance(
             workers,
             self.rooms,

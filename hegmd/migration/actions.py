@@ -202,16 +202,13 @@ def came_on(op: Operation, event: events.CameOn, now: float) -> Operation:
 
 
 def training_ended(op: Operation, event: events.TrainingEnded, now: float) -> Operation:
-    """What it was for has been done: the process is where it was to be, or was, and has no use for its state any more.
-
-    That no boundary was seen, or that its end was taken for a fall before this was known, counts for nothing then.
-    """
+    """What it was for has been done. That no boundary was seen, or its end taken for a fall, counts for nothing then."""
     worker = _living(op, event.worker)
     if worker is None or not worker.restarts or not worker.saved:
         return op
     op = _without_orders(op.replace(heading=FORWARD, failure=None, lacks=None), worker.name)
     # Of one that was not asked yet how it stands it is not known what is held for it.
-    places = [gpu for gpu in (worker.at, worker.left, worker.goal, worker.origin) if gpu is not None]
+    places = filter(None, (worker.at, worker.left, worker.goal, worker.origin))
     rooms = {**dict.fromkeys(places, 0), **worker.rooms}
     return op.with_worker(_departed(worker, lost=False).replace(at=None, finished=True, rooms=rooms))
 
