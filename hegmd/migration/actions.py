@@ -202,7 +202,7 @@ def came_on(op: Operation, event: events.CameOn, now: float) -> Operation:
 
 
 def training_ended(op: Operation, event: events.TrainingEnded, now: float) -> Operation:
-    """What it was for has been done. That no boundary was seen, or its end taken for a fall, counts for nothing then."""
+    """What it was for has been done. That no boundary was seen, or its end taken for a fall, counts for nothing."""
     worker = _living(op, event.worker)
     if worker is None or not worker.restarts or not worker.saved:
         return op
