@@ -57,13 +57,13 @@ def _compared(output: str) -> list[str]:
 @pytest.mark.parametrize(
     ("script", "times"),
     [
-        (SCRIPTS / "epochs.py", 3),
+        (SCRIPTS / "epochs.py", 2),
         (SCRIPTS / "plain.py", 1),
         (SCRIPTS / "workers.py", 1),
         (SCRIPTS / "gan.py", 1),
         (SCRIPTS / "threaded.py", 1),
         (SCRIPTS / "no_loader.py", 1),
-        (SCRIPTS / "evaluated.py", 3),
+        (SCRIPTS / "evaluated.py", 2),
         (SCRIPTS / "tensors.py", 1),
         (SCRIPTS / "streams.py", 1),
         (SCRIPTS / "own_variables.py", 2),
