@@ -275,10 +275,10 @@ class _Crew:
                 self.ended.release()
 
 
-def in_threads(copy: Copy, spans: Iterable[Span], progress: Progress) -> None:
+def in_threads(copy: Copy, spans: Iterable[Span], progress: Progress, most: int = MOST_THREADS) -> None:
     """Have all the spans copied, piece by piece, by as many threads as are of use. Raises what a copy raises."""
     pieces = _pieces(spans)
-    threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)), len(pieces) // 2))
+    threads = max(1, min(most, len(os.sched_getaffinity(0)), len(pieces) // 2))
     crew = _Crew(copy, pieces)
     crew.start(threads)
     while not crew.ended.acquire(timeout=_PROGRESS_EVERY_S):

@@ -288,7 +288,7 @@ class RestartMethod:
             is_it = is_it and (worker.pid, worker.identity.start_ticks) != subject.who
             if is_it and worker.identity.uid == subject.uid:
                 place = worker.gpu or about.gpu or gpu
-                worker.gpu = None if place == CPU else place
+                worker.gpu, worker.on_cpu = None if place == CPU else place, place == CPU
                 ticks = worker.identity.start_ticks
                 new = replace(subject, pid=worker.pid, start_ticks=ticks, gpu=place, agent=worker)
                 self._by.note_size(new, worker.size_bytes or subject.size_bytes)

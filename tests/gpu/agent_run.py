@@ -31,6 +31,7 @@ from hegmd.pool import Key, Pool
 from hegmd.protocol.messages import AgentReport
 from tests.e2e.agented import Training, environment
 from tests.e2e.scripted_daemon import Attended, ScriptedDaemon
+from tests.gpu.moves_node import require_nvml
 
 SCRIPT = Path(__file__).with_name("training") / "mixed.py"
 MIB, GIB, BORDER_BYTES = 1 << 20, 1 << 30, 512
@@ -241,7 +242,7 @@ async def main() -> int:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--rounds-mib", type=int, default=0, help="make storages in rounds of so much")
     asked = parser.parse_args()
-    pynvml.nvmlInit()
+    require_nvml()
     results = [await run_case(name, *case, asked) for name, case in chosen(asked.names)]
     print(f"{sum(results)} of {len(results)} cases ok")
     return 0 if all(results) else 1

@@ -254,11 +254,12 @@ def main(argv: Sequence[str]) -> int:
         return 0
     with contextlib.ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-bench-restart-")))
-        held.enter_context(huge_pages(figures.record, 0 if asked.rehearse else int(asked.gib * 1.1) + 1))
         node = held.enter_context(RestartNode(folder, rehearsed=asked.rehearse))
         if not node.gpus():
             print("there is no GPU here; --rehearse does it on simulated ones", flush=True)
             return 1
+        # Two states for a moment, the next one's before the last one's is given back.
+        held.enter_context(huge_pages(figures.record, 0 if asked.rehearse else int(asked.gib * 2.2) + 1))
         Bench(node, figures, asked, ends).run(asked.tasks or TASKS)
     print("\n" + figures.markdown())
     return int(figures.record.wrong)

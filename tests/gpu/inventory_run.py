@@ -39,6 +39,7 @@ from hegmd.testing.contracts import check_provider
 from tests.gpu import nvidia_smi
 from tests.gpu.comparison import MIB, Row, compare_gpus, compare_processes, compare_rows, compare_topology, table
 from tests.gpu.jobs import VramJob
+from tests.gpu.moves_node import require_nvml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SNAPSHOTS = 100
@@ -360,6 +361,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compare hegmd's inventory with nvidia-smi on this machine's GPUs.")
     parser.add_argument("steps", nargs="*", help="only these: " + ", ".join(step.__name__[5:] for step in STEPS))
     wanted = parser.parse_args().steps
+    require_nvml()
     results: dict[str, str] = {}
     for step in STEPS:
         name = step.__name__.removeprefix("step_")

@@ -78,7 +78,7 @@ class Gpus:
     """The GPUs by NVML."""
 
     def __init__(self) -> None:
-        pynvml.nvmlInit()
+        require_nvml()
         self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         self.driver = str(pynvml.nvmlSystemGetDriverVersion())
 
@@ -105,6 +105,14 @@ class Gpus:
     def _processes(self, handle: object) -> Iterable[Any]:
         processes: Iterable[Any] = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
         return processes
+
+
+def require_nvml() -> None:
+    """Have NVML ready. Ends the program, with the reason, where there is none: nothing of it could be done."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise SystemExit(f"there is no NVIDIA GPU here ({error}); tests/e2e/rehearsal.py has a stub of one") from error
 
 
 def until(fact: Callable[[], object], what: str, within_s: float = 20.0) -> None:

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     Progress = Callable[[int], None]
 
 
+# Each adds up and copies at some GB/s, and waits for the GPU besides, whose link takes 55 GB/s.
+VIDEO_THREADS = 16
+
+
 def copy_pieces_out(
     fd: int, room_bytes: int, raws: list[Raw], places: list[int], found: dict[int, int], progress: Progress
 ) -> None:
@@ -53,7 +57,7 @@ def copy_pieces_out(
                 copying.in_threads(out, mine, done.tell)
             else:
                 with _Video(driver, where) as video:
-                    copying.in_threads(video.fetching(out), mine, done.tell)
+                    copying.in_threads(video.fetching(out), mine, done.tell, VIDEO_THREADS)
             done.add(mine)
 
 
@@ -83,7 +87,7 @@ def fill(pairs: Iterable[tuple[Any, Any]], progress: Progress | None = None) -> 
             copying.in_threads(_move, mine, done.tell)
         else:
             with _Video(driver, where) as video:
-                copying.in_threads(video.storing(), mine, done.tell)
+                copying.in_threads(video.storing(), mine, done.tell, VIDEO_THREADS)
         done.add(mine)
     _note_changes(torch, filled)
 
