@@ -9,7 +9,9 @@ from typing import Any
 from zlib import crc32
 
 #: Under these names are values of the script's, of frameworks and of PyTorch.
-_OPEN = frozenset(("content", "values", "shared", "signature", "attributes", "stream", "state", "workers", "creation"))
+_OPEN = frozenset(
+    "content values shared signature attributes stream state workers creation slots orders data whole sums".split()
+)
 
 
 def form_of(states: list[Any]) -> tuple[int, str]:

@@ -11,7 +11,9 @@ import weakref
 
 from ..notes import note
 from .bytecode import loops_of
+from .drift import Drift
 from .holdings import TENSOR, Holding, Holdings
+from .instances import Instances
 from .kinds import is_a
 from .places import step_of
 from .unfit import Refusal
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 #: Places that are remembered. A script has a loop for training and some for evaluation.
 MOST_PLACES = 16
+_FIRST_STEP = "first step"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SIZED = (list, dict, set, bytearray)
 _known: dict[Any, Baseline] = {}
@@ -49,18 +52,27 @@ class Baseline:
 
     def __init__(self, frames: list[FrameType], *, is_late: bool = False) -> None:
         self._is_late = is_late
-        self._kinds: dict[str, str] = {}
+        self._kinds: dict[str, tuple[str, str]] = {}
         self._tensors: dict[str, tuple[Any, int]] = {}
+        self._names: dict[int, tuple[Any, list[str]]] = {}
         for found in Holdings(frames).list:
+            self._names[id(found.thing)] = (_weak(found.thing), found.names)
             for name in found.names:
-                self._kinds[name] = found.kind
+                self._kinds[name] = (found.kind, type(found.thing).__qualname__)
             if found.kind == TENSOR:
                 self._tensors[found.names[0]] = (weakref.ref(found.thing), found.thing._version)
         self._variables = {name: _print_of(value) for name, value in _variables(frames)}
+        self.drift = Drift(Instances(frames))
+
+    def names_of(self, found: Holding) -> list[str]:
+        """The names that it had here, which it will have in a restarted script; those of now if it is later."""
+        thing, names = self._names.get(id(found.thing), (None, []))
+        return names if thing is not None and thing() is found.thing else found.names
 
     def is_later(self, found: Holding) -> bool:
-        """Whether nothing of its kind was held under any of its names."""
-        return all(self._kinds.get(name) != found.kind for name in found.names)
+        """Whether nothing of its class was held under any of its names."""
+        kind = (found.kind, type(found.thing).__qualname__)
+        return all(self._kinds.get(name) != kind for name in found.names)
 
     def was_written_to(self, found: Holding) -> bool:
         """Whether this tensor was there and has been changed in place since."""
@@ -90,6 +102,13 @@ def refusal_of(found: Holding) -> Refusal:
         "have it where it goes on",
         "make it before the loop, or keep what is in it with hegm.keep(name, get, set)",
     )
+
+
+def _weak(thing: Any) -> Any:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # a generator of Python's, for instance
+        return lambda: None
 
 
 def _variables(frames: list[FrameType]) -> Iterator[tuple[tuple[str, str], Any]]:

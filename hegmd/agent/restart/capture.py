@@ -12,7 +12,7 @@ import os
 import sys
 
 from .. import life
-from . import contents, frameworks, generators, iterations, readiness, stateful, variables, whereabouts
+from . import contents, frameworks, generators, iterations, readiness, recovery, stateful, variables, whereabouts
 from .baseline import Baseline, baseline_of, refusal_of
 from .holdings import (
     GENERATOR,
@@ -29,6 +29,7 @@ from .interface import KEY
 from .interface import said as said_by_script
 from .kinds import is_a
 from .places import Loop, Place, Unreadable, look_into, said
+from .references import matched, part_of, references_to
 from .unfit import DoesNotFit, Refusal
 
 TYPE_CHECKING = False
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     _Need = tuple[str, Any, "int | None"]
 
 #: Of a state as a whole: to be raised when what is in it, or how it is meant, changes. A test knows each.
-FORM = 2
+FORM = 3
 #: Names that call `range` and `enumerate` for the script.
 _ALSO = {"range": {"trange", "tnrange"}, "enumerate": {"resumable", "tenumerate"}}
 _BY_HAND = "keep what it goes by with hegm.keep(name, get, set), or write it as a for loop over range() or a loader"
@@ -107,7 +108,8 @@ class _Taking:
             loops.append({"depth": loop.depth, "line": loop.line, "needs": needs})
         self.refusals += readiness.refusals_of(place, is_driven=driver is not None)
         number = self._number_of(driver) if driver is not None else None
-        self._baseline = baseline_of(place.path if number is None else iterations.path_of_pass(driver))
+        path = place.path if number is None else iterations.path_of_pass(driver)
+        self._baseline = baseline_of(path)
         return {"path": place.path, "loops": loops, "driver": number}
 
     def _made_before(self, needs: list[_Need], look: dict[str, Any], loop: Loop, path: Any) -> list[_Need]:
@@ -199,16 +201,23 @@ class _Taking:
         carried = [found for found in self._chosen(holdings) if not _is_in_optimizer(found, holdings)]
         references = _references(dict(enumerate(carried)))
         self.state["holdings"] = [
-            {"kind": found.kind, "names": found.names, "content": _taken(found, references)} for found in carried
+            {
+                "kind": found.kind,
+                "class": type(found.thing).__qualname__,
+                "names": found.names if baseline is None else baseline.names_of(found),
+                "content": _taken(found, references),
+            }
+            for found in carried
         ]
         values, against = said_by_script.capture([found.thing for found in carried if found.kind == OPTIMIZER])
         self.state[KEY] = values
         self.refusals += [Refusal(what, hint) for what, hint in against]
         self.state[variables.KEY] = own = variables.capture(
             place.frames,
-            holdings.addresses() | {id(found.thing) for found in carried},
+            references_to(holdings.addresses(), [found.thing for found in carried]),
             kept=values["kept"],
             changed=[] if baseline is None else baseline.changed(place.frames),
+            drift=None if baseline is None else baseline.drift,
         )
         own["unseen"] += holdings.unseen
         if baseline is None:
@@ -236,7 +245,7 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     optimizers = [found.thing for _saved, found in pairs.values() if found.kind == OPTIMIZER]
     reasons += said_by_script.misfits(state[KEY], optimizers)
     reasons += frameworks.resuming.misfits(state[frameworks.KEY])
-    reasons += variables.misfits(state[variables.KEY], frames)
+    reasons += recovery.misfits(state[variables.KEY], frames)
     if reasons:
         raise DoesNotFit(reasons)
     told: list[str] = []
@@ -245,8 +254,13 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
             if found.kind == kind:
                 told += [f"{saved['names'][0]}: {what}" for what in _put(found, saved["content"])]
     contents.make_copies()
+
+    def held(reference: Any) -> Any:
+        found = pairs.get(reference[1])
+        return None if found is None else part_of(found[1].thing, reference[2])
+
     from_cpu = whereabouts.left_cpu(_tensors_in(pairs))
-    missing = variables.put_back(state[variables.KEY], frames, from_cpu=from_cpu)
+    missing = recovery.put_back(state[variables.KEY], frames, held, from_cpu=from_cpu)
     _say_anew([*state[variables.KEY]["anew"], *missing])
     _say_otherwise(told)
     said_by_script.put_back(state[KEY], optimizers)
@@ -330,22 +344,28 @@ def _references(holdings: dict[int, Holding]) -> dict[int, tuple[int, str]]:
 
 
 def _matched(saved: list[Any], here: list[Holding]) -> tuple[dict[int, tuple[Any, Holding]], list[str]]:
-    """Each saved thing with the one here that has most of its names."""
-    pairs: dict[int, tuple[Any, Holding]] = {}
-    reasons: list[str] = []
-    taken: set[int] = set()
-    for index, entry in enumerate(saved):
-        names = set(entry["names"])
-        best, most = None, 0
-        for found in here:
-            shared = len(names & set(found.names)) if found.kind == entry["kind"] and id(found) not in taken else 0
-            if shared > most:
-                best, most = found, shared
-        if best is None:
-            reasons.append(f"{entry['names'][0]}: there is no such {entry['kind']} yet where the training goes on")
-        else:
-            taken.add(id(best))
-            pairs[index] = (entry, best)
+    """Each saved thing with the one here that has its names, one of the same class where there is one."""
+    names = [entry["names"] for entry in saved], [found.names for found in here]
+
+    def is_alike(mine: int, yours: int) -> bool:
+        return bool(
+            saved[mine]["kind"] == here[yours].kind and saved[mine]["class"] == type(here[yours].thing).__qualname__
+        )
+
+    found = matched(*names, is_alike)
+    others = matched(
+        *names,
+        lambda mine, yours: (
+            mine not in found and yours not in found.values() and saved[mine]["kind"] == here[yours].kind
+        ),
+    )
+    numbers = {**others, **found}
+    pairs = {index: (saved[index], here[numbers[index]]) for index in sorted(numbers)}
+    reasons = [
+        f"{entry['names'][0]}: there is no such {entry['kind']} yet where the training goes on"
+        for index, entry in enumerate(saved)
+        if index not in numbers
+    ]
     return pairs, reasons
 
 

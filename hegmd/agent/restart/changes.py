@@ -11,7 +11,7 @@ import sys
 
 from .bytecode import loops_of
 from .flow import steps_of
-from .kinds import is_a, members_of
+from .kinds import FUNCTION, is_a, members_of
 from .places import is_users_module
 
 TYPE_CHECKING = False
@@ -287,7 +287,7 @@ def _functions_of(value: Any) -> Iterator[Any]:
     left = [value, *parts]
     for _step in range(8):
         left = [found for found in left if found is not None]
-        yield from (found for found in left if hasattr(found, "__code__") and hasattr(found, "__globals__"))
+        yield from (found for found in left if is_a(found, FUNCTION))
         left = [getattr(found, "__wrapped__", None) for found in left]
 
 

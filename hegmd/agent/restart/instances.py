@@ -11,7 +11,7 @@ from collections import deque
 
 from .frameworks import is_own
 from .kinds import BUILTIN, CODE, FUNCTION, METHOD, MODULE, NAMESPACE, class_of, is_a, members_of
-from .places import is_users_module
+from .places import is_users, is_users_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ _NAMES_EACH = 6
 _SCALARS: Any = (type(None), bool, int, float, complex, str, bytes, bytearray, range)
 _PASSED: Any = (type, MODULE, FUNCTION, BUILTIN, CODE)
 _OF_MODULES = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
+_NUMBERED = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # PyTorch's dictionaries of them
+_NEAR = 2
+_PARTIAL: Any = getattr(sys.modules.get("functools"), "partial", ())
 
 
 def users_modules() -> list[Any]:
@@ -40,7 +43,9 @@ class Instances:
     def __init__(self, frames: Iterable[FrameType]) -> None:
         #: Each with its names, the nearest first.
         self.found: list[tuple[Any, list[str]]] = []
-        self.by_name: dict[str, Any] = {}
+        #: The script's functions, and objects of other people's classes that are near, each by its nearest name.
+        self.functions: list[tuple[Any, str]] = []
+        self.others: list[tuple[Any, str]] = []
         #: What was not gone through for them, in words.
         self.unseen: list[str] = []
         self._names: dict[int, list[str]] = {}
@@ -48,13 +53,16 @@ class Instances:
         self._ours: dict[type, bool] = {}
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
         self._module: Any = getattr(getattr(torch, "nn", None), "Module", ())
-        optimizer: Any = getattr(getattr(torch, "optim", None), "Optimizer", None)
-        leaves = [getattr(torch, "Tensor", None), getattr(numpy, "ndarray", None), optimizer]
+        self._optimizer: Any = getattr(getattr(torch, "optim", None), "Optimizer", None)
+        leaves = [getattr(torch, "Tensor", None), getattr(numpy, "ndarray", None), self._optimizer]
         self._leaves: Any = (*_SCALARS, *_PASSED, *[found for found in leaves if found is not None])
         left: deque[tuple[str, Any, int]] = deque(_beginnings(frames))
         while left and len(self._seen) < _MOST_OBJECTS:
             name, thing, depth = left.popleft()
-            if not is_a(thing, *self._leaves):
+            if self._optimizer is not None and is_a(thing, self._optimizer) and id(thing) not in self._seen:
+                self._seen[id(thing)] = thing
+                self.others.append((thing, name))
+            if not is_a(thing, *self._leaves) or _is_scripts_own(thing):
                 self._look(name, thing, depth, left)
         if left:
             self.unseen.append(f"objects of the script's beyond the first {_MOST_OBJECTS:,}")
@@ -69,6 +77,10 @@ class Instances:
             self._names[id(thing)] = []
             self.found.append((thing, self._names[id(thing)]))
             self._note_name(thing, name)
+        elif is_a(thing, FUNCTION):
+            self.functions.append((thing, name))
+        elif depth <= _NEAR and is_a(getattr(thing, "__dict__", None), dict):
+            self.others.append((thing, name))
         if is_a(thing, dict, list, tuple, deque) and len(thing) > _LONGEST:
             self._note_long(name, thing)
         elif depth < _MOST_DEEP:
@@ -93,24 +105,67 @@ class Instances:
             known = self._ours[kind] = is_ours or kind is NAMESPACE or kind is other
         return known
 
+    def names_of(self, thing: Any) -> list[str]:
+        """The names of an object of the script's own; none if it was not found."""
+        return self._names.get(id(thing), [])
+
     def _note_name(self, thing: Any, name: str) -> None:
         names = self._names.get(id(thing))
         if names is not None and len(names) < _NAMES_EACH:
             names.append(name)
-            self.by_name.setdefault(name, thing)
 
     def _ways_on(self, name: str, thing: Any) -> Iterator[tuple[str, Any]]:
         if is_a(thing, dict):
-            yield from ((f"{name}[{key!r}]", found) for key, found in list(thing.items()) if is_a(key, str, int))
+            if name.rpartition(".")[2].endswith(_NUMBERED):  # anew in each process
+                yield from ((f"{name}[{index}]", found) for index, found in enumerate(list(thing.values())))
+            else:
+                yield from ((f"{name}[{key!r}]", found) for key, found in list(thing.items()) if is_a(key, str, int))
         elif is_a(thing, list, tuple, deque):
             yield from ((f"{name}[{index}]", found) for index, found in enumerate(list(thing)))
         elif is_a(thing, METHOD):
             yield f"{name}.__self__", thing.__self__
+        elif is_a(thing, FUNCTION):
+            yield from _ways_of_function(name, thing)
+        elif is_a(thing, type):
+            yield from ((f"{name}.{key}", found) for key, found in members_of(thing).items() if is_a(found, FUNCTION))
+        elif is_a(thing, _PARTIAL):
+            yield from (
+                (f"{name}.func", thing.func),
+                (f"{name}.args", thing.args),
+                (f"{name}.keywords", thing.keywords),
+            )
         else:
             is_module = is_a(thing, self._module)
             yield from ((f"{name}.{key}", found) for key, found in values_of(thing) if key not in _OF_MODULES)
             if is_module:
                 yield from ((f"{name}.{key}", found) for key, found in thing.__dict__.get("_modules", {}).items())
+
+
+def _is_scripts_own(thing: Any) -> bool:
+    """Whether it is a function or a class of the script's."""
+    if is_a(thing, FUNCTION):
+        return is_users(thing.__code__.co_filename)
+    return is_a(thing, type) and is_users_module(sys.modules.get(thing.__module__))
+
+
+def _ways_of_function(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    yield from ((f"{name}<{key}>", cell.cell_contents) for key, cell in cells_of(thing))
+    yield from ((f"{name}({index})", found) for index, found in enumerate(thing.__defaults__ or ()))
+    by_key: dict[str, Any] = thing.__kwdefaults__ or {}
+    yield from ((f"{name}({key})", found) for key, found in by_key.items())
+    yield from ((f"{name}.{key}", found) for key, found in thing.__dict__.items())
+
+
+def cells_of(function: Any) -> list[tuple[str, Any]]:
+    """The variables that it shares with the function that it was made in, and have a value."""
+    found: list[tuple[str, Any]] = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        try:
+            _value = cell.cell_contents
+        except ValueError:
+            continue
+        found.append((name, cell))
+    return found
 
 
 def values_of(thing: Any) -> list[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from _thread import get_ident
 
-from . import frameworks, generators, samples, stateful, streams
+from . import frameworks, generators, orders, samples, stateful, streams
 from .places import said
 from .unfit import DoesNotFit, Refusal
 from .worker_seeds import Seeds
@@ -31,11 +31,14 @@ class Iteration:
     __slots__ = (
         "_before",
         "_creation",
+        "_data",
         "_first",
+        "_first_sums",
         "_is_remade",
         "_own",
         "_seeds",
         "_stream",
+        "_sums",
         "base",
         "gathered",
         "given_states",
@@ -57,13 +60,16 @@ class Iteration:
         self.sent: list[int] = []  # what each worker has made in earlier passes
         self.given_states: dict[int, Any] = {}
         self.gathered: list[Any] = generators_of(loader)
-        self._before = _beginning(self.gathered, loader)
+        self._before = _beginning(self.gathered, loader, path)
         self._creation: Any = None
         self._first: Any = None
         self._seeds: Seeds | None = None
         self._own = stateful.Own(loader) if stateful.goes_by_state(loader) else None
         self._stream = None if self._own is not None else streams.stream_of(loader)
+        self._data = _data_of(loader, path)
         before = _read_at.get(path)
+        self._sums = samples.sums_of(loader.dataset) if self._stream is None else {}
+        self._first_sums = _sums_at.setdefault(path, self._sums)
         self._is_remade = before is not None and not before.are_of(loader.dataset)
         _read_at[path] = samples.Makings(loader.dataset)
 
@@ -103,6 +109,7 @@ class Iteration:
         """Workers that live on from an earlier pass: how many batches each of them has made by now."""
         self._seeds = before._seeds
         self._creation = before._creation or before._before
+        self._data = before._data
         self.given_states = before.given_states
         counts = before.made_until(iterator._send_idx)
         self.sent = [sent + count for sent, count in zip(before.sent, counts)]
@@ -135,8 +142,9 @@ class Iteration:
             "creation": self._creation,
             "first": self._first,
             "workers": self._workers_states(delivered),
-            "now": _beginning(self.gathered, iterator._index_sampler, of_sampler=True),
-            "sum": self._sum_of(iterator._dataset),
+            "now": _beginning(self.gathered, iterator._index_sampler, self.path, of_sampler=True),
+            "sums": self._sums_kept(),
+            "data": self._data,
             "stream": None if self._stream is None else self._stream.taken(iterator),
             "state": None if self._own is None else self._own.taken(iterator),
         }
@@ -144,7 +152,17 @@ class Iteration:
     def refusals(self, given: int) -> list[Refusal]:
         """Why it could not be made again as it is."""
         iterator = self.iterator()
-        found: list[Refusal] = []
+        found = [
+            Refusal(f"the sampler of the loader at {said(self.path[-1])} holds other {name}, of no form", _REMADE)
+            for name in orders.not_kept(self._before["orders"])
+        ]
+        found += [
+            Refusal(f"the data of the loader at {said(self.path[-1])} have other {name}, of no form", _REMADE)
+            for name in orders.not_kept(self._data)
+        ]
+        if any(self.sent) or any(self.made_until(iterator._num_yielded - given)):
+            drawing = any(True for _found in generators.held_by(_datasets_of(iterator._dataset)))
+            found += [Refusal(*_DRAWING)] if drawing else []
         if self._is_remade and self._stream is None:
             found.append(Refusal(f"each pass of the loader at {said(self.path[-1])} is over data made anew", _REMADE))
         if self._own is not None:
@@ -170,13 +188,16 @@ class Iteration:
                 states.append(self._seeds.after(worker, sent + count) if self._seeds is not None else None)
         return states
 
-    def _sum_of(self, dataset: Any) -> int | None:
-        return None if self._stream is not None or self.signature["workers"] else samples.sum_of(dataset)
+    def _sums_kept(self) -> dict[str, int]:
+        """Of what the data are made of, as far as that was so at the first pass: the rest is the script's to change."""
+        return {name: found for name, found in self._sums.items() if self._first_sums.get(name) == found}
 
     def _draws(self, iterator: Any) -> bool:
         """Whether loading draws random numbers: then a batch that is still in use cannot be had a second time."""
         fetcher = getattr(iterator, "_dataset_fetcher", None)
         if fetcher is None or not hasattr(fetcher.dataset, "__len__") or not len(fetcher.dataset):
+            return True
+        if samples.counts(fetcher.dataset):
             return True
         before = generators.read_shared()
         try:
@@ -191,11 +212,14 @@ class Iteration:
 
     def begin_again(self, loader: Any, taken: Any, make: Callable[[Any], Any]) -> Any:
         """Make the pass that was taken; the random generators are left wherever that takes them. Raises DoesNotFit."""
+        _set_orders(loader, taken["before"])
+        self.signature = signature_of(loader)
         if dict(taken["signature"]) != self.signature:
             raise DoesNotFit([_unlike(taken, self.signature)])
-        if taken["sum"] is not None and self._sum_of(loader.dataset) != taken["sum"]:
+        if any(self._sums.get(name) != found for name, found in taken["sums"].items()):
             raise DoesNotFit([f"the loader at {said(taken['path'][-1])} has other data than it had"])
         self._before, self._creation, self._first = taken["before"], taken["creation"], taken["first"]
+        self._set_data(loader, taken)
         _set_beginning(self.gathered, loader, self._creation or self._before)
         if self._own is not None:
             self._own.prepare(loader, taken["state"])
@@ -246,12 +270,19 @@ class Iteration:
         if dict(taken["signature"]) != self.signature:
             raise DoesNotFit([_unlike(taken, self.signature)])
         now = self._before
+        self._set_data(loader, taken)
         self._creation = taken["creation"] or taken["before"]
         self.given_states = {worker: state for worker, state in enumerate(taken["workers"]) if state}
         _set_beginning(self.gathered, loader, self._creation)
         iterator = self._with_first_sending(loader, lambda _it: _set_beginning(self.gathered, loader, now), make)
         self._follow(iterator)
         return iterator
+
+    def _set_data(self, loader: Any, taken: Any) -> None:
+        """Before workers have it: what is put back later they would not see."""
+        self._data = taken["data"]
+        for dataset, changed in zip(_datasets_of(loader.dataset), self._data):
+            orders.set_back(dataset, changed)
 
     def _with_first_sending(self, loader: Any, place: Callable[[Any], None], make: Callable[[Any], Any]) -> Any:
         import sys
@@ -296,10 +327,15 @@ class _Starting:
 
 _followed: dict[int, Iteration] = {}
 _read_at: dict[Any, samples.Makings] = {}
+_sums_at: dict[Any, dict[str, int]] = {}
 _REMADE = "make the dataset before the loop, so that a restarted script has the same data"
 #: Workers that were at rest between two passes when the state was taken, and have not been asked for the next one yet.
 resting: list[dict[str, Any]] = []
 _IN_ORDER = "let the loader keep their order (in_order=True)"
+_DRAWING = (
+    "a loader's workers draw from a random generator that the dataset holds, and cannot say where that is",
+    "draw from Python's, NumPy's or PyTorch's own generators there, whose states in workers are kept",
+)
 _OUTER_DRAWS = (
     "a batch of an outer loop is in use, and its dataset draws random numbers, so that it cannot be loaded again",
     "let the outer loader have workers, whose random states are kept",
@@ -352,6 +388,22 @@ def _samplers_of(sampler: Any) -> list[Any]:
     return found
 
 
+def _data_of(loader: Any, path: Any) -> list[Any]:
+    """What of its datasets has changed since the first pass there, where workers get them as they are now."""
+    if not loader.num_workers:
+        return []
+    found = enumerate(_datasets_of(loader.dataset))
+    return [orders.changed_of(dataset, ("data", path), index, is_all=True) for index, dataset in found]
+
+
+def _datasets_of(dataset: Any) -> list[Any]:
+    found: list[Any] = []
+    while dataset is not None and len(found) < _SAMPLERS_DEEP:
+        found.append(dataset)
+        dataset = getattr(dataset, "__dict__", {}).get("dataset")
+    return found
+
+
 def _length_of(sized: Any) -> int | None:
     try:
         return len(sized)
@@ -381,14 +433,15 @@ def _set_states(gathered: list[Any], states: Any) -> None:
         generators.set_to(found, state)
 
 
-def _beginning(gathered: list[Any], owner: Any, *, of_sampler: bool = False) -> dict[str, Any]:
+def _beginning(gathered: list[Any], owner: Any, path: Any, *, of_sampler: bool = False) -> dict[str, Any]:
     """The random states and the plain attributes of the samplers, such as a count of epochs."""
     samplers = _samplers_of(owner if of_sampler else owner._index_sampler)
     attributes = [
         {name: value for name, value in getattr(found, "__dict__", {}).items() if type(value) in (int, float, bool)}
         for found in samplers
     ]
-    return {**_states(gathered), "attributes": attributes}
+    changed = [orders.changed_of(found, path, index) for index, found in enumerate(samplers)]
+    return {**_states(gathered), "attributes": attributes, "orders": changed}
 
 
 def _set_beginning(gathered: list[Any], loader: Any, beginning: Any) -> None:
@@ -397,10 +450,16 @@ def _set_beginning(gathered: list[Any], loader: Any, beginning: Any) -> None:
 
 
 def _set_attributes(loader: Any, beginning: Any) -> None:
+    _set_orders(loader, beginning)
     for sampler, attributes in zip(_samplers_of(loader._index_sampler), beginning["attributes"]):
         for name, value in attributes.items():
             if getattr(sampler, "__dict__", {}).get(name, value) != value:
                 setattr(sampler, name, value)
+
+
+def _set_orders(loader: Any, beginning: Any) -> None:
+    for sampler, changed in zip(_samplers_of(loader._index_sampler), beginning["orders"]):
+        orders.set_back(sampler, changed)
 
 
 def _skip(iterator: Any, batches: int) -> None:

@@ -25,9 +25,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 _LATER = "ask again; it is over by itself"
+_ONE_EACH = "give each a script of its own, or put them in one loop"
 #: Set when a pass over a loader begins: the next step tells which loops it is in.
 is_news = True
 _trained: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+#: Outermost loops that have trained, each with what tells one time that it is entered from the next.
+_entered: dict[Any, _Entry] = {}
+_entered_again: set[Any] = set()
 
 
 def note_step(frame: FrameType | None) -> None:
@@ -36,7 +40,9 @@ def note_step(frame: FrameType | None) -> None:
     is_news = False
     try:
         place = Place(frame)
-        _trained[chain_of(place)] = positions_of(place)
+        chain = chain_of(place)
+        _trained[chain] = positions_of(place)
+        _note_entered(place, chain)
         _note_without_loader(place)
     except Exception as error:  # noqa: BLE001 - the edge to the script, which steps on
         note(f"the loops around a step are not known: {error!r}")
@@ -64,7 +70,48 @@ def _progress_in(iterator: object) -> Any:
 
 def chain_of(place: Place) -> tuple[Any, ...]:
     """The loops that a place is in, from the outermost, each with the calls by which its function was come to."""
-    return tuple((place.path[: loop.depth], (*place.path[loop.depth][:3], loop.line)) for loop in place.loops)
+    calls = [(*step, frame.f_lasti) for step, frame in zip(place.path, place.frames)]
+    return tuple((tuple(calls[: loop.depth]), (*place.path[loop.depth][:3], loop.line)) for loop in place.loops)
+
+
+def _note_entered(place: Place, chain: tuple[Any, ...]) -> None:
+    entry = _entry_of(place)
+    if entry is None:
+        return
+    before = _entered.setdefault(chain[0], entry)
+    if not before.is_same(entry):
+        _entered[chain[0]] = entry
+        _entered_again.add(chain[0])
+
+
+def _entry_of(place: Place) -> _Entry | None:
+    """What tells the entry into the outermost loop from others; None where it is not known, or a `while` is around."""
+    if not place.loops:
+        return None
+    outermost = place.loops[0]
+    for depth, frame in enumerate(place.frames[: outermost.depth + 1]):
+        lines = loops_of(frame.f_code).whiles_around(frame.f_lasti)
+        if any(depth < outermost.depth or line < outermost.line for line in lines):
+            return None
+    return _Entry(outermost.iterator)
+
+
+class _Entry:
+    """An iterator of numbers by itself, which is all that it keeps alive; a pass over a loader by its number."""
+
+    def __init__(self, iterator: Any) -> None:
+        parts = [iterator]
+        while parts and type(parts[-1]) in (enumerate, zip):
+            inner: Any = parts.pop().__reduce__()[1]
+            parts += inner if type(inner[-1]) is not int else inner[:1]
+        found = parts[-1] if parts else None
+        self._pass = _progress_of(found)
+        self._numbers = found if type(found).__name__ in ("range_iterator", "longrange_iterator") else None
+
+    def is_same(self, other: _Entry) -> bool:
+        if self._pass is not None or other._pass is not None:
+            return self._pass is not None and other._pass is not None and bool(self._pass[0] == other._pass[0])
+        return self._numbers is other._numbers
 
 
 def positions_of(place: Place) -> tuple[Any, ...]:
@@ -95,6 +142,10 @@ def refusals_of(place: Place, *, is_driven: bool) -> Iterator[Refusal]:
             f"the loop at {said(chain[-1][1])} does not train, and is within one that does", _LATER, passes=True
         )
         return
+    before, entry = _entered.get(chain[0]), _entry_of(place)
+    if chain[0] in _entered_again or (before is not None and entry is not None and not before.is_same(entry)):
+        at = said(chain[0][1])
+        yield Refusal(f"the loop at {at} has trained before, in an earlier call, and would do so again", _ONE_EACH)
     positions = positions_of(place)
     for trained, was in list(_trained.items()):
         common = _common(trained, chain)
@@ -102,7 +153,7 @@ def refusals_of(place: Place, *, is_driven: bool) -> Iterator[Refusal]:
             continue
         over = f"the loop at {said(trained[-1][1])} has trained before the one at {said(chain[-1][1])}"
         if common == 0:
-            yield Refusal(f"{over}, and would do so again", "give each a script of its own, or put them in one loop")
+            yield Refusal(f"{over}, and would do so again", _ONE_EACH)
         elif was[:common] == positions[:common]:
             yield Refusal(f"{over}, and would do so again", _LATER, passes=True)
 

@@ -1,35 +1,62 @@
-"""Whether a loader's data are the same as they were: told by one of its items, and by what its dataset is made of.
+"""Whether a loader's data are the same as they were: told by what its dataset is made of.
 
 A dataset that a script makes anew on its way to the loop, out of random numbers for instance, has the same size and
-other rows. No item is asked of one that workers read: it may open files, which are not to be open before they fork.
+other rows. No item is asked of it: a dataset may count what it has given, draw from a generator of its own, open files.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 import weakref
 from binascii import crc32
 
 from . import generators
-from .kinds import is_a
+from .changes import ATTRIBUTE, changes_of
+from .kinds import FUNCTION, METHOD, class_of, is_a
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
 _DEEP = 4
+_MOST_PARTS = 256
+_MOST_BYTES = 1 << 20
+_PASSED: Any = (FUNCTION, METHOD, type)
 
 
-def sum_of(dataset: Any) -> int | None:
-    """A checksum of the item in its middle; None where there is none that would be the same each time."""
-    before = generators.read_shared()
-    try:
-        item = dataset[len(dataset) // 2]
-        return _sum(item, 0, 0) if generators.read_shared() == before else None
-    except Exception:  # noqa: BLE001 - a dataset of any make; nothing is told by one that cannot be asked
-        return None
-    finally:
-        generators.set_shared(before)
+def sums_of(dataset: Any) -> dict[str, int]:
+    """A checksum of each thing that it is made of, by its name."""
+    return dict(_sums(dataset, "", 0, {}))
+
+
+def _sums(thing: Any, name: str, depth: int, met: dict[int, Any]) -> Iterator[tuple[str, int]]:
+    if id(thing) in met:
+        return
+    met[id(thing)] = thing
+    for key, value in getattr(thing, "__dict__", {}).items():
+        if key.startswith("__") or is_a(value, *_PASSED):
+            continue
+        if depth < _DEEP and _is_part(value):
+            yield from _sums(value, f"{name}.{key}", depth + 1, met)
+        else:
+            yield f"{name}.{key}", _sum(value, 0, 0)
+
+
+def _is_part(value: Any) -> bool:
+    data: Any = sys.modules.get("torch.utils.data")
+    return data is not None and is_a(value, data.Dataset)
+
+
+def counts(dataset: Any) -> bool:
+    """Whether giving an item changes the dataset, or may: then it is not to be asked for one on trial."""
+    getter = getattr(class_of(dataset), "__getitem__", None)
+    code = getattr(getter, "__code__", None)
+    own = [dataset, *[value for value in getattr(dataset, "__dict__", {}).values() if _is_part(value)]]
+    if any(True for _found in generators.held_by(own)):
+        return True
+    return code is not None and any(found.kind == ATTRIBUTE for found in changes_of(code).found)
 
 
 class Makings:
@@ -66,14 +93,31 @@ def _reference_to(found: Any) -> Any:
 
 def _sum(item: Any, so_far: int, depth: int) -> int:
     if hasattr(item, "untyped_storage"):
-        whole = item.detach().cpu().contiguous()
-        return crc32(ctypes.string_at(whole.data_ptr(), whole.numel() * whole.element_size()), so_far)
-    if hasattr(item, "tobytes"):
-        return crc32(item.tobytes(), so_far)
-    if is_a(item, str, bytes, int, float):
+        return _sum_of_tensor(item, so_far)
+    if hasattr(item, "tobytes") and hasattr(item, "dtype"):
+        if item.dtype.hasobject:
+            return so_far
+        some = item.reshape(-1)[:: item.nbytes // _MOST_BYTES + 1]
+        return crc32(some.tobytes(), crc32(repr(item.shape).encode(), so_far))
+    if is_a(item, str, bytes, int, float, range, type(None)):
         return crc32(repr(item).encode(), so_far)
     if depth < _DEEP and is_a(item, list, tuple, dict):
-        values: Any = item.values() if is_a(item, dict) else item
-        for found in values:
+        values: Any = list(item.items()) if is_a(item, dict) else item
+        so_far = crc32(repr(len(values)).encode(), so_far)
+        for found in values[:: len(values) // _MOST_PARTS + 1]:
             so_far = _sum(found, so_far, depth + 1)
-    return so_far
+        return so_far
+    return crc32(type(item).__qualname__.encode(), so_far)
+
+
+def _sum_of_tensor(item: Any, so_far: int) -> int:
+    if item.layout is not _torch().strided or item.device.type == "meta":
+        return so_far
+    every = item.numel() * item.element_size() // _MOST_BYTES + 1
+    some = item.detach().reshape(-1)[::every].cpu().contiguous()
+    bytes_of_it = ctypes.string_at(some.data_ptr(), some.numel() * some.element_size())
+    return crc32(bytes_of_it, crc32(repr(tuple(item.shape)).encode(), so_far))
+
+
+def _torch() -> Any:
+    return sys.modules["torch"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 
+from . import named_values
 from .kinds import BUILTIN, FUNCTION, METHOD, MODULE, class_of, is_a
 
 TYPE_CHECKING = False
@@ -44,10 +45,10 @@ class TooLarge(NotKept):
 
 
 class Forms:
-    """Forms of values. `stays` says what is left in its place because it comes back by itself."""
+    """Forms of values. `refer` gives a reference, in a tuple, to what comes back by itself, and None for all else."""
 
-    def __init__(self, stays: Callable[[Any], bool]) -> None:
-        self._stays = stays
+    def __init__(self, refer: Callable[[Any, Forms], tuple[Any] | None]) -> None:
+        self._refer = refer
         self._parts = 0
         #: Tensors whose gradients' history stays behind.
         self.cut = 0
@@ -70,7 +71,10 @@ class Forms:
         if kind in _MAPPINGS:
             return self._mapping(value, depth)
         if is_a(value, tuple) and hasattr(kind, "_make"):
-            return (NAMED, kind.__name__, [self.of(found, depth + 1) for found in value])
+            module, name = kind.__module__, kind.__qualname__
+            if depth and named_values.named_tuple(module, name, len(value)) is not kind:
+                raise NotKept(name)
+            return (NAMED, kind.__name__, [self.of(found, depth + 1) for found in value], module, name)
         return self._other(value)
 
     def _row(self, value: Any, depth: int) -> tuple[str, list[Any]]:
@@ -87,20 +91,19 @@ class Forms:
 
     def _other(self, value: Any) -> Any:
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-        if self._stays(value):
-            return (SAME, type(value).__name__)
+        known = named_values.form_of(value)
+        if known is not None:
+            return known
+        reference = self._refer(value, self)
+        if reference is not None:
+            return (SAME, type(value).__name__, reference[0])
         if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
             self.cut += int(value.grad_fn is not None)
             return ("tensor", value.detach(), bool(value.requires_grad and value.is_leaf))
         if numpy is not None and (is_a(value, numpy.generic) or type(value) is numpy.ndarray) and not _odd(value):
             return ("array", value)
-        paths = sys.modules.get("pathlib")
-        if (
-            is_a(value, *_FIXED)
-            or (paths is not None and is_a(value, paths.PurePath))
-            or (torch is not None and is_a(value, torch.device, torch.dtype, torch.Size))
-        ):
-            return (SAME, type(value).__name__)
+        if is_a(value, *_FIXED) or (torch is not None and is_a(value, torch.device)):
+            return (SAME, type(value).__name__, named_values.mark_of(value))
         raise NotKept(type(value).__qualname__)
 
 
@@ -111,7 +114,9 @@ def _odd(array: Any) -> bool:
 class Settling:
     """Values on their way back. `missing` gathers what should have been there and is not."""
 
-    def __init__(self, *, from_cpu: bool = False) -> None:
+    def __init__(self, find: Callable[[Any, Settling], Any] | None = None, *, from_cpu: bool = False) -> None:
+        """`find` gives what a reference leads to, None if that is nothing."""
+        self._find = find
         self.missing: list[str] = []
         self._from_cpu = from_cpu
 
@@ -121,11 +126,11 @@ class Settling:
             return form
         kind: str = form[0]
         if kind == SAME:
-            if type(here).__name__ != form[1]:
-                self.missing.append(f"{name} ({form[1]})")
-            return here
+            return self._same(form, here, name)
         if kind == NAMED:
             return self._named(form, here, name)
+        if kind in named_values.KINDS:
+            return named_values.value_of(form)
         if kind == "tensor":
             return _tensor(form, here, in_place=in_place, from_cpu=self._from_cpu)
         if kind == "array":
@@ -133,6 +138,18 @@ class Settling:
         if kind == "mapping":
             return self._mapping(form, here, name)
         return self._row(form, here, name)
+
+    def _same(self, form: Any, here: Any, name: str) -> Any:
+        _kind, type_name, reference = form
+        found = here
+        if reference is not None and reference[0] in named_values.MARKS:
+            found = named_values.marked(reference, here)
+        elif reference is not None:
+            found = None if self._find is None else self._find(reference, self)
+        if type(found).__name__ == type_name:
+            return found
+        self.missing.append(f"{name} ({type_name})")
+        return here
 
     def _row(self, form: Any, here: Any, name: str) -> Any:
         kind: str = form[0]
@@ -158,11 +175,15 @@ class Settling:
 
     def _named(self, form: Any, here: Any, name: str) -> Any:
         """A tuple with names, of the class that the one here is of: no class is looked for."""
-        _kind, type_name, parts = form
-        if class_of(here).__name__ != type_name or len(here) != len(parts):
+        _kind, type_name, parts, module, qualname = form
+        kind = named_values.named_tuple(module, qualname, len(parts))
+        if kind is None and class_of(here).__name__ == type_name and len(here) == len(parts):
+            kind = class_of(here)
+        if kind is None:
             self.missing.append(f"{name} ({type_name})")
             return here
-        return class_of(here)._make([self.settle(part, was, name) for part, was in zip(parts, here)])
+        before = here if class_of(here) is kind else [None] * len(parts)
+        return kind._make([self.settle(part, was, name) for part, was in zip(parts, before)])
 
     def _mapping(self, form: Any, here: Any, name: str) -> Any:
         _kind, type_name, pairs, made_by = form

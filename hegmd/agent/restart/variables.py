@@ -7,16 +7,16 @@ the others are named. Everything is looked at while the training stands, and not
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 
 from . import iterations
 from .changes import ATTRIBUTE, GLOBAL, MOST_CODES, Functions, changes_of, nested_in
-from .frameworks import is_own
-from .instances import Instances, set_value, users_modules, values_of
+from .drift import OTHERS, OWN
+from .instances import Instances, users_modules, values_of
 from .kinds import FUNCTION, class_of, is_a, members_of
-from .settling import MUTABLE, SAME, Forms, NotKept, Settling, TooLarge
+from .references import Referring
+from .settling import MUTABLE, SAME, Forms, NotKept, TooLarge
 from .spots import Spot, known_by, spots_of
 
 TYPE_CHECKING = False
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .changes import Change
+    from .drift import Drift
 
 #: Under which the state has them.
 KEY = "own"
@@ -34,20 +35,24 @@ UNSEEN = "not looked at: "
 _MOST_NOTES = 32
 _OF_LOADERS = frozenset(("DataLoader", "DataLoaderShard", "StatefulDataLoader"))
 _OPTIMIZED = 0x1
-_HAS_WRITABLE_LOCALS = sys.version_info >= (3, 13)
 _NUMBERS: Any = (int, float, complex, type(None))
 _COUNTED: Any = (bool, str, *_NUMBERS)
 
 
 def capture(
-    frames: list[FrameType], held: set[int], kept: Collection[str] = (), changed: Collection[str] = ()
+    frames: list[FrameType],
+    held: dict[int, Any],
+    kept: Collection[str] = (),
+    changed: Collection[str] = (),
+    drift: Drift | None = None,
 ) -> dict[str, Any]:
     """The values, plain, and under "anew" what begins anew, under "unseen" what was too much to be looked at.
 
-    `held` says whose own state goes along, by address; `kept`, which names are seen to otherwise; `changed`, which
-    variables have been seen to have another value than they had, as `baseline` says them.
+    `held` says whose own state goes along, by address, each with a reference; `kept`, which names are seen to
+    otherwise; `changed`, which variables have been seen to have another value than they had, as `baseline` says them;
+    `drift`, how everything else was.
     """
-    return _Taking(frames, held, kept, changed).taken
+    return _Taking(frames, held, kept, changed, drift).taken
 
 
 def begin_anew(state: Any) -> list[str]:
@@ -60,7 +65,12 @@ class _Taking:
     """One capture."""
 
     def __init__(
-        self, frames: list[FrameType], held: set[int], kept: Collection[str], changed: Collection[str]
+        self,
+        frames: list[FrameType],
+        held: dict[int, Any],
+        kept: Collection[str],
+        changed: Collection[str],
+        drift: Drift | None,
     ) -> None:
         self._held = held
         self._changed = frozenset(changed)
@@ -69,8 +79,10 @@ class _Taking:
         self._unseen: dict[str, None] = {}
         self._made: set[int] = set()
         self._drawn: set[int] = set()  # objects of the script's that may be made of random numbers
+        self._taken_ids: set[int] = set()
         self._instances = Instances(frames)
         self._unseen.update(dict.fromkeys(self._instances.unseen))
+        self._referring = Referring(self._instances, held, self._was_there if drift is None else drift.had, drift)
         self._spots = list(spots_of(frames))
         reached = self._reach()
         looked_at = [spot.changes for spot in self._spots if spot.is_looked_at]
@@ -86,8 +98,12 @@ class _Taking:
             "frames": [{**known_by(spot.code), "values": self._locals(spot)} for spot in self._spots],
             "globals": self._globals(reached),
             "classes": list(self._of_classes(reached)),
-            "instances": list(self._of_instances(reached)),
+            "slots": [],
+            "instances": self._referring.entries,
         }
+        self._of_instances(reached)
+        if drift is not None:
+            self.taken["slots"] += self._of_drift(drift, reached)
         self.taken["anew"] = _bounded(self._anew)
         self.taken["unseen"] = _bounded(self._unseen)
 
@@ -160,7 +176,8 @@ class _Taking:
     def _comes_back(self, iterator: Any) -> bool:
         """Files are the script's to open, passes over loaders come to their place by themselves."""
         return (
-            self._stays(iterator)
+            id(iterator) in self._held
+            or self._instances.is_own(iterator)
             or is_a(iterator, sys.modules["io"].IOBase)
             or iterations.followed(iterator) is not None
         )
@@ -187,7 +204,7 @@ class _Taking:
 
     def _form(self, value: Any, said: str, *, is_named: bool, is_altered: bool = True) -> tuple[Any] | None:
         try:
-            form: Any = Forms(self._stays).of(value)
+            form: Any = Forms(self._refer).of(value)
         except TooLarge as error:
             self._unseen[f"{said or type(value).__qualname__}, which has {error}"] = None
             return None
@@ -197,10 +214,16 @@ class _Taking:
                 self._note(f"{said}{inside}")
             return None
         stays = class_of(form) is tuple and form[0] == SAME and not is_named
+        if not stays and _is_mutable(value):
+            self._taken_ids.add(id(value))
         return None if stays else (form,)
 
-    def _stays(self, value: Any) -> bool:
-        return id(value) in self._held or self._instances.is_own(value)
+    def _refer(self, value: Any, forms: Forms) -> tuple[Any] | None:
+        return self._referring.of(value, forms)
+
+    def _was_there(self, thing: Any) -> bool:
+        """Where it is not known: whatever no variable was set to by the loop."""
+        return id(thing) not in self._made
 
     def _note(self, what: str) -> None:
         self._anew[what] = None
@@ -237,7 +260,35 @@ class _Taking:
                             if form is not None:
                                 yield module.__name__, class_name, name, form[0]
 
-    def _of_instances(self, reached: list[Any]) -> Iterator[dict[str, Any]]:
+    def _of_drift(self, drift: Drift, reached: list[Any]) -> Iterator[tuple[str, str, str, Any]]:
+        """What is seen to have changed and no code has told of; of the script's own objects beside what is of them."""
+        under_way = {spot.module for spot in self._spots if spot.is_module}
+        functions = [function.__code__ for function, _name in self._instances.functions]
+        codes = [changes_of(code) for code in {*functions, *[found.code for found in reached]}]
+        modules = [spot.changes for spot in self._spots if spot.is_module]
+        stored = {(found.kind, found.name) for code in codes for found in code.found if found.is_stored}
+        stored |= {(ATTRIBUTE, found.name) for code in modules for found in code.found if found.kind == ATTRIBUTE}
+        for holder, name, key, value in drift.changed(self._instances):
+            is_told = holder.kind == GLOBAL and holder.name in under_way and not is_a(value, *MUTABLE)
+            if id(value) in self._taken_ids or key in self._kept or (is_told and (GLOBAL, key) not in stored):
+                continue
+            if holder.kind == OTHERS and (ATTRIBUTE, key) not in stored:
+                continue
+            said = f"{name}.{key} ({type(value).__qualname__})" if key else f"{name} ({type(value).__qualname__})"
+            form = self._form(value, said, is_named=not (holder.kind == GLOBAL and holder.name in under_way))
+            if form is None:
+                continue
+            if holder.kind == OWN:
+                self._values_of(holder.thing).setdefault(key, (form[0], True))
+            else:
+                yield holder.kind, name, key, form[0]
+
+    def _values_of(self, thing: Any) -> dict[str, Any]:
+        number = self._referring.number(thing, Forms(self._refer))
+        values: dict[str, Any] = self._referring.entries[number]["values"]
+        return values
+
+    def _of_instances(self, reached: list[Any]) -> None:
         changes = list(self._attribute_changes(reached))
         by_class: dict[type, dict[str, tuple[Change, str]]] = {}
         for thing, names in self._instances.found:
@@ -253,7 +304,7 @@ class _Taking:
                             by_class[kind][change.name] = (change, file)
             chosen = self._attributes(thing, names[0], by_class[kind])
             if chosen:
-                yield {"names": names, "class": kind.__qualname__, "values": chosen}
+                self._values_of(thing).update(chosen)
 
     def _attribute_changes(self, reached: list[Any]) -> Iterator[tuple[Change, Any, str]]:
         """Each with the class whose objects it is of, where that is known."""
@@ -295,56 +346,6 @@ def _bounded(notes: dict[str, None]) -> list[str]:
     said = list(notes)
     more = len(said) - _MOST_NOTES
     return said if more <= 0 else [*said[:_MOST_NOTES], f"{more} more"]
-
-
-def misfits(taken: Any, frames: list[FrameType]) -> list[str]:
-    """Why this cannot be put back: the functions that are under way are other ones."""
-    if len(frames) != len(taken["frames"]):
-        return [f"{len(frames)} functions of the script's are under way, and {len(taken['frames'])} were"]
-    is_same_python = list(taken["python"]) == list(sys.version_info[:2])
-    reasons: list[str] = []
-    for frame, saved in zip(frames, taken["frames"]):
-        here = known_by(frame.f_code)
-        if is_own(frame):
-            continue
-        if here["function"] != saved["function"] or (is_same_python and here["code"] != saved["code"]):
-            reasons.append(f"{here['function'][0]}() at line {here['function'][1]} is not as it was when it was left")
-    return reasons
-
-
-def put_back(taken: Any, frames: list[FrameType], *, from_cpu: bool = False) -> list[str]:
-    """Set all of it; what was not there to be set. Called by the training thread, whose frames these are."""
-    settling = Settling(from_cpu=from_cpu)
-    for module_name, name, form, is_stored in taken["globals"]:
-        values: Any = vars(sys.modules[module_name]) if module_name in sys.modules else {}
-        values[name] = settling.settle(form, values.get(name), name, in_place=not is_stored)
-    for frame, saved in zip(frames, taken["frames"]):
-        if saved["values"]:
-            _set_variables(frame, saved["values"], settling)
-    for module_name, class_name, name, form in taken["classes"]:
-        kind = getattr(sys.modules.get(module_name), class_name, None)
-        if is_a(kind, type):
-            setattr(kind, name, settling.settle(form, getattr(kind, name, None), f"{class_name}.{name}"))
-    instances = Instances(frames)
-    for saved in taken["instances"]:
-        things = [instances.by_name[name] for name in saved["names"] if name in instances.by_name]
-        thing = next((found for found in things if type(found).__qualname__ == saved["class"]), None)
-        if thing is None:
-            settling.missing.append(f"{saved['names'][0]} ({saved['class']})")
-            continue
-        here = dict(values_of(thing))
-        for name, (form, is_stored) in saved["values"].items():
-            value = settling.settle(form, here.get(name), f"{saved['names'][0]}.{name}", in_place=not is_stored)
-            set_value(thing, name, value)
-    return settling.missing
-
-
-def _set_variables(frame: FrameType, values: dict[str, Any], settling: Settling) -> None:
-    variables: Any = frame.f_locals
-    for name, (form, is_stored) in values.items():
-        variables[name] = settling.settle(form, variables.get(name), name, in_place=not is_stored)
-    if frame.f_code.co_flags & _OPTIMIZED and not _HAS_WRITABLE_LOCALS:
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
 
 def _is_mutable(value: Any) -> bool:

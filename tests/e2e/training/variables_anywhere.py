@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from hegmd.agent.restart import variables
+from hegmd.agent.restart import recovery, variables
 from hegmd.agent.restart.places import script_frames
 
 ITEMS = 12
@@ -32,11 +32,11 @@ def items_of(leave_at=None, state=None, begin=0):
         frames = script_frames(sys._getframe(1))
         if due:
             state = due.pop()
-            assert variables.misfits(state, frames) == []
-            assert variables.put_back(state, frames) == []
+            assert recovery.misfits(state, frames) == []
+            assert recovery.put_back(state, frames, lambda _reference: None) == []
         number = next(numbers)
         if number == leave_at:
-            raise Left(ast.literal_eval(repr(variables.capture(frames, set()))))
+            raise Left(ast.literal_eval(repr(variables.capture(frames, {}))))
         return number
 
     return iter(ask, ITEMS)
