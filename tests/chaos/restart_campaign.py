@@ -165,8 +165,9 @@ class RestartCampaign:
 
     def _see_it_train_or_ended(self, cell: RestartCell, job: RestartedJob) -> None:
         """It makes further steps; or it was killed itself before anything of it was saved."""
-        if job.process() is None and cell.may_end_the_job:
-            job.supervisor.wait(REST_LIMIT_S)
+        until = monotonic() + REST_LIMIT_S
+        while cell.may_end_the_job and job.process() is None and job.supervisor.poll() is None:
+            assert monotonic() < until, f"{cell}: neither is there another process, nor has its supervisor ended"
         if job.supervisor.poll() is None or job.process() is not None:
             self._node.await_video_memory_of([job.await_steps(2)])
         else:

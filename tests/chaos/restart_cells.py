@@ -55,16 +55,13 @@ class RestartCell:
 
     @property
     def may_end_the_job(self) -> bool:
-        """Whether it kills a training of which nothing was saved yet, as anybody can kill any program."""
-        is_late = self.state == "evacuating" and self.moment == MOMENTS[-1]
+        """Whether it kills a training of which nothing was saved yet, or that was seen at its boundary, as anybody can
+        kill any program."""
         if self.victim in (ENDING, ENDING_ALONE):
             return True
-        return self.victim == WORKER and not is_late and self.state in (*_NOT_SAVED, "evacuating", "done")
-
-    @property
-    def may_step_again(self) -> bool:
-        """Whether it kills a process that may have made steps beyond the state which another one then goes on from."""
-        return self.victim == WORKER
+        is_over = self.moment == MOMENTS[-1]
+        in_between = {"evacuating": not is_over, "settling": is_over}.get(self.state, False)
+        return self.victim == WORKER and (in_between or self.state in (*_NOT_SAVED, "tidying", "done"))
 
 
 def every_restart_cell() -> Iterator[RestartCell]:
