@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _MOST_OBJECTS = 20_000
+_MOST_OF_FUNCTIONS = 60_000
 _MOST_DEEP = 8
 _LONGEST = 1_000
 _NAMES_EACH = 6
@@ -57,8 +58,16 @@ class Instances:
         leaves = [getattr(torch, "Tensor", None), getattr(numpy, "ndarray", None), self._optimizer]
         self._leaves: Any = (*_SCALARS, *_PASSED, *[found for found in leaves if found is not None])
         left: deque[tuple[str, Any, int]] = deque(_beginnings(frames))
-        while left and len(self._seen) < _MOST_OBJECTS:
+        later: deque[tuple[str, Any, int]] = deque()  # what only functions have: of those there are many
+        most, is_later = _MOST_OBJECTS, False
+        while (left or later) and len(self._seen) < most:
+            if not left:
+                left, later, is_later = later, left, True
+                most = len(self._seen) + _MOST_OF_FUNCTIONS
             name, thing, depth = left.popleft()
+            if not is_later and is_a(thing, FUNCTION, type):
+                later.append((name, thing, depth))
+                continue
             if self._optimizer is not None and is_a(thing, self._optimizer) and id(thing) not in self._seen:
                 self._seen[id(thing)] = thing
                 self.others.append((thing, name))
