@@ -1,4 +1,7 @@
-"""Options that several commands have."""
+"""Options that several commands have, so that they mean the same and say it in the same words everywhere.
+
+An option of one command alone belongs beside that command. Holds data only.
+"""
 
 from __future__ import annotations
 

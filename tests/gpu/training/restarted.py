@@ -28,7 +28,7 @@ model = torch.nn.Sequential(
     torch.nn.Linear(256, 1),
 ).to(device)
 trained = torch.compile(model, backend="inductor" if kind == "cuda" else "aot_eager") if "compiled" in traits else model
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **({"fused": True} if "fused" in traits else {}))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused="fused" in traits or None)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=25, gamma=0.9)
 scaler = torch.amp.GradScaler(kind, enabled="amp" in traits, init_scale=256.0, growth_interval=7)
 narrow = torch.float16 if kind == "cuda" else torch.bfloat16
