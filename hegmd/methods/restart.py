@@ -184,6 +184,8 @@ class RestartMethod:
                     raise start.failure
                 if _has_started(supervisor, subject):
                     start.asked = supervisor  # an earlier run of the daemon may have asked for it
+                    if self._reborn(subject, gpu) is not None:
+                        continue  # it came while its supervisor was waited for, and will not come again
                 elif start.asked is supervisor:
                     why = supervisor.failure or "its supervisor says that it does not run"
                     message = f"the job was not restarted on {gpu}: {why}"
