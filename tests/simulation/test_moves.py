@@ -21,7 +21,7 @@ from tests.simulation.weather import draw_odds
 
 pytestmark = pytest.mark.timeout(180)  # seconds of work each on a machine that has others to do
 
-SEEDS = 2500
+SEEDS = 5000
 CHUNK = 250
 # A bug has to be found among so many seeds; most are in the first hundred.
 ENOUGH = 600

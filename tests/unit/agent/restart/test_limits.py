@@ -28,7 +28,7 @@ def script() -> Iterator[types.ModuleType]:
 
 
 def _taken(frame: FrameType) -> dict[str, Any]:
-    return variables.capture([frame], set())
+    return variables.capture([frame], {})
 
 
 def state_of(script: Any, text: str) -> dict[str, Any]:
