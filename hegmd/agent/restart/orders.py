@@ -49,6 +49,7 @@ def set_back(sampler: Any, changed: list[Any]) -> None:
     settling = Settling(lambda _reference, _settling: None)
     for name, form in changed:
         setattr(sampler, name, settling.settle(form, getattr(sampler, name, None), name))
+    settling.fill()
 
 
 def _is_looked_at(value: Any) -> bool:
@@ -75,6 +76,6 @@ def _form_of(value: Any) -> Any:
     try:
         if _is_large(value):
             return None
-        return Forms(lambda _value, _forms: None).of(copy.deepcopy(value))
+        return Forms(lambda _value, _forms: None, {}).of(copy.deepcopy(value))
     except (NotKept, RuntimeError, TypeError):
         return None

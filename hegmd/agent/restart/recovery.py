@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from functools import partial
 
 from .drift import holders_in
 from .frameworks import is_own
 from .instances import Instances
 from .kinds import is_a
 from .references import Referred
-from .settling import Settling
+from .settling import Place, Settling
 from .spots import known_by
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
     from typing import Any
 
@@ -46,35 +47,58 @@ def put_back(taken: Any, frames: list[FrameType], held: Callable[[Any], Any], *,
     instances = Instances(frames)
     referred = Referred(taken["instances"], instances, held)
     settling = Settling(referred.thing, from_cpu=from_cpu)
-    _set_slots(taken["slots"], instances, settling)
-    for module_name, name, form, is_stored in taken["globals"]:
-        values: Any = vars(sys.modules[module_name]) if module_name in sys.modules else {}
-        values[name] = settling.settle(form, values.get(name), name, in_place=not is_stored)
+    missing = settling.missing
+    places = [*_places_of_drift(taken["slots"], instances, missing), *_places_of_globals(taken["globals"], missing)]
+    places += [*_places_of_frames(taken["frames"], frames), *_places_of_classes(taken["classes"], missing)]
+    places += referred.places(missing)
+    # What a name was set to may be another thing in the new script: what is only altered knows its own better.
+    for place in sorted(places, key=lambda place: place.is_stored):
+        settling.claim(place.form, place.here, in_place=not place.is_stored)
+    values = [settling.settle(place.form, place.here, place.name, in_place=not place.is_stored) for place in places]
+    settling.fill()
+    for place, value in zip(places, values):
+        place.put(value)
     for frame, saved in zip(frames, taken["frames"]):
-        if saved["values"]:
-            _set_variables(frame, saved["values"], settling)
-    for module_name, class_name, name, form in taken["classes"]:
-        kind = getattr(sys.modules.get(module_name), class_name, None)
-        if is_a(kind, type):
-            setattr(kind, name, settling.settle(form, getattr(kind, name, None), f"{class_name}.{name}"))
-    referred.put_values(settling)
-    return settling.missing
+        if saved["values"] and frame.f_code.co_flags & _OPTIMIZED and not _HAS_WRITABLE_LOCALS:
+            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+    return missing
 
 
-def _set_slots(saved: list[Any], instances: Instances, settling: Settling) -> None:
+def _places_of_drift(saved: list[Any], instances: Instances, missing: list[str]) -> Iterator[Place]:
     here = {(holder.kind, holder.name): holder for holder in holders_in(instances)} if saved else {}
     for kind, name, key, form in saved:
         holder = here.get((kind, name))
         said = f"{name}.{key}" if key else name
         if holder is None:
-            settling.missing.append(said)
+            missing.append(said)
         else:
-            holder.put(key, settling.settle(form, dict(holder.values()).get(key), said))
+            yield Place(form, dict(holder.values()).get(key), said, partial(holder.put, key), is_stored=True)
 
 
-def _set_variables(frame: FrameType, values: dict[str, Any], settling: Settling) -> None:
-    variables: Any = frame.f_locals
-    for name, (form, is_stored) in values.items():
-        variables[name] = settling.settle(form, variables.get(name), name, in_place=not is_stored)
-    if frame.f_code.co_flags & _OPTIMIZED and not _HAS_WRITABLE_LOCALS:
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+def _places_of_globals(saved: list[Any], missing: list[str]) -> Iterator[Place]:
+    for module_name, name, form, is_stored in saved:
+        if module_name not in sys.modules:
+            missing.append(f"{name} of {module_name}")
+        else:
+            yield _place_in(vars(sys.modules[module_name]), name, form, is_stored=is_stored)
+
+
+def _places_of_frames(saved: list[Any], frames: list[FrameType]) -> Iterator[Place]:
+    for frame, taken in zip(frames, saved):
+        names: Any = frame.f_locals  # asked for once: up to Python 3.12 each time forgets what was set in it
+        for name, (form, is_stored) in taken["values"].items():
+            yield _place_in(names, name, form, is_stored=is_stored)
+
+
+def _place_in(names: Any, name: str, form: Any, *, is_stored: bool) -> Place:
+    return Place(form, names.get(name), name, partial(names.__setitem__, name), is_stored=is_stored)
+
+
+def _places_of_classes(saved: list[Any], missing: list[str]) -> Iterator[Place]:
+    for module_name, class_name, name, form in saved:
+        kind = getattr(sys.modules.get(module_name), class_name, None)
+        said = f"{class_name}.{name}"
+        if not is_a(kind, type):
+            missing.append(said)
+        else:
+            yield Place(form, getattr(kind, name, None), said, partial(setattr, kind, name), is_stored=True)

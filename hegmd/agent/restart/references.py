@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from functools import partial
 
 from .instances import set_value, values_of
 from .kinds import class_of, is_a, members_of
 from .places import is_users_module
-from .settling import NotKept
+from .settling import NotKept, Place
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -141,18 +142,18 @@ class Referred:
         for name, form in entry["whole"].items():
             set_value(thing, name, settling.settle(form, None, f"{entry['class']}.{name}"))
 
-    def put_values(self, settling: Settling) -> None:
-        """Set what has changed in each object; those of which nobody is there are among the missing."""
+    def places(self, missing: list[str]) -> Iterator[Place]:
+        """What has changed in each object; those of which nobody is there are told to be missing."""
         for number, entry in enumerate(self._entries):
             thing = self._found.get(number)
             if thing is None:
                 if entry["values"] and not entry["later"]:
-                    settling.missing.append(f"{(entry['names'] or ['an object'])[0]} ({entry['class']})")
+                    missing.append(f"{(entry['names'] or ['an object'])[0]} ({entry['class']})")
                 continue
             here = dict(values_of(thing))
             for name, (form, is_stored) in entry["values"].items():
-                value = settling.settle(form, here.get(name), f"{entry['class']}.{name}", in_place=not is_stored)
-                set_value(thing, name, value)
+                said = f"{entry['class']}.{name}"
+                yield Place(form, here.get(name), said, partial(set_value, thing, name), is_stored=is_stored)
 
 
 def references_to(addresses: set[int], things: list[Any]) -> dict[int, Any]:

@@ -1,7 +1,8 @@
 """Values of the script's own variables in a form that a state file has, and back into what the restarted script holds.
 
-Containers that the script has already are filled and not replaced, so that whoever else holds them sees the same. What
-has no form at all is said by its type; what has a state of its own is left in its place, and comes back by that.
+Containers that the script has already are filled and not replaced, so that whoever else holds them sees the same. One
+that several hold has one form, by which it is known to be one, and becomes one again. What has no form at all is said
+by its type; what has a state of its own is left in its place, and comes back by that.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _MOST_PARTS = 200_000
 _MOST_DEEP = 40
 SAME = "same"
 NAMED = "named"
+#: Forms of what may be altered in place: whoever holds one of these holds the same one again.
+_SHARED = frozenset(("list", "set", "deque", "mapping", "tensor", "array", named_values.MADE))
 
 
 class NotKept(Exception):
@@ -45,13 +48,15 @@ class TooLarge(NotKept):
 
 
 class Forms:
-    """Forms of values. `refer` gives a reference, in a tuple, to what comes back by itself, and None for all else."""
+    """The form of a value. `refer` gives a reference, in a tuple, to what comes back by itself, and None for all else.
 
-    def __init__(self, refer: Callable[[Any, Forms], tuple[Any] | None]) -> None:
+    `known` has the forms of one moment by the addresses of their values, each with its value, which keeps the address.
+    """
+
+    def __init__(self, refer: Callable[[Any, Forms], tuple[Any] | None], known: dict[int, tuple[Any, Any]]) -> None:
         self._refer = refer
+        self._known = known
         self._parts = 0
-        #: Tensors whose gradients' history stays behind.
-        self.cut = 0
 
     def of(self, value: Any, depth: int = 0) -> Any:
         """A scalar as it is, and anything else as a tuple that begins with its kind. Raises NotKept."""
@@ -63,6 +68,15 @@ class Forms:
         kind = class_of(value)
         if kind in _SCALARS:
             return value
+        known = self._known.get(id(value))
+        if known is None:
+            form = self._made(value, kind, depth)
+            if not _is_shared(form):
+                return form
+            known = self._known[id(value)] = (value, form)
+        return known[1]
+
+    def _made(self, value: Any, kind: Any, depth: int) -> Any:
         name = _KINDS.get(kind)
         if name is not None:
             return (name, self._row(value, depth))
@@ -98,7 +112,6 @@ class Forms:
         if reference is not None:
             return (SAME, type(value).__name__, reference[0])
         if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
-            self.cut += int(value.grad_fn is not None)
             return ("tensor", value.detach(), bool(value.requires_grad and value.is_leaf))
         if numpy is not None and (is_a(value, numpy.generic) or type(value) is numpy.ndarray) and not _odd(value):
             return ("array", value)
@@ -111,17 +124,53 @@ def _odd(array: Any) -> bool:
     return bool(array.dtype.hasobject) or array.dtype.kind == "V"
 
 
+class Place:
+    """A variable, or whatever else is to have a value again: what is there now, and how it is set."""
+
+    __slots__ = ("form", "here", "is_stored", "name", "put")
+
+    def __init__(self, form: Any, here: Any, name: str, put: Callable[[Any], object], *, is_stored: bool) -> None:
+        self.form = form
+        self.here = here
+        self.name = name
+        self.put = put
+        self.is_stored = is_stored
+
+
+def _is_shared(form: Any) -> bool:
+    """Whether it is one of which it matters who holds the same."""
+    return class_of(form) is tuple and form[0] in _SHARED
+
+
 class Settling:
-    """Values on their way back. `missing` gathers what should have been there and is not."""
+    """Values on their way back. `missing` gathers what should have been there and is not.
+
+    Each form becomes one value, and each container that is here takes one form. All of them are looked through before
+    any is filled, by `fill`.
+    """
 
     def __init__(self, find: Callable[[Any, Settling], Any] | None = None, *, from_cpu: bool = False) -> None:
         """`find` gives what a reference leads to, None if that is nothing."""
         self._find = find
         self.missing: list[str] = []
         self._from_cpu = from_cpu
+        self._values: dict[int, Any] = {}
+        self._targets: dict[int, Any] = {}
+        self._taken: dict[int, Any] = {}
+        self._fills: list[Callable[[], object]] = []
+
+    def claim(self, form: Any, here: Any, *, in_place: bool = False) -> None:
+        """Say that this is to be filled with that, where it can be. Who comes first has it; `in_place` is for tensors.
+
+        A variable's own container is claimed before what lies in others: their places say less of what belongs there.
+        """
+        if not _is_shared(form) or id(form) in self._targets or id(here) in self._taken:
+            return
+        if _takes(here, form, in_place=in_place):
+            self._targets[id(form)] = self._taken[id(here)] = here
 
     def settle(self, form: Any, here: Any, name: str, *, in_place: bool = False) -> Any:
-        """The value, in the container that is here where there is one. `in_place` is for tensors."""
+        """The value, in the container that is here where there is one for it."""
         if class_of(form) is not tuple:
             return form
         kind: str = form[0]
@@ -129,15 +178,18 @@ class Settling:
             return self._same(form, here, name)
         if kind == NAMED:
             return self._named(form, here, name)
-        if kind in named_values.KINDS:
-            return named_values.value_of(form)
-        if kind == "tensor":
-            return _tensor(form, here, in_place=in_place, from_cpu=self._from_cpu)
-        if kind == "array":
-            return _array(form[1], here, in_place=in_place)
-        if kind == "mapping":
-            return self._mapping(form, here, name)
-        return self._row(form, here, name)
+        if not _is_shared(form):
+            return named_values.value_of(form) if kind in named_values.KINDS else self._row(form, here, name)
+        if id(form) not in self._values:
+            self.claim(form, here, in_place=in_place)
+            self._values[id(form)] = self._settled(form, self._targets.get(id(form)), here, name)
+        return self._values[id(form)]
+
+    def fill(self) -> None:
+        """Put everything into the containers that are here."""
+        for fill in self._fills:
+            fill()
+        self._fills.clear()
 
     def _same(self, form: Any, here: Any, name: str) -> Any:
         _kind, type_name, reference = form
@@ -151,27 +203,31 @@ class Settling:
         self.missing.append(f"{name} ({type_name})")
         return here
 
-    def _row(self, form: Any, here: Any, name: str) -> Any:
+    def _settled(self, form: Any, target: Any, here: Any, name: str) -> Any:
+        """What one form becomes: `target`, if it is not None, which is filled later."""
+        kind: str = form[0]
+        if kind in named_values.KINDS:
+            return named_values.value_of(form)
+        if kind in ("tensor", "array"):
+            if target is None:
+                return _tensor(form, here, from_cpu=self._from_cpu) if kind == "tensor" else _array(form[1])
+            self._fills.append(lambda: _copy_into(target, form[1]))
+            return target
+        before = here if target is None else target
+        return (self._mapping if kind == "mapping" else self._row)(form, before, name, target)
+
+    def _row(self, form: Any, here: Any, name: str, target: Any = None) -> Any:
         kind: str = form[0]
         how: str = form[1][0]
         parts: Any = form[1][1]
         before: list[Any] = list(here) if is_a(here, list, tuple, deque) else []
         before += [None] * (len(parts) - len(before))
         values = [self.settle(part, was, name) for part, was in zip(parts, before)] if how == "each" else parts
-        if kind == "deque":
-            if class_of(here) is not deque or here.maxlen != form[2]:
-                return deque(values, form[2])
-            here.clear()
-            here.extend(values)
-            return here
-        if kind == "list" and class_of(here) is list:
-            here[:] = values
-            return here
-        if kind == "set" and class_of(here) is set:
-            here.clear()
-            here.update(values)
-            return here
-        return _ROWS[kind](values)
+        if target is None:
+            return deque(values, form[2]) if kind == "deque" else _ROWS[kind](values)
+        self._fills.append(target.clear)
+        self._fills.append(lambda: (target.update if kind == "set" else target.extend)(values))
+        return target
 
     def _named(self, form: Any, here: Any, name: str) -> Any:
         """A tuple with names, of the class that the one here is of: no class is looked for."""
@@ -185,19 +241,17 @@ class Settling:
         before = here if class_of(here) is kind else [None] * len(parts)
         return kind._make([self.settle(part, was, name) for part, was in zip(parts, before)])
 
-    def _mapping(self, form: Any, here: Any, name: str) -> Any:
+    def _mapping(self, form: Any, here: Any, name: str, target: Any) -> Any:
         _kind, type_name, pairs, made_by = form
         before: Any = dict(here) if is_a(here, dict) else {}
         found: list[tuple[Any, Any]] = []
         for key_form, value_form in pairs:
             key = self.settle(key_form, None, name)
             found.append((key, self.settle(value_form, before.get(key), f"{name}[{key!r}]")))
-        if type(here).__name__ != type_name:
-            here = self._new_mapping(type_name, made_by, name)
-        here.clear()
-        for key, value in found:
-            here[key] = value
-        return here
+        mapping = self._new_mapping(type_name, made_by, name) if target is None else target
+        self._fills.append(mapping.clear)
+        self._fills.append(lambda: _set_items(mapping, found))
+        return mapping
 
     def _new_mapping(self, type_name: str, made_by: Any, name: str) -> Any:
         if type_name == "defaultdict":
@@ -209,25 +263,52 @@ class Settling:
         return kinds.get(type_name, dict)()
 
 
-def _tensor(form: Any, here: Any, *, in_place: bool, from_cpu: bool) -> Any:
+def _set_items(mapping: Any, pairs: list[tuple[Any, Any]]) -> None:
+    for key, value in pairs:
+        mapping[key] = value
+
+
+def _takes(here: Any, form: Any, *, in_place: bool) -> bool:
+    """Whether what is here can be filled with this."""
+    kind: str = form[0]
+    if kind in ("tensor", "array"):
+        saved = form[1]
+        is_array = class_of(saved) is _array_kind()
+        is_like = class_of(here) is class_of(saved) if is_array else _is_tensor(here) and _is_tensor(saved)
+        return bool(in_place and is_like and here.shape == saved.shape and here.dtype == saved.dtype)
+    if kind == "mapping":
+        return class_of(here) in _MAPPINGS and class_of(here).__name__ == form[1]
+    if kind == "deque":
+        return class_of(here) is deque and here.maxlen == form[2]
+    return class_of(here) is _ROWS[kind]
+
+
+def _tensor(form: Any, here: Any, *, from_cpu: bool) -> Any:
     from .whereabouts import device_beside
 
-    torch: Any = sys.modules["torch"]
     _kind, saved, requires = form
-    is_like = is_a(here, torch.Tensor) and here.shape == saved.shape and here.dtype == saved.dtype
-    if is_like and in_place:
-        with torch.no_grad():
-            here.copy_(saved)
-        return here
     on = device_beside(saved, here, from_cpu=from_cpu)
     return saved.detach().to(on, copy=True).requires_grad_(requires)
 
 
-def _array(saved: Any, here: Any, *, in_place: bool) -> Any:
-    numpy: Any = sys.modules["numpy"]
-    if not is_a(saved, numpy.ndarray):
-        return saved
-    if in_place and type(here) is numpy.ndarray and here.shape == saved.shape and here.dtype == saved.dtype:
-        numpy.copyto(here, saved)
-        return here
-    return saved.copy()
+def _array(saved: Any) -> Any:
+    return saved.copy() if class_of(saved) is _array_kind() else saved
+
+
+def _copy_into(here: Any, saved: Any) -> None:
+    """Into a tensor or an array of the same shape and kind."""
+    if class_of(saved) is _array_kind():
+        sys.modules["numpy"].copyto(here, saved)
+        return
+    torch: Any = sys.modules["torch"]
+    with torch.no_grad():
+        here.copy_(saved)
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and is_a(value, torch.Tensor)
+
+
+def _array_kind() -> Any:
+    return getattr(sys.modules.get("numpy"), "ndarray", None)

@@ -80,6 +80,7 @@ class _Taking:
         self._made: set[int] = set()
         self._drawn: set[int] = set()  # objects of the script's that may be made of random numbers
         self._taken_ids: set[int] = set()
+        self._forms: dict[int, tuple[Any, Any]] = {}
         self._instances = Instances(frames)
         self._unseen.update(dict.fromkeys(self._instances.unseen))
         self._referring = Referring(self._instances, held, self._was_there if drift is None else drift.had, drift)
@@ -204,7 +205,7 @@ class _Taking:
 
     def _form(self, value: Any, said: str, *, is_named: bool, is_altered: bool = True) -> tuple[Any] | None:
         try:
-            form: Any = Forms(self._refer).of(value)
+            form: Any = self._new_forms().of(value)
         except TooLarge as error:
             self._unseen[f"{said or type(value).__qualname__}, which has {error}"] = None
             return None
@@ -217,6 +218,9 @@ class _Taking:
         if not stays and _is_mutable(value):
             self._taken_ids.add(id(value))
         return None if stays else (form,)
+
+    def _new_forms(self) -> Forms:
+        return Forms(self._refer, self._forms)
 
     def _refer(self, value: Any, forms: Forms) -> tuple[Any] | None:
         return self._referring.of(value, forms)
@@ -284,7 +288,7 @@ class _Taking:
                 yield holder.kind, name, key, form[0]
 
     def _values_of(self, thing: Any) -> dict[str, Any]:
-        number = self._referring.number(thing, Forms(self._refer))
+        number = self._referring.number(thing, self._new_forms())
         values: dict[str, Any] = self._referring.entries[number]["values"]
         return values
 

@@ -1,12 +1,12 @@
 """Loops that are left at an item and run anew from there, their variables put back; for any Python.
 
 Stands in for a restart: the same function is run a second time in one process, its loop goes on over the rest, and the
-state goes through a text in between, so that nothing of it can be shared.
+state goes through bytes in between, so that nothing of it can be shared.
 """
 
 # ruff: noqa: PLW0603 - a program of its own, whose globals are what is looked at
-import ast
 import collections
+import pickle
 import sys
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def items_of(leave_at=None, state=None, begin=0):
             assert recovery.put_back(state, frames, lambda _reference: None) == []
         number = next(numbers)
         if number == leave_at:
-            raise Left(ast.literal_eval(repr(variables.capture(frames, {}))))
+            raise Left(pickle.loads(pickle.dumps(variables.capture(frames, {}))))
         return number
 
     return iter(ask, ITEMS)

@@ -1,0 +1,131 @@
+"""Variables of a script over a restart, by running it twice in one process: as it was left, and as it begins anew."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import types
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from hegmd.agent.restart import recovery, variables
+
+#: The module's own name: a script's.
+NAME = "a_script_that_is_left"
+
+
+class Left(BaseException):
+    """The script has left, with its state."""
+
+
+class Scripts:
+    """Runs scripts with a function train(), whose loops begin at `first` and `second` and call ask()."""
+
+    def run(self, text: str) -> Any:
+        """What it gives undisturbed."""
+        return self._run(text, {}, lambda: None)
+
+    def restarted(self, text: str, at: int, **begin: int) -> tuple[Any, list[str]]:
+        """What it gives if it is left at that call of ask(), and what is said. `begin` is where its loops go on."""
+        calls: list[None] = []
+
+        def leave() -> None:
+            calls.append(None)
+            if len(calls) == at:
+                raise Left(variables.capture(_frames(sys._getframe(1)), {}))
+
+        with pytest.raises(Left) as left:
+            self._run(text, {}, leave)
+        state = pickle.loads(pickle.dumps(left.value.args[0]))
+        said = variables.begin_anew({variables.KEY: state})
+        due = [state]
+
+        def put_back() -> None:
+            if due:
+                frames = _frames(sys._getframe(1))
+                assert recovery.misfits(due[0], frames) == []
+                said.extend(recovery.put_back(due.pop(), frames, lambda _reference: None))
+
+        return self._run(text, begin, put_back), said
+
+    def _run(self, text: str, begin: dict[str, int], ask: Any) -> Any:
+        module = types.ModuleType(NAME)
+        module.__file__ = f"/home/somebody/{NAME}.py"
+        vars(module).update({"ask": ask, "first": 0, "second": 0, **begin})
+        sys.modules[NAME] = module
+        exec(compile(text, module.__file__, "exec"), vars(module))
+        return vars(module)["train"]()
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    found: list[FrameType] = []
+    while frame is not None:
+        if frame.f_globals.get("__name__") == NAME and frame.f_code.co_name != "<module>":
+            found.insert(0, frame)
+        frame = frame.f_back
+    return found
+
+
+@pytest.fixture
+def scripts() -> Iterator[Scripts]:
+    yield Scripts()
+    sys.modules.pop(NAME, None)
+
+
+EPOCHS = """
+def train():
+    history = []
+    for epoch in range(first, 3):
+        losses = []
+        history.append(losses)
+        for batch in range(second if epoch == first else 0, 4):
+            ask()
+            losses.append(10 * epoch + batch)
+    return history
+"""
+
+
+def test_a_list_of_each_epochs_losses_was_filled_into_the_list_of_the_epoch_under_way(scripts: Scripts) -> None:
+    """The first epoch's losses were put into the second's list, whose own were put there too."""
+    assert scripts.restarted(EPOCHS, 7, first=1, second=2) == (scripts.run(EPOCHS), [])
+
+
+HELD_TWICE = """
+class Meter:
+    def __init__(self, log):
+        self.log = log
+        self.last = log
+
+    def add(self, value):
+        self.log.append(value)
+
+log = []
+by_name = {}
+
+def train():
+    best = worst = log
+    meter = Meter(log)
+    rows = [log, log, []]
+    other = log
+    for batch in range(first, 4):
+        ask()
+        meter.add(batch)
+        by_name.setdefault("all", log).append(-batch)
+        rows[2].append(batch)
+        rows[1] = other
+        other = rows[2]
+    return log, meter.log, by_name["all"], rows, other, [found is log for found in (best, meter.last, rows[0])]
+"""
+
+
+def test_what_several_hold_was_torn_apart(scripts: Scripts) -> None:
+    """One that a global, an object, a dict and a list hold is one again, as is one that two came to share."""
+    result, said = scripts.restarted(HELD_TWICE, 3, first=2)
+    log, of_meter, of_name, rows, other, _same = result
+    assert (result, said) == (scripts.run(HELD_TWICE), [])
+    assert of_meter is log
+    assert of_name is log
+    assert other is rows[2] is rows[1]
