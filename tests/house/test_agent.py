@@ -16,7 +16,7 @@ ALLOWED = {
     *("select signal socket struct sys time".split()),
 }
 # What a restart takes beside that; every training has it loaded, since torch imports it.
-FOR_RESTARTS = set("array atexit binascii bisect collections dis marshal re weakref".split())
+FOR_RESTARTS = set("array atexit binascii bisect collections dis functools marshal re weakref".split())
 AT_EVERY_START = {"hegmd.agent.mount": {"__future__", "sys"}, "hegmd.agent.inject.sitecustomize": {"sys"}}
 
 

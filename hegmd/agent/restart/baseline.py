@@ -15,7 +15,6 @@ from .drift import Drift
 from .holdings import TENSOR, Holding, Holdings
 from .instances import Instances
 from .kinds import is_a
-from .places import step_of
 from .unfit import Refusal
 
 TYPE_CHECKING = False
@@ -83,12 +82,15 @@ class Baseline:
                 return bool(now != version or (self._is_late and now > 0))
         return False
 
-    def changed(self, frames: list[FrameType]) -> list[str]:
-        """The script's own variables that have another value now; not those that its loops set."""
-        by_loops = {(step_of(frame)[1], name) for frame in frames for name in loops_of(frame.f_code).targets()}
+    def changed(self, frames: list[FrameType]) -> list[tuple[int, str]]:
+        """The script's own variables that have another value now, each with how many functions are around its own.
+
+        Not those that its loops set.
+        """
+        by_loops = {(depth, name) for depth, frame in enumerate(frames) for name in loops_of(frame.f_code).targets()}
         now = {name: _print_of(value) for name, value in _variables(frames)}
         return [
-            f"{name[1]} in {name[0]}()" if name[0] != "<module>" else name[1]
+            name
             for name, before in self._variables.items()
             if name in now and name not in by_loops and now[name] != before
         ]
@@ -111,11 +113,11 @@ def _weak(thing: Any) -> Any:
         return lambda: None
 
 
-def _variables(frames: list[FrameType]) -> Iterator[tuple[tuple[str, str], Any]]:
-    for frame in frames:
+def _variables(frames: list[FrameType]) -> Iterator[tuple[tuple[int, str], Any]]:
+    for depth, frame in enumerate(frames):
         for name, value in list(frame.f_locals.items()):
             if not name.startswith("__"):
-                yield (frame.f_code.co_name, name), value
+                yield (depth, name), value
 
 
 def _print_of(value: Any) -> Any:

@@ -12,7 +12,7 @@ from collections import deque
 
 from . import frameworks, generators, lightning, stateful
 from .kinds import is_a
-from .places import is_users_module
+from .places import is_users_module, named_frames
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -161,10 +161,9 @@ def _has_state(kind: Any) -> bool:
 
 def _beginnings(frames: list[FrameType]) -> Iterator[tuple[str, Any, int]]:
     """Functions under way first, from the outermost; then the script's modules."""
-    for frame in frames:
-        if frame.f_code.co_name != "<module>":
-            for name, value in list(frame.f_locals.items()):
-                yield f"{frame.f_code.co_name}().{name}", value, 0
+    for function, frame in named_frames(frames):
+        for name, value in list(frame.f_locals.items()):
+            yield f"{function}.{name}", value, 0
     for module_name in sorted(sys.modules, key=lambda found: (found != "__main__", found)):
         module = sys.modules.get(module_name)
         if module is not None and is_users_module(module):

@@ -11,7 +11,7 @@ from collections import deque
 
 from .frameworks import is_own
 from .kinds import BUILTIN, CODE, FUNCTION, METHOD, MODULE, NAMESPACE, class_of, is_a, members_of
-from .places import is_users, is_users_module
+from .places import is_users, is_users_module, named_frames
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -202,10 +202,10 @@ def set_value(thing: Any, name: str, value: Any) -> None:
 
 
 def _beginnings(frames: Iterable[FrameType]) -> Iterator[tuple[str, Any, int]]:
-    for frame in frames:
-        if frame.f_code.co_name != "<module>" and not is_own(frame):
+    for function, frame in named_frames(frames):
+        if not is_own(frame):
             for name, value in list(frame.f_locals.items()):
-                yield f"{frame.f_code.co_name}().{name}", value, 0
+                yield f"{function}.{name}", value, 0
     for module in users_modules():
         for name, value in members_of(module).items():
             if not name.startswith("__"):

@@ -17,6 +17,7 @@ from .stack import iterators_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from types import CodeType, FrameType
     from typing import Any
 
@@ -89,6 +90,16 @@ def step_of(frame: FrameType) -> tuple[str, str, int, int]:
 def path_of(frames: list[FrameType]) -> tuple[tuple[str, str, int, int], ...]:
     """All of them."""
     return tuple(step_of(frame) for frame in frames)
+
+
+def named_frames(frames: Iterable[FrameType]) -> Iterator[tuple[str, FrameType]]:
+    """The functions of these frames, the outermost first, each by a name that none of the others has."""
+    counts: dict[str, int] = {}
+    for frame in frames:
+        name = frame.f_code.co_name
+        if name != "<module>":
+            counts[name] = count = counts.get(name, 0) + 1
+            yield (f"{name}()" if count == 1 else f"{name}()#{count}"), frame
 
 
 def said(step: Any) -> str:

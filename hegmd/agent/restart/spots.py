@@ -33,8 +33,9 @@ _DRAWING = frozenset(
 class Spot:
     """One frame: which of its code is run again before the script comes here once more."""
 
-    def __init__(self, frame: FrameType, *, is_inside: bool) -> None:
+    def __init__(self, frame: FrameType, depth: int, *, is_inside: bool) -> None:
         self.frame = frame
+        self.depth = depth  # how many others are around it
         self.code = frame.f_code
         self.flow = flow_of(self.code)
         self.changes = changes_of(self.code)
@@ -64,10 +65,6 @@ class Spot:
                 if found.kind == LOCAL and found.name in shared:
                     yield found, True, False
 
-    def named(self, name: str) -> str:
-        """A variable of it as `baseline` says it."""
-        return name if self.is_module else f"{name} in {self.code.co_name}()"
-
     @property
     def kind(self) -> str:
         return GLOBAL if self.is_module else LOCAL
@@ -89,8 +86,8 @@ class Spot:
 def spots_of(frames: list[FrameType]) -> Iterator[Spot]:
     """One for each, the outermost first."""
     is_inside = False
-    for frame in frames:
-        spot = Spot(frame, is_inside=is_inside)
+    for depth, frame in enumerate(frames):
+        spot = Spot(frame, depth, is_inside=is_inside)
         is_inside = is_inside or bool(spot.loop)
         yield spot
 

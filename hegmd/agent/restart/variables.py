@@ -43,14 +43,14 @@ def capture(
     frames: list[FrameType],
     held: dict[int, Any],
     kept: Collection[str] = (),
-    changed: Collection[str] = (),
+    changed: Collection[tuple[int, str]] = (),
     drift: Drift | None = None,
 ) -> dict[str, Any]:
     """The values, plain, and under "anew" what begins anew, under "unseen" what was too much to be looked at.
 
-    `held` says whose own state goes along, by address, each with a reference; `kept`, which names are seen to
-    otherwise; `changed`, which variables have been seen to have another value than they had, as `baseline` says them;
-    `drift`, how everything else was.
+    `held` says whose own state goes along, by address, each with a reference; `kept`, which names the script itself
+    keeps something by; `changed`, which variables have been seen to have another value than they had, as `baseline`
+    says them; `drift`, how everything else was.
     """
     return _Taking(frames, held, kept, changed, drift).taken
 
@@ -69,7 +69,7 @@ class _Taking:
         frames: list[FrameType],
         held: dict[int, Any],
         kept: Collection[str],
-        changed: Collection[str],
+        changed: Collection[tuple[int, str]],
         drift: Drift | None,
     ) -> None:
         self._held = held
@@ -160,10 +160,10 @@ class _Taking:
         mentioned = spot.changes.mentions(spot.region)
         values: dict[str, Any] = dict(spot.frame.f_locals)
         for name, value in values.items():
-            if name in chosen or name in self._kept or name.startswith("__"):
+            if name in chosen or name.startswith("__"):
                 continue
             said = f"{name} ({type(value).__qualname__}){spot.where(spot.frame.f_lineno or 0)}"
-            if name in live and spot.named(name) in self._changed:
+            if name in live and (spot.depth, name) in self._changed:
                 form: Any = self._form(value, said, is_named=True)
                 if form is not None:
                     chosen[name] = (form[0], True)
@@ -194,8 +194,6 @@ class _Taking:
 
     def _choose(self, chosen: dict[str, Any], found: Change, value: Any, where: str, *, is_named: bool) -> None:
         name = found.name
-        if name in self._kept:
-            return
         if name in chosen:
             chosen[name] = (chosen[name][0], chosen[name][1] or found.is_stored)
             return
@@ -230,7 +228,9 @@ class _Taking:
         return id(thing) not in self._made
 
     def _note(self, what: str) -> None:
-        self._anew[what] = None
+        """What hegm.keep keeps under that name may be it, or another thing of that name."""
+        name = what.partition(" (")[0].rpartition(".")[2]
+        self._anew[f"{what}, but for what hegm.keep({name!r}) keeps" if name in self._kept else what] = None
 
     def _globals(self, reached: list[Any]) -> list[Any]:
         found: dict[str, dict[str, Any]] = {}
@@ -274,7 +274,7 @@ class _Taking:
         stored |= {(ATTRIBUTE, found.name) for code in modules for found in code.found if found.kind == ATTRIBUTE}
         for holder, name, key, value in drift.changed(self._instances):
             is_told = holder.kind == GLOBAL and holder.name in under_way and not is_a(value, *MUTABLE)
-            if id(value) in self._taken_ids or key in self._kept or (is_told and (GLOBAL, key) not in stored):
+            if id(value) in self._taken_ids or (is_told and (GLOBAL, key) not in stored):
                 continue
             if holder.kind == OTHERS and (ATTRIBUTE, key) not in stored:
                 continue

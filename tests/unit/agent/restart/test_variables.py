@@ -28,14 +28,14 @@ class Scripts:
         """What it gives undisturbed."""
         return self._run(text, {}, lambda: None)
 
-    def restarted(self, text: str, at: int, **begin: int) -> tuple[Any, list[str]]:
+    def restarted(self, text: str, at: int, kept: tuple[str, ...] = (), **begin: int) -> tuple[Any, list[str]]:
         """What it gives if it is left at that call of ask(), and what is said. `begin` is where its loops go on."""
         calls: list[None] = []
 
         def leave() -> None:
             calls.append(None)
             if len(calls) == at:
-                raise Left(variables.capture(_frames(sys._getframe(1)), {}))
+                raise Left(variables.capture(_frames(sys._getframe(1)), {}, kept))
 
         with pytest.raises(Left) as left:
             self._run(text, {}, leave)
@@ -129,3 +129,54 @@ def test_what_several_hold_was_torn_apart(scripts: Scripts) -> None:
     assert of_meter is log
     assert of_name is log
     assert other is rows[2] is rows[1]
+
+
+TWO_METERS = """
+class Meter:
+    def __init__(self):
+        self.total = self.best = 0
+
+    def update(self, value):
+        self.total += 1
+        self.best = max(self.best, value)
+
+class Trainer:
+    def train(self, epoch):
+        meter = Meter()
+        for batch in range(second if epoch == first else 0, 4):
+            ask()
+            meter.update(10 * epoch + batch)
+        return meter.total, meter.best
+
+def train():
+    meter = Meter()
+    inner = []
+    for epoch in range(first, 3):
+        inner.append(Trainer().train(epoch))
+        meter.update(100)
+    return meter.total, meter.best, inner
+"""
+
+
+def test_variables_of_two_functions_of_one_name_were_taken_for_one(scripts: Scripts) -> None:
+    """The meter of a function had what that of a method of the same name had, and the method's what it had counted."""
+    assert scripts.restarted(TWO_METERS, 7, first=1, second=2) == (scripts.run(TWO_METERS), [])
+
+
+def test_an_attribute_of_a_kept_names_name_began_anew_without_a_word(scripts: Scripts) -> None:
+    assert scripts.restarted(TWO_METERS, 7, ("best", "meter"), first=1, second=2) == (scripts.run(TWO_METERS), [])
+
+
+OPENED = """
+def train():
+    view = memoryview(b"")
+    for batch in range(first, 4):
+        ask()
+        view, before = memoryview(b"a"), view
+"""
+
+
+def test_what_cannot_go_along_was_not_named_if_something_is_kept_by_its_name(scripts: Scripts) -> None:
+    where = f"view (memoryview) in train() at {NAME}.py:6"
+    assert scripts.restarted(OPENED, 2, first=1)[1] == [where]
+    assert scripts.restarted(OPENED, 2, ("view",), first=1)[1] == [f"{where}, but for what hegm.keep('view') keeps"]
