@@ -32,12 +32,22 @@ OWN = "own"
 
 
 class Referring:
-    """References of one capture. `held` has those to what has a state of its own, by address."""
+    """References of one capture. `held` has those to what has a state of its own, by address.
+
+    `on_the_way` has the names of variables that a restarted script sets anew before it comes to the place: what they
+    held at the first batch, the meter of the first epoch, say, it does not have.
+    """
 
     def __init__(
-        self, instances: Instances, held: dict[int, Any], was_there: Callable[[Any], bool], drift: Drift | None
+        self,
+        instances: Instances,
+        held: dict[int, Any],
+        was_there: Callable[[Any], bool],
+        drift: Drift | None,
+        on_the_way: frozenset[str] = frozenset(),
     ) -> None:
         self._drift = drift
+        self._on_the_way = on_the_way
         self._instances = instances
         self._held = held
         self._was_there = was_there
@@ -60,9 +70,12 @@ class Referring:
         if known is not None:
             return known
         kind = class_of(thing)
-        is_later = not self._was_there(thing)
+        before = [] if self._drift is None else self._drift.names_of(thing)
+        lasting = [name for name in before if not self._is_on_the_way(name)]
+        is_later = not self._was_there(thing) or bool(before and not lasting)
         entry: dict[str, Any] = {
-            "names": self._names_of(thing),
+            # Those that it had at the beginning, since variables may have been set to others meanwhile.
+            "names": lasting or self._instances.names_of(thing),
             "class": kind.__qualname__,
             "module": kind.__module__,
             "later": is_later,
@@ -83,10 +96,10 @@ class Referring:
                     raise
         return number
 
-    def _names_of(self, thing: Any) -> list[str]:
-        """Those that it had at the beginning, since variables may have been set to others meanwhile."""
-        before = [] if self._drift is None else self._drift.names_of(thing)
-        return before or self._instances.names_of(thing)
+    def _is_on_the_way(self, name: str) -> bool:
+        """Whether the way that this name is begins at such a variable."""
+        ends = [at for at, sign in enumerate(name) if sign in ".[<"]
+        return name in self._on_the_way or any(name[:end] in self._on_the_way for end in ends)
 
     def _whole(self, thing: Any, kind: Any, forms: Forms) -> dict[str, Any]:
         if class_named(kind.__module__, kind.__qualname__) is not kind:

@@ -12,6 +12,7 @@ from binascii import crc32
 from .changes import GLOBAL, LOCAL, changes_of, nested_in
 from .flow import flow_of
 from .frameworks import is_own
+from .places import named_frames
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -69,6 +70,14 @@ class Spot:
     def kind(self) -> str:
         return GLOBAL if self.is_module else LOCAL
 
+    def set_on_its_way(self) -> set[str]:
+        """Its variables that a restarted script sets anew on its way to the place, those of a call with the call."""
+        if self.is_inside and not self.is_module:
+            return {*self.code.co_varnames, *self.code.co_cellvars}
+        early = self.loop - self.late
+        stored = (found for found in self.changes.found if found.is_stored and found.kind == self.kind)
+        return {found.name for found in stored if found.offset in early}
+
     def draws_on_its_way(self) -> bool:
         """Whether random numbers may be drawn between the heads of its loops, on the way to the place."""
         return bool(self.changes.mentions(self.loop - self.late) & _DRAWING)
@@ -90,6 +99,15 @@ def spots_of(frames: list[FrameType]) -> Iterator[Spot]:
         spot = Spot(frame, depth, is_inside=is_inside)
         is_inside = is_inside or bool(spot.loop)
         yield spot
+
+
+def set_on_their_way(spots: list[Spot]) -> frozenset[str]:
+    """Those of all of them, as `instances` names them."""
+    functions = {id(frame): name for name, frame in named_frames(spot.frame for spot in spots)}
+    looked_at = (spot for spot in spots if spot.is_looked_at)
+    return frozenset(
+        f"{functions.get(id(spot.frame), spot.module)}.{name}" for spot in looked_at for name in spot.set_on_its_way()
+    )
 
 
 def known_by(code: CodeType) -> dict[str, Any]:

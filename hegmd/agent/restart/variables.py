@@ -17,7 +17,7 @@ from .instances import Instances, users_modules, values_of
 from .kinds import FUNCTION, class_of, is_a, members_of
 from .references import Referring
 from .settling import MUTABLE, SAME, Forms, NotKept, TooLarge
-from .spots import Spot, known_by, spots_of
+from .spots import Spot, known_by, set_on_their_way, spots_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -83,8 +83,10 @@ class _Taking:
         self._forms: dict[int, tuple[Any, Any]] = {}
         self._instances = Instances(frames)
         self._unseen.update(dict.fromkeys(self._instances.unseen))
-        self._referring = Referring(self._instances, held, self._was_there if drift is None else drift.had, drift)
         self._spots = list(spots_of(frames))
+        on_the_way = set_on_their_way(self._spots)
+        was_there = self._was_there if drift is None else drift.had
+        self._referring = Referring(self._instances, held, was_there, drift, on_the_way)
         reached = self._reach()
         looked_at = [spot.changes for spot in self._spots if spot.is_looked_at]
         looked_at += [changes_of(found.code) for found in reached]

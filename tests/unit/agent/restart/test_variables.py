@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from hegmd.agent.restart import recovery, variables
+from hegmd.agent.restart.drift import Drift
+from hegmd.agent.restart.instances import Instances
 
 #: The module's own name: a script's.
 NAME = "a_script_that_is_left"
@@ -30,15 +32,8 @@ class Scripts:
 
     def restarted(self, text: str, at: int, kept: tuple[str, ...] = (), **begin: int) -> tuple[Any, list[str]]:
         """What it gives if it is left at that call of ask(), and what is said. `begin` is where its loops go on."""
-        calls: list[None] = []
-
-        def leave() -> None:
-            calls.append(None)
-            if len(calls) == at:
-                raise Left(variables.capture(_frames(sys._getframe(1)), {}, kept))
-
         with pytest.raises(Left) as left:
-            self._run(text, {}, leave)
+            self._run(text, {}, _leaving(at, kept).__next__)
         state = pickle.loads(pickle.dumps(left.value.args[0]))
         said = variables.begin_anew({variables.KEY: state})
         due = [state]
@@ -58,6 +53,14 @@ class Scripts:
         sys.modules[NAME] = module
         exec(compile(text, module.__file__, "exec"), vars(module))
         return vars(module)["train"]()
+
+
+def _leaving(at: int, kept: tuple[str, ...]) -> Iterator[None]:
+    """A generator, since what a function counts would be taken for the script's."""
+    first = Drift(Instances(_frames(sys._getframe(1))))
+    for _call in range(at - 1):
+        yield
+    raise Left(variables.capture(_frames(sys._getframe(1)), {}, kept, drift=first))
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
@@ -146,20 +149,22 @@ class Trainer:
         for batch in range(second if epoch == first else 0, 4):
             ask()
             meter.update(10 * epoch + batch)
-        return meter.total, meter.best
+        return meter
 
 def train():
     meter = Meter()
+    last = None
     inner = []
     for epoch in range(first, 3):
-        inner.append(Trainer().train(epoch))
+        last = Trainer().train(epoch)
+        inner.append((last.total, last.best))
         meter.update(100)
     return meter.total, meter.best, inner
 """
 
 
 def test_variables_of_two_functions_of_one_name_were_taken_for_one(scripts: Scripts) -> None:
-    """The meter of a function had what that of a method of the same name had, and the method's what it had counted."""
+    """The meter of a function had what that of a method of the same name had, or that of the epoch before."""
     assert scripts.restarted(TWO_METERS, 7, first=1, second=2) == (scripts.run(TWO_METERS), [])
 
 
