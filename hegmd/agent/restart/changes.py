@@ -28,7 +28,7 @@ _OPTIMIZED = 0x1  # a function's code, and neither a module's nor a class's
 MOST_CODES = 600
 _MUTATORS = frozenset(
     "append appendleft extend extendleft insert add update pop popleft popitem remove discard clear setdefault sort "
-    "reverse rotate subtract fill put".split()
+    "reverse rotate subtract fill put difference_update intersection_update symmetric_difference_update".split()
 )
 #: Functions of the standard library that alter a container that they are given.
 _ALTERING = frozenset(

@@ -129,7 +129,15 @@ def take_optimizer(optimizer: Any, references: dict[int, Any]) -> dict[str, Any]
         options = {name: loose(value) for name, value in group.items() if name not in ("params", "param_names")}
         groups.append({"params": named, "options": options})
     called = bool(getattr(optimizer, _CALLED, False))
-    return {"class": _class_of(optimizer), "groups": groups, "states": states, "own": own, "called": called}
+    taken = {"class": _class_of(optimizer), "groups": groups, "states": states, "own": own, "called": called}
+    beside = _states_beside(optimizer)
+    return {**taken, "beside": loose(beside)} if beside else taken
+
+
+def _states_beside(optimizer: Any) -> dict[Any, Any]:
+    """What a class of the script's has in the state under other keys than its parameters."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {key: value for key, value in optimizer.state.items() if id(key) not in known}
 
 
 def unfit_optimizer(optimizer: Any, taken: Any, references: dict[int, Any]) -> list[str]:
@@ -178,6 +186,9 @@ def put_optimizer(optimizer: Any, taken: Any) -> list[str]:
                 optimizer.state.pop(parameter, None)
             else:
                 optimizer.state[parameter] = _moved(state, device, parameter.device, group)
+    for key in _states_beside(optimizer):
+        del optimizer.state[key]
+    optimizer.state.update(owned(taken.get("beside", {})))
     return list(dict.fromkeys(told))
 
 

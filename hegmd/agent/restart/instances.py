@@ -27,6 +27,7 @@ _NAMES_EACH = 6
 _SCALARS: Any = (type(None), bool, int, float, complex, str, bytes, bytearray, range)
 _PASSED: Any = (type, MODULE, FUNCTION, BUILTIN, CODE)
 _OF_MODULES = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
+_OF_OPTIMIZERS = frozenset(("param_groups", "state", "defaults"))
 _NUMBERED = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # PyTorch's dictionaries of them
 _NEAR = 2
 _PARTIAL: Any = getattr(sys.modules.get("functools"), "partial", ())
@@ -68,10 +69,11 @@ class Instances:
             if not is_later and is_a(thing, FUNCTION, type):
                 later.append((name, thing, depth))
                 continue
-            if self._optimizer is not None and is_a(thing, self._optimizer) and id(thing) not in self._seen:
+            is_optimizer = self._optimizer is not None and is_a(thing, self._optimizer)
+            if is_optimizer and not self.is_own(thing) and id(thing) not in self._seen:
                 self._seen[id(thing)] = thing
                 self.others.append((thing, name))
-            if not is_a(thing, *self._leaves) or _is_scripts_own(thing):
+            if not is_a(thing, *self._leaves) or _is_scripts_own(thing) or (is_optimizer and self.is_own(thing)):
                 self._look(name, thing, depth, left)
         if left:
             self.unseen.append(f"objects of the script's beyond the first {_MOST_OBJECTS:,}")
@@ -178,9 +180,11 @@ def cells_of(function: Any) -> list[tuple[str, Any]]:
 
 
 def values_of(thing: Any) -> list[tuple[str, Any]]:
-    """Its attributes, those in slots too."""
+    """Its attributes, those in slots too; of an optimizer none that go along with its own state."""
     own: Any = getattr(thing, "__dict__", None)
     found = list(own.items()) if is_a(own, dict) else []
+    if is_a(thing, getattr(getattr(sys.modules.get("torch"), "optim", None), "Optimizer", ())):
+        found = [(key, value) for key, value in found if key not in _OF_OPTIMIZERS]
     for base in type(thing).__mro__:
         slots: Any = vars(base).get("__slots__", ())
         for slot in (slots,) if is_a(slots, str) else tuple(slots):

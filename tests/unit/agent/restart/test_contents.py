@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 
 from hegmd.agent.restart import arrays, contents, plain
@@ -19,7 +20,9 @@ class Optimizer:
     def __init__(self, device: str, **options: Any) -> None:
         parameter = torch.nn.Parameter(torch.ones(3, device=device))
         self.param_groups: list[dict[str, Any]] = [{"params": [parameter], "lr": 0.1, **options}]
-        self.state = {parameter: {"momentum_buffer": torch.full((3,), 2.0), "step": torch.tensor(7.0)}}
+        self.state: dict[Any, dict[str, Any]] = {
+            parameter: {"momentum_buffer": torch.full((3,), 2.0), "step": torch.tensor(7.0)}
+        }
 
 
 def test_moments_of_a_gpu_went_to_the_cpu_when_they_were_put_back() -> None:
@@ -91,3 +94,21 @@ def test_large_and_small_tensors_are_there_once_all_copies_are_made() -> None:
     assert torch.equal(found["small"], value["small"])
     assert found["small"].requires_grad
     assert found["large"].data_ptr() != value["large"].data_ptr()
+
+
+def test_what_an_optimizer_has_in_its_state_beside_its_parameters_was_lost() -> None:
+    before, put = Optimizer("cpu"), Optimizer("cpu")
+    before.state["seen"] = {"batches": 16, "mean": torch.ones(2)}
+    put.state["begun"] = {}
+    contents.put_optimizer(put, written(contents.take_optimizer(before, {})))
+    contents.make_copies()
+    (parameter,) = put.param_groups[0]["params"]
+    assert list(put.state) == [parameter, "seen"]
+    assert str(put.state["seen"]) == str(before.state["seen"])
+
+
+def test_a_state_of_a_tensor_that_is_none_of_an_optimizers_parameters_has_no_form() -> None:
+    before = Optimizer("cpu")
+    before.state[torch.nn.Parameter(torch.ones(2))] = {"seen": torch.ones(2)}
+    with pytest.raises(plain.NotPlain):
+        written(contents.take_optimizer(before, {}))

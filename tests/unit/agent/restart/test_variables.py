@@ -185,3 +185,56 @@ def test_what_cannot_go_along_was_not_named_if_something_is_kept_by_its_name(scr
     where = f"view (memoryview) in train() at {NAME}.py:6"
     assert scripts.restarted(OPENED, 2, first=1)[1] == [where]
     assert scripts.restarted(OPENED, 2, ("view",), first=1)[1] == [f"{where}, but for what hegm.keep('view') keeps"]
+
+
+SETS = """
+def train():
+    left, right, odd = set(range(9)), set(range(9)), {0}
+    for batch in range(first, 4):
+        ask()
+        left.difference_update([batch])
+        right.intersection_update(range(batch, 9))
+        odd.symmetric_difference_update([batch])
+    return left, right, odd
+"""
+
+
+def test_sets_that_only_their_updates_alter_were_as_at_the_beginning(scripts: Scripts) -> None:
+    assert scripts.restarted(SETS, 3, first=2) == (scripts.run(SETS), [])
+
+
+WARMING = """
+import torch
+
+class Schedule:
+    def __init__(self):
+        self.asked = 0
+
+    def rate(self, calls):
+        self.asked += 1
+        return 0.01 * calls
+
+class Warming(torch.optim.Optimizer):
+    def __init__(self):  # nothing of PyTorch's, which would import its compiler
+        self.param_groups, self.state = [{"lr": 1.0}], {}
+        self._calls = 0
+        self.rates = []
+        self.schedule = Schedule()
+
+    def warm(self):
+        self._calls += 1
+        self.rates.append(self.schedule.rate(self._calls))
+        self.param_groups[0]["lr"] = self.rates[-1]
+
+optimizer = Warming()
+
+def train():
+    for batch in range(first, 4):
+        ask()
+        optimizer.warm()
+    return optimizer._calls, optimizer.rates, optimizer.schedule.asked
+"""
+
+
+def test_what_a_scripts_own_optimizer_counts_began_anew(scripts: Scripts) -> None:
+    assert scripts.restarted(WARMING, 3, first=2) == (scripts.run(WARMING), [])
