@@ -280,7 +280,7 @@ def _takes(here: Any, form: Any, *, in_place: bool) -> bool:
         return class_of(here) in _MAPPINGS and class_of(here).__name__ == form[1]
     if kind == "deque":
         return class_of(here) is deque and here.maxlen == form[2]
-    return class_of(here) is _ROWS[kind]
+    return class_of(here) is _ROWS.get(kind)
 
 
 def _tensor(form: Any, here: Any, *, from_cpu: bool) -> Any:

@@ -187,6 +187,22 @@ def test_what_cannot_go_along_was_not_named_if_something_is_kept_by_its_name(scr
     assert scripts.restarted(OPENED, 2, ("view",), first=1)[1] == [f"{where}, but for what hegm.keep('view') keeps"]
 
 
+BYTES = """
+def train():
+    last = begun = bytearray(b"0")
+    for batch in range(first, 4):
+        ask()
+        begun = begun + bytes([batch]) if batch == 1 else begun
+        begun[0] += batch
+        last = begun
+    return last, last is begun
+"""
+
+
+def test_bytes_that_two_variables_hold_ended_the_restart(scripts: Scripts) -> None:
+    assert scripts.restarted(BYTES, 3, first=2) == (scripts.run(BYTES), [])
+
+
 SETS = """
 def train():
     left, right, odd = set(range(9)), set(range(9)), {0}
