@@ -77,7 +77,7 @@ class Control:
             found.update([int(text)] if text.strip().isdigit() else [])
         with suppress(OSError):
             for name in os.listdir(self._at.folder):
-                if name.isdigit() and os.path.lexists(self._at.folder / name / LOCK):
+                if private_files.is_number(name) and os.path.lexists(self._at.folder / name / LOCK):
                     found.add(int(name))
         return sorted(found)
 

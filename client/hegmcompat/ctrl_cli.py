@@ -15,9 +15,17 @@ from hegmcompat.terminal import explain, say
 from hegmd.errors import HegmError
 
 SUMMARY = "ask trainings for their state, and let them go on"
+_LAST_PORT = 65535
 NOBODY = (
     "No GPU-using workers detected (no Launcher instances have registered a worker, or none hold /dev/nvidia* open)."
 )
+
+
+def port_of(text: str) -> int:
+    """A port as it is typed. Raises argparse.ArgumentTypeError."""
+    if not (text.isascii() and text.isdigit() and int(text) <= _LAST_PORT):
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; give it a whole number from 0 to {_LAST_PORT}")
+    return int(text)
 
 
 DESCRIPTION = "HeGM external control CLI (checkpoint / resume)."
@@ -85,7 +93,7 @@ COMMANDS = (
                 ("--port",),
                 "TCP port for the REST server (default: HEGM_CTRL_PORT, or 8298).",
                 "PORT",
-                {"type": int},
+                {"type": port_of},
             ),
         ),
     ),

@@ -14,16 +14,16 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from hegmcompat import held_state, private_files, workers
-from hegmcompat.surroundings import REFUSED, Surroundings
+from hegmcompat.surroundings import COMMAND, REFUSED, Surroundings
 from hegmcompat.terminal import warn
 from hegmctl.endpoint import find_endpoint
 from hegmctl.running import prepare
 from hegmctl.supervising import GiveUp, Start
 from hegmd.errors import EXTERNAL, HegmError, Refused
 
-COMMAND = "command"
 _OTHERS = ".other"
 # What tells a worker of the state that this one start is from.
 _OF_ONE_START = ("HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_RESTART")
@@ -59,15 +59,14 @@ class Launcher:
     def first(self) -> Start:
         """How to begin, with the folder made and looked at. Raises HegmError."""
         private_files.make_folder(self._state.parent)
-        for path in (self._lock, self._state.with_name(REFUSED)):
-            path.unlink(missing_ok=True)  # of an earlier process of our pid
-        own = json.dumps([os.getcwd(), *self.command]).encode()
+        self._clear()
+        own = json.dumps([_working_folder(), *self.command]).encode()
         command_path = self._state.with_name(COMMAND)
         if os.path.lexists(self._state):
             self._look_at_state()
             if private_files.read(command_path, _COMMAND_BYTES) != own:
                 aside = self._state.with_name(self._state.name + _OTHERS)
-                self._state.rename(aside)
+                self._put_aside(aside)
                 warn(f"{self._state} is of another command: it is kept as {aside}, and the training begins anew")
             else:
                 warn(f"the training goes on from {self._state}")
@@ -121,6 +120,11 @@ class Launcher:
         workers.unregister(self._at.folder, self._pid)
         self._debug(f"[Launcher] Worker exited with code {status}")
         now = private_files.identity(self._state)
+        if status == 0 and self.has_new_state():
+            raise Refused(
+                f"{self.command[0]} ended with 0, and a training in it has left its state, {self._state}",
+                f"have {self.command[0]} exec the training, so that its {self._at.exit_code} is seen; the state stays",
+            )
         if status == 0:
             self._debug("[Launcher] Training complete.")
             self._forget()
@@ -176,6 +180,20 @@ class Launcher:
                 "let HeGM finish that training, or move the file away and begin anew",
             )
 
+    def _clear(self) -> None:
+        """Take away what an earlier process of our pid has left. Raises HegmError."""
+        for path in (self._lock, self._state.with_name(REFUSED)):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise _in_the_way(path, error) from error
+
+    def _put_aside(self, aside: Path) -> None:
+        try:
+            self._state.rename(aside)
+        except OSError as error:
+            raise _in_the_way(aside, error) from error
+
     def _turn_of_worker(self) -> Start:
         self._iteration += 1
         self._debug(f"[Launcher] ---- iteration {self._iteration} ----")
@@ -226,6 +244,19 @@ class Launcher:
         if self._at.path is None:
             with suppress(OSError):
                 self._state.parent.rmdir()
+
+
+def _in_the_way(path: Path, error: OSError) -> Refused:
+    hint = "move it away, or name another folder in HEGM_CHECKPOINT_DIR"
+    return Refused(f"{path} is in the way of the launcher's own file: {error.strerror}", hint)
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        message = "the working folder is gone, and a state is known by the command and its folder"
+        raise Refused(message, "start it in a folder that is there") from error
 
 
 def normalized(command: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ No descriptor is kept: an image that CRIU makes of a waiting launcher is restore
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Generator
@@ -62,6 +63,11 @@ def write(path: Path, data: bytes | memoryview) -> None:
             raise
 
 
+def is_number(name: str) -> bool:
+    """Whether a file is named like a process; there are digits, such as a raised two, that are none to `int`."""
+    return name.isascii() and name.isdigit()
+
+
 def remove_unfinished(path: Path) -> None:
     """What is left of files that were to get that name, by processes that were killed before. For when none runs."""
     with suppress(OSError):
@@ -79,7 +85,12 @@ def _is_unfinished(name: str, wanted: str) -> bool:
 @contextmanager
 def opened(path: Path) -> Generator[int]:
     """A descriptor for reading of a plain file of this user's or root's. Raises OSError."""
-    fd = os.open(path, _READ)
+    try:
+        fd = os.open(path, _READ)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link", str(path)) from error
+        raise
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):

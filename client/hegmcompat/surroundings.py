@@ -16,8 +16,10 @@ from hegmd.errors import USAGE, HegmError
 STATE = "latest.pt"
 LOCK = "lock"
 REFUSED = "refused"
+COMMAND = "command"
 LOOPBACK = "127.0.0.1"
 _SHORTEST_TOKEN = 16
+_LONGEST_S = 1e6
 #: Every variable that is read here, and what it says.
 VARIABLES = {
     "HEGM_CHECKPOINT_DIR": "The folder of all launchers, each with one of its pid in it; `/checkpoint` if not set.",
@@ -60,8 +62,8 @@ def read_surroundings(environ: Mapping[str, str]) -> Surroundings:
     """The settings. Raises HegmError USAGE that names the variable."""
     path = environ.get("HEGM_CHECKPOINT_PATH") or None
     return Surroundings(
-        folder=Path(environ.get("HEGM_CHECKPOINT_DIR") or "/checkpoint").absolute(),
-        path=None if path is None else Path(path).absolute(),
+        folder=_absolute("HEGM_CHECKPOINT_DIR", environ.get("HEGM_CHECKPOINT_DIR") or "/checkpoint"),
+        path=None if path is None else _file(path),
         exit_code=_whole(environ, "HEGM_EXIT_CODE", 99, 1, 255),
         poll_interval_s=_seconds(environ, "HEGM_POLL_INTERVAL", 1.0),
         checkpoint_limit_s=_seconds(environ, "HEGM_CTRL_CHECKPOINT_TIMEOUT", 300.0),
@@ -100,6 +102,22 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def _file(text: str) -> Path:
+    path = _absolute("HEGM_CHECKPOINT_PATH", text)
+    if path.name in ("", "..", LOCK, REFUSED, COMMAND):
+        message = f"HEGM_CHECKPOINT_PATH is {text!r}, which can be no file for a state"
+        raise HegmError(USAGE, message, "give it the full path of another one, or unset it")
+    return path
+
+
+def _absolute(name: str, text: str) -> Path:
+    try:
+        return Path(text).absolute()
+    except OSError as error:
+        hint = "go to a folder that is there, or give the whole path"
+        raise HegmError(USAGE, f"{name} is {text!r}, and the working folder is gone", hint) from error
+
+
 def _whole(environ: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
     text = environ.get(name) or str(default)
     try:
@@ -117,6 +135,7 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise HegmError(USAGE, f"{name} is {text!r}", "give it a number of seconds above 0, or unset it")
+    if not 0 < value <= _LONGEST_S:
+        hint = f"give it a number of seconds above 0, {_LONGEST_S:.0f} at most, or unset it"
+        raise HegmError(USAGE, f"{name} is {text!r}", hint)
     return value

@@ -41,7 +41,7 @@ def registered(folder: Path) -> dict[int, int]:
     except OSError:
         return found
     for name in names:
-        if not name.isdigit():
+        if not private_files.is_number(name):
             continue
         launcher_pid = int(name)
         if not is_alive(launcher_pid):

@@ -111,6 +111,7 @@ class DaemonDesk:
         may_go_on = status != 0 if was_started else self._launches or status == LEFT_STATUS or status < 0
         self._status = status
         if was_started and status == 0:
+            may_go_on = not self._has_gone_on()
             self._note_end()
         if not expected or not may_go_on:
             self._report(SuperviseReport(result="ended", status=status))
@@ -119,6 +120,8 @@ class DaemonDesk:
         self._left = True
         if not was_started:
             self._report(SuperviseReport(result="ended", status=status))
+        elif status == 0:
+            self._fail("its command ended with 0 and no training in it has gone on from its state")
         elif status != GAVE_UP_STATUS and self._starts < self._tries and self._order is not None:
             self._say(f"it ended with {status} before its first boundary, and is started again")
             self._forget_notes()
@@ -244,6 +247,10 @@ class DaemonDesk:
         hint = "see what it printed; its state is held"
         report = SuperviseReport(order=number, result="failed", message=message, hint=hint, starts=self._starts)
         self._report(report)
+
+    def _has_gone_on(self) -> bool:
+        """Whether the process that has ended had put the state back. Ranks do not note it."""
+        return self._lock is None or os.pread(self._lock, len(BACK), 0) == BACK
 
     def _note_end(self) -> None:
         """Beside the word of the process that it had the state back."""

@@ -31,11 +31,11 @@ def weigh() -> tuple[int, list[Refusal], list[str]]:
 
     Left out is what is over by itself. The training thread is at a boundary.
     """
-    from . import plain, variables
+    from . import plain, script, variables
     from .capture import capture
 
     state, refusals = capture()
-    lasting = [found for found in refusals if not found.passes]
+    lasting = [*script.refusals(), *(found for found in refusals if not found.passes)]
     try:
         return plain.size_bytes(state), lasting, variables.begin_anew(state)
     except plain.NotPlain as error:
@@ -46,10 +46,11 @@ def save(
     fd: int, ident: int | None = None, progress: Callable[[int], None] | None = None, frame: FrameType | None = None
 ) -> int:
     """Write the state of the training, which stands, into the descriptor; how many bytes. Raises HegmError, OSError."""
-    from . import plain
+    from . import plain, script
     from .capture import capture
 
     state, refusals = capture(ident, frame)
+    refusals = [*script.refusals(), *refusals]
     if not refusals:
         began = monotonic()
         try:

@@ -11,6 +11,7 @@ import pytest
 
 from hegmcompat import private_files, workers
 from hegmcompat.control import Control
+from hegmcompat.ctrl_cli import run
 from hegmcompat.surroundings import read_surroundings
 from tests.unit.hegmcompat.children import child
 
@@ -31,6 +32,24 @@ def leaves_lock(folder: Path, launcher_pid: int) -> str:
     lock = folder / str(launcher_pid) / "lock"
     lock.parent.mkdir(mode=0o700, exist_ok=True)
     return f"signal.signal(signal.SIGUSR1, lambda *_: open({str(lock)!r}, 'w').close())"
+
+
+def test_a_file_that_is_named_by_digits_of_another_script_is_no_launcher(tmp_path: Path) -> None:
+    """A raised two is a digit, and no number: whoever planted it ended every hegm-ctrl with a traceback."""
+    for folder in (tmp_path / "²", tmp_path / ".workers"):
+        folder.mkdir()
+    (tmp_path / "²" / "lock").touch()
+    (tmp_path / ".workers" / "²").write_text("1")
+    control = Control(read_surroundings({"HEGM_CHECKPOINT_DIR": str(tmp_path)}))
+    assert control.resume_all() == {}
+    assert control.checkpoint_all() == {}
+
+
+@pytest.mark.parametrize("text", ["99999", "-5", "8x", "²"])
+def test_a_port_that_is_none_is_a_matter_of_usage(text: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["api-server", "--port", text], {})
+    assert ended.value.code == 2
 
 
 def test_a_worker_that_leaves_its_state_is_ready_and_resumed_by_its_launcher(tmp_path: Path) -> None:

@@ -200,6 +200,39 @@ def test_what_is_no_state_of_ours_starts_nothing(tmp_path: Path, made: str) -> N
     assert os.path.lexists(path)
 
 
+def test_a_state_is_not_thrown_away_where_a_shell_hides_the_exit_code(tmp_path: Path) -> None:
+    """`sh -c 'python train.py; echo over'` ended with 0, which was taken for the end of the training."""
+    script = 'echo the state > "$HEGM_CHECKPOINT_PATH.new"; mv "$HEGM_CHECKPOINT_PATH.new" "$HEGM_CHECKPOINT_PATH"'
+    with launched(tmp_path, script) as launcher:
+        status, errors = launcher.end()
+        assert (launcher.folder / "latest.pt").read_text() == "the state\n"
+    assert status == 6
+    assert "has left its state" in errors
+
+
+def test_a_folder_in_the_place_of_the_lock_is_told_of_and_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    with launched(tmp_path, "echo started", HEGM_CHECKPOINT_PATH=str(tmp_path / "state.pt")) as launcher:
+        assert launcher.line() == ""
+        status, errors = launcher.end()
+    assert status == 6
+    assert f"{tmp_path / 'lock'} is in the way" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_working_folder_that_is_gone_is_told_of(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    script = f'cd {gone} && rmdir {gone} && exec "$@"'
+    program = (sys.executable, "-m", "hegmcompat.launcher_cli", "true")
+    settings = {"HEGM_CHECKPOINT_DIR": str(tmp_path), "HEGM_CTRL_PORT": "0"}
+    settings["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    words = ["sh", "-c", script, "sh", *program]
+    done = subprocess.run(words, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
+    assert done.returncode == 6
+    assert "the working folder is gone" in done.stderr
+
+
 def test_an_old_lock_does_not_tell_of_a_new_worker(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
     with launched(tmp_path, f"ls {tmp_path}", HEGM_CHECKPOINT_PATH=str(tmp_path / "state.pt")) as launcher:

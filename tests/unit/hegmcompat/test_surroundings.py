@@ -53,7 +53,10 @@ def test_a_named_path_is_everybodys() -> None:
         ("HEGM_CTRL_PORT", "65536"),
         ("HEGM_POLL_INTERVAL", "0"),
         ("HEGM_POLL_INTERVAL", "nan"),
+        ("HEGM_POLL_INTERVAL", "1e300"),
         ("HEGM_CTRL_CHECKPOINT_TIMEOUT", "-1"),
+        ("HEGM_CHECKPOINT_PATH", "/"),
+        ("HEGM_CHECKPOINT_PATH", "/data/lock"),
     ],
 )
 def test_a_value_that_cannot_be_is_named(name: str, text: str) -> None:

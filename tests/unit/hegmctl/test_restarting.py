@@ -205,12 +205,15 @@ def test_the_end_of_the_training_is_noted_where_the_next_daemon_finds_it(attende
 
 
 def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_training(attended: Attended) -> None:
-    """As of `--resume 4 -- true`: only both words together let go of the state."""
+    """As of `--resume 4 -- true`, which ended with 0 as if the training were over. Both words let go of the state."""
     attended.attend()
     attended.expect()
     attended.start()
-    assert not attended.desk.ended(0, told=None)
+    assert attended.desk.ended(0, told=None)
     assert not attended.lock_path.read_bytes().startswith(b"back")
+    attended.until(lambda: attended.reports()[-1].result == "failed")
+    assert "no training in it has gone on" in attended.reports()[-1].message
+    assert attended.desk.wanted() is None
 
 
 def test_what_was_different_for_a_start_that_went_well_stays_so(attended: Attended) -> None:
