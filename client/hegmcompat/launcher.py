@@ -20,13 +20,11 @@ from hegmcompat import held_state, private_files, workers
 from hegmcompat.surroundings import COMMAND, REFUSED, Surroundings
 from hegmcompat.terminal import warn
 from hegmctl.endpoint import find_endpoint
-from hegmctl.running import prepare
+from hegmctl.running import OF_ONE_START, prepare
 from hegmctl.supervising import GiveUp, Start
 from hegmd.errors import EXTERNAL, HegmError, Refused
 
 _OTHERS = ".other"
-# What tells a worker of the state that this one start is from.
-_OF_ONE_START = ("HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_RESTART")
 _COMMAND_BYTES = 1 << 20
 _ZIP = b"PK"  # what a file of torch.save begins with
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -149,7 +147,7 @@ class Launcher:
     def settle(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         """It runs elsewhere from now on, and goes on there from its files too."""
         self.command = list(command)
-        self.environ = {name: value for name, value in environ.items() if name not in _OF_ONE_START}
+        self.environ = {name: value for name, value in environ.items() if name not in OF_ONE_START}
 
     def left_to_daemon(self) -> None:
         """It has ended, and what comes next is another's to say."""
@@ -209,8 +207,7 @@ class Launcher:
     def _prepared(self, environ: Mapping[str, str]) -> dict[str, str]:
         made = dict(environ)
         prepare(made, find_endpoint(None, made).path, None, made.get("HEGM_GPU"))
-        for name in (*_OF_ONE_START, "HEGM_CTRL_TOKEN"):
-            made.pop(name, None)
+        made.pop("HEGM_CTRL_TOKEN", None)
         made["HEGM_CHECKPOINT_PATH"] = str(self._state)
         made["HEGM_EXIT_CODE"] = str(self._at.exit_code)
         made["HEGM_LAUNCHER"] = str(self._pid)

@@ -37,6 +37,7 @@ CONNECT_S = 2.0
 TRIES = 2
 # What the agent of a process that is started from a state reads.
 STATE_FD, LOCK_FD, OPERATION = "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_RESTART"
+STATE = "HEGM_STATE"
 _PYTHON = re.compile(r"python[0-9.]*t?$")
 
 
@@ -139,6 +140,8 @@ class DaemonDesk:
             return None
         environ = {name: value for name, value in self._environ.items() if name not in order.unset}
         environ.update(order.set)
+        for name in (STATE, STATE_FD, LOCK_FD, STATES):
+            environ.pop(name, None)  # of an earlier start, or by `--env`: the script would begin anew
         environ.update({OPERATION: order.operation})
         if self._state is not None:
             environ[STATE_FD] = str(self._state)

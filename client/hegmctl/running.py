@@ -33,6 +33,8 @@ _LOG_TAIL_BYTES = 2000
 KEPT = 3
 # Tells every Python of the command that it has a supervisor; and, set beforehand, makes `hegmctl run` one.
 ALLOW_RESTART = "HEGM_ALLOW_RESTART"
+# What tells a process of the state that this one start is from; an earlier start's would lead it to another, or to none.
+OF_ONE_START = ("HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_STATES", "HEGM_RESTART")
 SHORTEST_PERIOD_S = 1.0
 
 
@@ -119,6 +121,8 @@ def prepare(
     environ: MutableMapping[str, str], socket_path: str, name: str | None, gpu: str | None, images: str | None = None
 ) -> None:
     """What the command's environment needs besides its own."""
+    for variable in OF_ONE_START:
+        environ.pop(variable, None)
     before = environ.get("PYTHONPATH")
     environ["PYTHONPATH"] = inject_folder() + (os.pathsep + before if before else "")
     # For the agent in a Python that has no msgpack of its own, or another one than ours.

@@ -102,6 +102,8 @@ def _handed(of_ranks: str) -> int | None:
     """
     socket: Any = __import__("socket")
     count, _, name = of_ranks.partition(":")
+    if RANK not in os.environ:
+        raise OSError(f"{RANKS} says that it is of ranks, and {RANK} is not set")
     rank, world = os.environ[RANK], os.environ.get(WORLD_SIZE, "1")
     if world != count:
         raise OSError(f"it is of {count} ranks, and the job has {world} now")

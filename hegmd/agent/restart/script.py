@@ -7,7 +7,6 @@ once, and look as if the training were over.
 from __future__ import annotations
 
 import os
-import stat
 import sys
 
 from .unfit import Refusal
@@ -33,18 +32,21 @@ def refusals() -> Iterator[Refusal]:
     if getattr(main, "__spec__", None) is not None or not isinstance(path, str) or not os.path.isabs(path):
         return
     try:
-        found = os.stat(path)
+        os.stat(path)
     except OSError as error:
         yield Refusal(f"the script {path} cannot be read again: {error.strerror}", "put it back where it was")
     else:
-        if not stat.S_ISREG(found.st_mode):
+        if not os.path.isfile(path):
             yield Refusal(f"the script came by {path}, which is no file that can be read again", _HINT)
 
 
 def _first_frame() -> FrameType | None:
     """The one that the main thread began with."""
     threading = sys.modules.get("threading")
-    frame = None if threading is None else sys._current_frames().get(threading.main_thread().ident)
+    if threading is None:
+        return None
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented all the same
+    frame = frames.get(threading.main_thread().ident)
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
     return frame

@@ -158,6 +158,16 @@ def test_it_is_started_with_other_surroundings_from_the_state_and_its_lock(atten
     assert start.keep == (state, lock)
 
 
+def test_no_variable_of_an_earlier_start_leads_away_from_the_state(attended: Attended) -> None:
+    """With a HEGM_STATES from somewhere the script found no state, and began anew without a word."""
+    attended.attend()
+    attended.expect()
+    wanted = attended.start(set={"HEGM_STATES": "2:gone", "HEGM_STATE": "/gone", STATE_FD: "0", LOCK_FD: "0"})
+    assert "HEGM_STATES" not in wanted.environ
+    assert "HEGM_STATE" not in wanted.environ
+    assert {int(wanted.environ[STATE_FD]), int(wanted.environ[LOCK_FD])} == set(wanted.keep)
+
+
 def test_another_python_for_a_command_that_is_none_is_refused(socket_path: Path, tmp_path: Path) -> None:
     attended = Attended(socket_path, tmp_path, ("bash", "train.sh"))
     with attended.listen():

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-ASKS = "import threading\nfrom hegmd.agent.restart.script import refusals\nprint([found.what for found in refusals()])\n"
+ASKS = (
+    "import threading\nfrom hegmd.agent.restart.script import refusals\nprint([found.what for found in refusals()])\n"
+)
 
 
 def run(*words: str, read: str | None = None, folder: Path | None = None) -> str:
