@@ -33,7 +33,7 @@ _LOG_TAIL_BYTES = 2000
 KEPT = 3
 # Tells every Python of the command that it has a supervisor; and, set beforehand, makes `hegmctl run` one.
 ALLOW_RESTART = "HEGM_ALLOW_RESTART"
-# What tells a process of the state that this one start is from; an earlier start's would lead it to another, or to none.
+# What tells a process of the state that this one start is from; an earlier start's would lead it elsewhere.
 OF_ONE_START = ("HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_STATES", "HEGM_RESTART")
 SHORTEST_PERIOD_S = 1.0
 
