@@ -15,6 +15,7 @@ from .drift import Drift
 from .holdings import TENSOR, Holding, Holdings
 from .instances import Instances
 from .kinds import is_a
+from .marks import Mark, Marking
 from .unfit import Refusal
 
 TYPE_CHECKING = False
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 #: Places that are remembered. A script has a loop for training and some for evaluation.
-MOST_PLACES = 16
+MOST_PLACES = 128
 _FIRST_STEP = "first step"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SIZED = (list, dict, set, bytearray)
@@ -52,14 +53,16 @@ class Baseline:
     def __init__(self, frames: list[FrameType], *, is_late: bool = False) -> None:
         self._is_late = is_late
         self._kinds: dict[str, tuple[str, str]] = {}
-        self._tensors: dict[str, tuple[Any, int]] = {}
+        self._marks: dict[str, tuple[Any, Mark]] = {}
         self._names: dict[int, tuple[Any, list[str]]] = {}
-        for found in Holdings(frames).list:
+        holdings = Holdings(frames)
+        marking, elsewhere = Marking(), holdings.tensors_elsewhere()
+        for found in holdings.list:
             self._names[id(found.thing)] = (_weak(found.thing), found.names)
             for name in found.names:
                 self._kinds[name] = (found.kind, type(found.thing).__qualname__)
-            if found.kind == TENSOR:
-                self._tensors[found.names[0]] = (weakref.ref(found.thing), found.thing._version)
+            if found.kind == TENSOR and id(found.thing) not in elsewhere:
+                self._marks[found.names[0]] = (weakref.ref(found.thing), marking.mark(found.thing))
         self._variables = {name: _print_of(value) for name, value in _variables(frames)}
         self.drift = Drift(Instances(frames))
 
@@ -73,13 +76,16 @@ class Baseline:
         kind = (found.kind, type(found.thing).__qualname__)
         return all(self._kinds.get(name) != kind for name in found.names)
 
-    def was_written_to(self, found: Holding) -> bool:
-        """Whether this tensor was there and has been changed in place since."""
+    def written_to(self, holdings: list[Holding]) -> set[int]:
+        """Those tensors, by address, that were there and have been changed in place since, or may have been."""
+        marking = Marking()
+        return {id(found.thing) for found in holdings if found.kind == TENSOR and self._was_written_to(found, marking)}
+
+    def _was_written_to(self, found: Holding, marking: Marking) -> bool:
         for name in found.names:
-            tensor, version = self._tensors.get(name, (None, 0))
-            if tensor is not None and tensor() is found.thing:
-                now = found.thing._version
-                return bool(now != version or (self._is_late and now > 0))
+            tensor, mark = self._marks.get(name, (None, None))
+            if tensor is not None and mark is not None and tensor() is found.thing:
+                return marking.was_written_to(found.thing, mark, is_late=self._is_late)
         return False
 
     def changed(self, frames: list[FrameType]) -> list[tuple[int, str]]:

@@ -3,6 +3,7 @@
 Owns what belongs to a state and in which order it is compared and set: first everything is compared, so that a state
 that does not fit changes nothing. `capture` is called by the agent's thread while the training thread stands; what
 comes back of it shares memory with the training, and is to be written before that goes on.
+Longer than 400 lines because what is taken and how it is put back are to be read side by side.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .holdings import (
     TENSOR,
     Holding,
     Holdings,
+    is_open,
 )
 from .interface import KEY
 from .interface import said as said_by_script
@@ -184,9 +186,12 @@ class _Taking:
 
     def _chosen(self, holdings: Holdings) -> Iterator[Holding]:
         """What goes along: what a restarted script will hold too, of tensors those that have been written to."""
+        written: set[int] = set()
+        if self._baseline is not None:
+            written = self._baseline.written_to(holdings.list)
         for found in holdings.list:
             if found.kind == TENSOR:
-                if self._baseline is not None and self._baseline.was_written_to(found):
+                if id(found.thing) in written:
                     yield found
             elif self._baseline is None or not self._baseline.is_later(found):
                 yield found
@@ -198,7 +203,10 @@ class _Taking:
         baseline = self._baseline
         if not holdings.is_whole:
             self._refuse("the script holds more objects than are looked through", "hold less in lists and dictionaries")
-        carried = [found for found in self._chosen(holdings) if not _is_in_optimizer(found, holdings)]
+        elsewhere = holdings.tensors_elsewhere()
+        carried = [
+            found for found in self._chosen(holdings) if found.kind != TENSOR or id(found.thing) not in elsewhere
+        ]
         references = _references(dict(enumerate(carried)))
         self.state["holdings"] = [
             {
@@ -212,9 +220,13 @@ class _Taking:
         values, against = said_by_script.capture([found.thing for found in carried if found.kind == OPTIMIZER])
         self.state[KEY] = values
         self.refusals += [Refusal(what, hint) for what, hint in against]
+        held = references_to(holdings.addresses(), [found.thing for found in carried])
+        for found in carried:
+            if is_open(found):  # it goes along with its attributes
+                held.pop(id(found.thing), None)
         self.state[variables.KEY] = own = variables.capture(
             place.frames,
-            references_to(holdings.addresses(), [found.thing for found in carried]),
+            held,
             kept=values["kept"],
             changed=[] if baseline is None else baseline.changed(place.frames),
             drift=None if baseline is None else baseline.drift,
@@ -227,29 +239,26 @@ class _Taking:
                 self._refuse(f"the while loop at {said(step)} goes by variables of the script's own", _BY_HAND)
 
 
-def _is_in_optimizer(found: Holding, holdings: Holdings) -> bool:
-    """Whether it is a tensor that goes along with an optimizer or with a module."""
-    return found.kind == TENSOR and id(found.thing) in holdings.tensors_elsewhere()
-
-
 def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     """Set everything in the script, which is at its place; `frame` is the training thread's. Raises DoesNotFit."""
     if state["form"] != FORM:
         raise DoesNotFit([f"the state has form {state['form']}, and this release reads form {FORM}"])
     frames = Place(frame).frames
-    here = Holdings(frames).list
-    pairs, reasons = _matched(state["holdings"], here)
-    references = _references({index: found for index, (_saved, found) in pairs.items()})
-    for saved, found in pairs.values():
-        reasons += [f"{saved['names'][0]}: {why}" for why in _unfit(found, saved["content"], references)]
-    optimizers = [found.thing for _saved, found in pairs.values() if found.kind == OPTIMIZER]
-    reasons += said_by_script.misfits(state[KEY], optimizers)
+    pairs, reasons = _compared(state, frames)
+    reasons += said_by_script.misfits(state[KEY], _optimizers_in(pairs))
     reasons += frameworks.resuming.misfits(state[frameworks.KEY])
     reasons += recovery.misfits(state[variables.KEY], frames)
     if reasons:
         raise DoesNotFit(reasons)
+    stateful_ones = [(saved, found) for saved, found in pairs.values() if found.kind == STATEFUL]
+    for saved, found in stateful_ones:
+        _put(found, saved["content"])
+    if any(is_open(found) for _saved, found in stateful_ones):
+        pairs, reasons = _compared(state, frames)  # what is in them may be another thing now
+        if reasons:
+            raise DoesNotFit(reasons)
     told: list[str] = []
-    for kind in (MODULE, OPTIMIZER, SCHEDULER, SCALER, STATEFUL, TENSOR, GENERATOR):
+    for kind in (MODULE, OPTIMIZER, SCHEDULER, SCALER, TENSOR, GENERATOR):
         for saved, found in pairs.values():
             if found.kind == kind:
                 told += [f"{saved['names'][0]}: {what}" for what in _put(found, saved["content"])]
@@ -263,9 +272,22 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     missing = recovery.put_back(state[variables.KEY], frames, held, from_cpu=from_cpu)
     _say_anew([*state[variables.KEY]["anew"], *missing])
     _say_otherwise(told)
-    said_by_script.put_back(state[KEY], optimizers)
+    said_by_script.put_back(state[KEY], _optimizers_in(pairs))
     frameworks.resuming.put_back(state[frameworks.KEY])
     generators.set_shared(state["shared"])
+
+
+def _compared(state: dict[str, Any], frames: list[FrameType]) -> tuple[dict[int, tuple[Any, Holding]], list[str]]:
+    """What was taken, each with what the script holds here, and why they do not fit."""
+    pairs, reasons = _matched(state["holdings"], Holdings(frames).list)
+    references = _references({index: found for index, (_saved, found) in pairs.items()})
+    for saved, found in pairs.values():
+        reasons += [f"{saved['names'][0]}: {why}" for why in _unfit(found, saved["content"], references)]
+    return pairs, reasons
+
+
+def _optimizers_in(pairs: dict[int, tuple[Any, Holding]]) -> list[Any]:
+    return [found.thing for _saved, found in pairs.values() if found.kind == OPTIMIZER]
 
 
 def _say_anew(names: list[str]) -> None:

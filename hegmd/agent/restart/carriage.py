@@ -74,21 +74,23 @@ def fill(pairs: Iterable[tuple[Any, Any]], progress: Progress | None = None) -> 
     for saved, target in todo:
         where = str(target.device)
         if not _is_the_same_to_the_byte(saved, target) or (where != CPU and driver is None):
-            with torch.no_grad():
+            with torch.inference_mode(target.is_inference()), torch.no_grad():
                 target.copy_(saved)
             continue
         size_bytes = target.numel() * target.element_size()
-        spans.setdefault(where, {})[target.data_ptr()] = (saved.data_ptr(), target.data_ptr(), size_bytes)
+        mine = spans.setdefault(where, {})
+        if size_bytes > mine.get(target.data_ptr(), (0, 0, 0))[2]:  # a view may begin where what it is of begins
+            mine[target.data_ptr()] = (saved.data_ptr(), target.data_ptr(), size_bytes)
         filled.append(target)
     done = _Done(progress or copying.ignore)
     for where, by_target in spans.items():
-        mine = list(by_target.values())
+        moves = list(by_target.values())
         if where == CPU or driver is None:
-            copying.in_threads(_move, mine, done.tell)
+            copying.in_threads(_move, moves, done.tell)
         else:
             with _Video(driver, where) as video:
-                copying.in_threads(video.storing(), mine, done.tell, VIDEO_THREADS)
-        done.add(mine)
+                copying.in_threads(video.storing(), moves, done.tell, VIDEO_THREADS)
+        done.add(moves)
     _note_changes(torch, filled)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LOCAL = "local"
 GLOBAL = "global"
 ATTRIBUTE = "attribute"
+_DATA = "data"
 _OPTIMIZED = 0x1  # a function's code, and neither a module's nor a class's
 #: Functions of the script that are looked through for what they change.
 MOST_CODES = 600
@@ -65,6 +66,7 @@ class Changes:
         self._parameters = frozenset(code.co_varnames[1 if self._own == "self" else 0 : code.co_argcount])
         self._loops = loops_of(code)
         self._stack: list[tuple[str, str] | None] = []
+        self._with_data: set[tuple[str, str]] = set()  # whose `.data` is asked for: a tensor's is its own memory
         is_function = bool(code.co_flags & _OPTIMIZED)
         self._names_are = LOCAL if is_function else GLOBAL
         for found in self._loops.instructions():
@@ -98,6 +100,9 @@ class Changes:
         return self._stack[-1 - below_top] if below_top < len(self._stack) else None
 
     def _note(self, found: Any, origin: tuple[str, str] | None, *, is_stored: bool, of_self: bool = False) -> None:
+        if origin is not None and origin[0] == ATTRIBUTE and origin[1].rpartition(".")[2] == _DATA:
+            for whole in sorted(self._with_data):
+                self._note(found, whole, is_stored=False)
         if origin is not None:
             line = self._loops.line_of(found.offset)
             own = of_self or (origin[0] == ATTRIBUTE and origin[1].startswith("self."))
@@ -140,8 +145,13 @@ class Changes:
         in_place = attribute.endswith("_") and not attribute.startswith("_")  # PyTorch's own spelling
         if attribute in _MUTATORS or in_place:
             self._note(found, origin, is_stored=False)
+        self._note_data(attribute, origin)
         own = "self." if origin is not None and origin == (LOCAL, self._own) else ""
         self._stack.append((ATTRIBUTE, own + attribute))
+
+    def _note_data(self, attribute: str, origin: tuple[str, str] | None) -> None:
+        if attribute == _DATA and origin is not None and origin[1].rpartition(".")[2] != _DATA:
+            self._with_data.add(origin)
 
     def _follow_name(self, found: Any) -> None:
         name = str(found.argval)
@@ -155,6 +165,7 @@ class Changes:
 
     def _follow_setting(self, found: Any) -> None:
         if found.opname == "STORE_ATTR":
+            self._note_data(str(found.argval), self._at(0))
             own = self._at(0) == (LOCAL, self._own)
             self._note(found, (ATTRIBUTE, str(found.argval)), is_stored=True, of_self=own)
         else:

@@ -202,7 +202,7 @@ def _set_options(group: dict[str, Any], options: dict[str, Any], moved: tuple[st
         elif isinstance(group.get(name), torch.Tensor) and is_a(value, torch.Tensor):
             _copy(group[name], value)
         else:
-            group[name] = owned(value)
+            group[name] = _owned(value)
 
 
 def _moved(state: Any, was_on: str, device: Any, group: dict[str, Any], name: Any = None) -> Any:
@@ -256,17 +256,26 @@ def loose(value: Any) -> Any:
 
 
 def owned(value: Any) -> Any:
-    """The same with memory of its own: what is read from a state file lies in the file."""
+    """The same with memory of its own, for whoever reads it at once: what is read from a state file lies in the file.
+
+    Raises HegmError.
+    """
+    made = _owned(value)
+    make_copies()
+    return made
+
+
+def _owned(value: Any) -> Any:
     if hasattr(value, "untyped_storage"):
         return _made(value, whereabouts.device_like(arrays.was_on(value)))
     if hasattr(value, "tobytes") and hasattr(value, "copy"):
         return value.copy()
     if is_a(value, dict):
         if set(value) == {_COUNTER}:
-            return _counter(owned(value[_COUNTER]))
-        return type(value)((key, owned(found)) for key, found in value.items())
+            return _counter(_owned(value[_COUNTER]))
+        return type(value)((key, _owned(found)) for key, found in value.items())
     if type(value) in (list, tuple):
-        return type(value)(owned(found) for found in value)
+        return type(value)(_owned(found) for found in value)
     return value
 
 

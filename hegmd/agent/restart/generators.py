@@ -64,12 +64,25 @@ def set_shared(states: Mapping[str, Any]) -> None:
 
 
 def is_generator(found: object) -> bool:
-    """Whether it is a random generator of one of the three."""
+    """Whether it is a random generator of one of the three, and none of those that all share."""
     random, numpy, torch = _modules()
-    return (
+    return not _is_shared(found) and (
         (random is not None and is_a(found, random.Random) and not is_a(found, random.SystemRandom))
         or (numpy is not None and is_a(found, numpy.random.Generator, numpy.random.RandomState))
         or (torch is not None and is_a(found, torch.Generator))
+    )
+
+
+def _is_shared(found: object) -> bool:
+    """Whether it is one of those that `read_shared` reads: their functions hold them, whoever imports one of these."""
+    random, numpy, torch = _modules()
+    return found is not None and any(
+        found is getattr(module, name, None)
+        for module, name in (
+            (random, "_inst"),
+            (getattr(getattr(numpy, "random", None), "mtrand", None), "_rand"),
+            (torch, "default_generator"),
+        )
     )
 
 

@@ -11,7 +11,7 @@ import sys
 from collections import deque
 
 from . import frameworks, generators, lightning, stateful
-from .kinds import is_a
+from .kinds import BUILTIN, FUNCTION, METHOD, class_of, is_a, members_of
 from .places import is_users_module, named_frames
 
 TYPE_CHECKING = False
@@ -32,17 +32,15 @@ MOST_OBJECTS = 200_000
 _DEEP = 10
 _LONGEST = 20_000
 _NAMES_EACH = 12
+#: What is named where the search does not come to it.
+_TOLD = frozenset((MODULE, OPTIMIZER, SCHEDULER, SCALER, GENERATOR))
 _CLASS: Any = type
-_LEAVES: Any = (str, bytes, bytearray, int, float, complex, bool, type(None), range, memoryview, _CLASS, _CLASS(sys))
-_OF_MODULES = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
+_LEAVES: Any = (str, bytes, bytearray, int, float, complex, bool, type(None), range, memoryview, _CLASS(sys))
+_CHILDREN = "_modules"
+_OF_MODULES = frozenset(("_parameters", "_buffers", _CHILDREN, "_non_persistent_buffers_set"))
 _OF_OPTIMIZERS = frozenset(("param_groups", "state", "defaults", "_optimizer_step_post_hooks"))
-
-
-class _Bound:
-    def method(self) -> None: ...
-
-
-_FUNCTIONS = (type(lambda: None), type(_Bound().method))
+_COLLECTIONS: Any = (dict, list, tuple, set, frozenset, deque)
+_ACCESSORS: Any = (property, staticmethod, classmethod)
 
 
 class Holding:
@@ -67,12 +65,15 @@ class Holdings:
         self._kinds = _Kinds()
         self._seen: dict[int, Any] = {}
         self._held: dict[int, Holding] = {}
+        self._beyond: list[tuple[str, Any]] = []
         self._left: deque[tuple[str, Any, int]] = deque(_beginnings(frames))
         while self._left:
             self._look(*self._left.popleft())
+        beyond = dict.fromkeys(name for name, thing in self._beyond if id(thing) not in self._held)
+        self.unseen += [f"what is within {name}" for name in beyond]
         inside = _within(found.thing for found in self._held.values() if found.kind == MODULE)
         self.list = [found for found in self._held.values() if id(found.thing) not in inside]
-        del self._left, self._seen
+        del self._left, self._seen, self._beyond
 
     def tensors_elsewhere(self) -> set[int]:
         """Those that go along with a module or an optimizer."""
@@ -86,7 +87,7 @@ class Holdings:
 
     def addresses(self) -> set[int]:
         """Of everything that has a state of its own, and what is within it."""
-        found = {id(held.thing) for held in self._held.values() if held.kind != TENSOR}
+        found = {id(held.thing) for held in self._held.values() if held.kind != TENSOR and not is_open(held)}
         for held in self._held.values():
             if held.kind == MODULE:
                 parts = (*held.thing.modules(), *held.thing.parameters(), *held.thing.buffers())
@@ -103,7 +104,7 @@ class Holdings:
             if len(known.names) < _NAMES_EACH:
                 known.names.append(name)
             return
-        if id(thing) in self._seen:
+        if id(thing) in self._seen or (is_a(thing, *_COLLECTIONS) and len(thing) == 0) or _is_others_class(thing):
             return
         if len(self._seen) > MOST_OBJECTS:
             self.is_whole = False
@@ -117,8 +118,27 @@ class Holdings:
             if any(self._kinds.of(found) is not None for found in values):
                 self.unseen.append(f"the {len(thing):,} parts of {name}")
             return
+        ways = _ways_on(name, thing, kind)
         if depth < _DEEP:
-            self._left.extend((way, found, depth + 1) for way, found in _ways_on(name, thing, kind))
+            self._left.extend((way, found, depth + 1) for way, found in ways)
+        else:
+            self._beyond.extend((name, found) for _way, found in ways if self._kinds.of(found) in _TOLD)
+        if kind == MODULE:  # those within it are no deeper, however many layers there are
+            children = list(thing.__dict__.get(_CHILDREN, {}).items())
+            self._left.extend((f"{name}.{key}", found, depth) for key, found in children)
+
+
+def is_open(found: Holding) -> bool:
+    """Whether its `state_dict` is the script's own: that says what the script saves, and not all that there is."""
+    return found.kind == STATEFUL and _is_scripts(type(found.thing)) and not is_a(found.thing, *_COLLECTIONS)
+
+
+def _is_scripts(kind: Any) -> bool:
+    return is_users_module(sys.modules.get(str(getattr(kind, "__module__", ""))))
+
+
+def _is_others_class(thing: Any) -> bool:
+    return is_a(thing, _CLASS) and not _is_scripts(thing)
 
 
 def _within(modules: Any) -> set[int]:
@@ -173,7 +193,9 @@ def _beginnings(frames: list[FrameType]) -> Iterator[tuple[str, Any, int]]:
 
 
 def _ways_on(name: str, thing: Any, kind: str | None) -> Iterator[tuple[str, Any]]:
-    if kind in (SCHEDULER, SCALER, GENERATOR, STATEFUL, TENSOR) or frameworks.reseeds(thing):
+    if kind in (SCHEDULER, SCALER, GENERATOR, TENSOR) or frameworks.reseeds(thing):
+        return
+    if kind == STATEFUL and not _is_scripts(type(thing)):
         return
     if is_a(thing, dict):
         yield from ((f"{name}[{key!r}]", value) for key, value in list(thing.items()) if isinstance(key, (str, int)))
@@ -181,9 +203,16 @@ def _ways_on(name: str, thing: Any, kind: str | None) -> Iterator[tuple[str, Any
     if is_a(thing, list, tuple, deque):
         yield from ((f"{name}[{index}]", value) for index, value in enumerate(list(thing)))
         return
-    if is_a(thing, *_FUNCTIONS):
+    if is_a(thing, _CLASS):
+        yield from ((f"{name}.{key}", value) for key, value in members_of(thing).items())
+        yield from ((f"{name}.__bases__[{index}]", base) for index, base in enumerate(thing.__bases__))
+        return
+    if is_a(thing, FUNCTION, METHOD, BUILTIN, *_ACCESSORS):
         yield from _ways_of_function(name, thing)
         return
+    if is_a(thing, getattr(sys.modules.get("functools"), "partial", ())):
+        yield from ((f"{name}.{part}", getattr(thing, part)) for part in ("func", "args", "keywords"))
+    yield f"{name}.__class__", class_of(thing)
     own: Any = getattr(thing, "__dict__", None)
     if is_a(own, dict):
         passed = _OF_MODULES if kind == MODULE else _OF_OPTIMIZERS if kind == OPTIMIZER else ()
@@ -196,9 +225,10 @@ def _ways_on(name: str, thing: Any, kind: str | None) -> Iterator[tuple[str, Any
 
 
 def _ways_of_function(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
-    owner = getattr(thing, "__self__", None)
-    if owner is not None:
-        yield f"{name}.__self__", owner
+    for part in ("__self__", "__defaults__", "__kwdefaults__", "__dict__", "__func__", "fget", "fset"):
+        held = getattr(thing, part, None)
+        if held is not None:
+            yield f"{name}.{part}", held
     function = getattr(thing, "__func__", thing)
     code = getattr(function, "__code__", None)
     for variable, cell in zip(getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or ()):
