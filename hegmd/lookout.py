@@ -18,7 +18,7 @@ from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, PoolRoom, Rates, Snapshot, Surroundings
 from hegmd.migration.operation import Operation
 from hegmd.pool import read_available_bytes
-from hegmd.processes.surroundings import nearest_ancestor, read_outside
+from hegmd.processes.surroundings import nearest_ancestor, parent_of, read_outside
 from hegmd.protocol.snapshots import Gpu
 from hegmd.supervisors import Supervisor
 from hegmd.workers import Worker, Workers
@@ -148,6 +148,7 @@ class Lookout:
                 shares_bytes={use.gpu: use.vram_bytes for use in process.gpus if use.vram_bytes is not None},
                 supervisor=None if supervisor is None else supervisor.pid,
                 launched=supervisor is not None and _is_launched(process.pid, worker, supervisor),
+                apart=supervisor is not None and parent_of(process.pid) not in (None, supervisor.pid),
                 ranks=supervisor is not None and supervisor.offer.ranks,
                 python=supervisor is not None and supervisor.offer.python,
                 agent=None if worker is None else _told(worker),

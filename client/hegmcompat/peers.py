@@ -11,11 +11,16 @@ import struct
 from pathlib import Path
 
 _TABLES = {socket.AF_INET: "/proc/net/tcp", socket.AF_INET6: "/proc/net/tcp6"}
-_LOCAL, _REMOTE, _UID = 1, 2, 7
+_LOCAL, _REMOTE, _STATE, _UID = 1, 2, 3, 7
+# Once an end has closed, the table may have 0 in the place of its user.
+_ESTABLISHED = "01"
 
 
 def uid_at(connection: socket.socket) -> int | None:
-    """The user at the other end; None where that cannot be seen, which is so for everybody elsewhere."""
+    """The user at the other end; None where that cannot be seen.
+
+    That is so for everybody elsewhere, and for whoever has hung up: the kernel's table gives root's number then.
+    """
     try:
         own, other = connection.getsockname(), connection.getpeername()
         lines = Path(_TABLES[connection.family]).read_text().splitlines()[1:]
@@ -26,7 +31,7 @@ def uid_at(connection: socket.socket) -> int | None:
     for line in lines:
         fields = line.split()
         if [fields[_LOCAL], fields[_REMOTE]] == wanted:
-            return int(fields[_UID])
+            return int(fields[_UID]) if fields[_STATE] == _ESTABLISHED else None
     return None
 
 

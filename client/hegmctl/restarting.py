@@ -38,12 +38,22 @@ TRIES = 2
 # What the agent of a process that is started from a state reads.
 STATE_FD, LOCK_FD, OPERATION = "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_RESTART"
 STATE = "HEGM_STATE"
+# The number that a worker which has left its state ends with, where the job has one of its own.
+EXIT_CODE = "HEGM_EXIT_CODE"
 _PYTHON = re.compile(r"python[0-9.]*t?$")
 
 
 def begins_with_python(command: Sequence[str]) -> bool:
     """Whether another interpreter can take the place of its first word."""
     return _PYTHON.match(os.path.basename(command[0])) is not None
+
+
+def left_status(environ: Mapping[str, str]) -> int:
+    """What a worker in that environment ends with once it has left its state."""
+    try:
+        return int(environ[EXIT_CODE]) & 0xFF
+    except (KeyError, ValueError):
+        return LEFT_STATUS
 
 
 class DaemonDesk:
@@ -75,7 +85,7 @@ class DaemonDesk:
         self._key = ""
         self._state: int | None = None
         self._lock: int | None = None
-        #: Whether the command launches ranks, and how it ended last; and their states.
+        #: How the command ended last, whether it launches ranks, and their states.
         self._launches = False
         self._status = GAVE_UP_STATUS
         self._ranks: RankStates | None = None
@@ -109,7 +119,7 @@ class DaemonDesk:
         expected = self._operation is not None and told is None
         was_started, self._started, self._pid = self._started, False, None
         # One that was started and ends well has come to the end of its training, whoever has seen it at a boundary.
-        may_go_on = status != 0 if was_started else self._launches or status == LEFT_STATUS or status < 0
+        may_go_on = status != 0 if was_started else self._launches or status < 0 or self._has_left(status)
         self._status = status
         if was_started and status == 0:
             may_go_on = not self._has_gone_on()
@@ -182,7 +192,8 @@ class DaemonDesk:
             self._take_start(order, fds)
         elif order.do == "forget" and order.operation == self._operation:
             if self._left:
-                status = self._status if self._launches else GAVE_UP_STATUS
+                # One that was killed before it had left its state has simply ended, and so does this process.
+                status = self._status if self._launches or self._status < 0 else GAVE_UP_STATUS
                 self._give_up = GiveUp(f"operation {order.operation} is over", "see: hegmctl ops", status)
             elif self._order is not None:
                 self._settle(self._order)
@@ -197,6 +208,8 @@ class DaemonDesk:
 
         Whoever was started from states of ranks is to end: nobody else is given them.
         """
+        if self._started and self._order is not None and order.operation != self._operation:
+            self._settle(self._order)  # nobody has said that the former operation is over, which it is
         if self._ranks is not None and self._ranks.lock is not None:
             self._close_ranks()
         self._close_state()
@@ -218,19 +231,25 @@ class DaemonDesk:
         try:
             self._take_states(order.ranks, fds)
         except OSError as error:
-            message, hint = f"its ranks cannot be handed their states: {error}", "see: ulimit -n"
+            message, hint = f"its state cannot be handed on: {error}", "see: ulimit -n"
             self._report(SuperviseReport(order=order.order, result="failed", message=message, hint=hint))
             return
         self._order, self._order_line, self._key = order, self._line, order.key
         self._operation, self._starts, self._due = order.operation, 0, True
 
     def _take_states(self, ranks: Sequence[int], fds: Descriptors) -> None:
-        """Raises OSError."""
+        """Raises OSError where not all of them are there: without its state the job would begin anew."""
+        awaited = len(ranks or (0,)) + 1
+        if len(fds) != awaited:
+            raise OSError(f"{len(fds)} of {awaited} descriptors have come")
         if ranks:
             states = {rank: fds.steal(index) for index, rank in enumerate(ranks)}
             self._ranks = RankStates(states, fds.steal(len(ranks)))
-        elif len(fds) == 2:
+        else:
             self._state, self._lock = fds.steal(0), fds.steal(1)
+
+    def _has_left(self, status: int) -> bool:
+        return status == left_status(self._environ)
 
     def _settle(self, order: SupervisorOrder) -> None:
         """The surroundings of that start are the job's own from now on."""

@@ -122,13 +122,17 @@ class Wire:
     def receive(self, deadline: float | None) -> bytes:
         """Some bytes; none at the end of the stream. Descriptors that came with them wait for `take`."""
         self._wait_until(deadline)
-        data, ancillary, _flags, _address = self._socket.recvmsg(
+        data, ancillary, flags, _address = self._socket.recvmsg(
             RECEIVE_BYTES, _socket.CMSG_SPACE(MAX_FDS * _FD_BYTES), _socket.MSG_CMSG_CLOEXEC
         )
         for level, kind, payload in ancillary:
             if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
                 whole = len(payload) - len(payload) % _FD_BYTES
-                self._received.extend(memoryview(payload[:whole]).cast("i"))
+                fds = memoryview(payload[:whole]).cast("i").tolist()
+                if flags & _socket.MSG_CTRUNC:  # some were lost, and which is not told: this process is at its limit
+                    Descriptors(fds).close()
+                else:
+                    self._received.extend(fds)
         return data
 
     def take(self, count: int) -> Descriptors | None:

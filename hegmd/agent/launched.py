@@ -33,6 +33,10 @@ if TYPE_CHECKING:
             """Whether a state is on its way into this process still."""
             ...
 
+        def fits(self) -> Callable[[], bool]:
+            """What the gate asks at each boundary, so that the training stands where it can go on from."""
+            ...
+
         def save(self, fd: int) -> object:
             """Write the state of the parked training. Raises HegmError and OSError."""
             ...
@@ -56,11 +60,17 @@ class Restarts:
 
     def __init__(self, gate: Gate) -> None:
         # Not by a statement: what knows of states knows of the agent's life, and the agent's life of this.
-        parts: Any = __import__(f"{__package__}.restart", fromlist=["beginning", "capture", "leaving"])
+        parts: Any = __import__(f"{__package__}.restart", fromlist=["beginning", "capture", "leaving", "readiness"])
         self._gate = gate
         self._leaving = parts.leaving
+        self._readiness = parts.readiness
         self.is_due = parts.beginning.is_due
         self.leave = parts.leaving.leave
+
+    def fits(self) -> Callable[[], bool]:
+        """What the gate asks at each boundary, so that the training stands where it can go on from."""
+        found: Callable[[], bool] = self._readiness.fits_of(self._gate)
+        return found
 
     def save(self, fd: int) -> Any:
         """Write the state of the parked training. Raises HegmError with what stands against it, and OSError."""
@@ -108,12 +118,18 @@ class Departure:
     def _ask(self) -> None:
         """Unless the daemon has something in hand here: then after that."""
         ranks = self._environ.get("WORLD_SIZE", "")
+        launcher = self._environ.get("HEGM_LAUNCHER", "")
         if ranks.isdigit() and int(ranks) > 1:
             hint = "start the job with hegmctl run --allow-restart, which has all of them leave at one boundary"
             self._stay(refusal(f"it is one of {ranks} ranks, which have to leave together", hint))
+        elif launcher.isdigit() and int(launcher) != os.getppid():
+            hint = "have whatever starts it become it (exec python3 train.py), or start it with hegm-launcher directly"
+            self._stay(
+                refusal(f"its parent, process {os.getppid()}, would not know that it is to be started again", hint)
+            )
         elif self._orders.leave_alone("hegm-ctrl has asked for its state, and it is about to leave"):
             self._is_asked = True
-            self._gate.ask(Asked(PARK))
+            self._gate.ask(Asked(PARK, fits=self._restarts.fits()))
 
     def _go_once_at_rest(self) -> None:
         now = monotonic()

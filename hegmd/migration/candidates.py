@@ -82,6 +82,7 @@ class Candidate(Record):
     around: Surroundings = field("what is seen of it from outside", default=Surroundings())
     supervisor: int | None = field("the process that would start it again after a restart", default=None)
     launched: bool = field("whether that has started a launcher, which started this rank", default=False)
+    apart: bool = field("whether that is not its parent: who is would take its leaving for its end", default=False)
     ranks: bool = field("whether that can start several ranks from a state of each", default=False)
     python: bool = field("whether that would take another Python for it", default=False)
     agent: AgentSurvey | None = field("its agent, if one is connected", default=None)

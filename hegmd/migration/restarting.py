@@ -31,6 +31,7 @@ START_S = 8.0
 UNSEEN = "not looked at: "
 # A message has 16 descriptors, and one of them is the right to go on from the states.
 MOST_RANKS = 15
+_DIRECT = "have whatever starts it become it (in a shell: exec python3 train.py), or name it to hegmctl run directly"
 _SUPERVISED = "start the job with: hegmctl run --allow-restart -- COMMAND"
 
 
@@ -57,6 +58,9 @@ def place(draft: Draft, candidate: Candidate) -> None:
     if candidate.supervisor is None:
         draft.against(REFUSED, f"nobody would start process {pid} again", _SUPERVISED, pid=pid)
         return
+    if candidate.apart and not candidate.launched:
+        between = f"process {pid} was started by another than its hegmctl run, which would take its leaving for its end"
+        draft.against(REFUSED, between, _DIRECT, pid=pid)
     for refused in agent.refusals:
         hint = "say how with hegm.keep or hegm.resumable, or move it without a restart"
         draft.against(REFUSED, f"process {pid}: {refused}", hint, pid=pid)

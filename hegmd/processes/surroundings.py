@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Outside", "nearest_ancestor", "read_outside"]
+__all__ = ["Outside", "nearest_ancestor", "parent_of", "read_outside"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 # A limit as large as this is how version 1 writes that there is none.
@@ -43,6 +43,12 @@ def read_outside(pid: int, proc_root: str = "/proc", cgroups: Path = _CGROUPS) -
         memory_room_bytes=_memory_room(process, cgroups),
         same_ipc=_is_in_our_ipc(process, Path(proc_root)),
     )
+
+
+def parent_of(pid: int, proc_root: str = "/proc") -> int | None:
+    """Its parent's pid; None where that cannot be seen."""
+    fields = _stat(Path(proc_root) / str(pid))
+    return int(fields[_PARENT]) if len(fields) > _PARENT else None
 
 
 def nearest_ancestor(pid: int, among: Collection[int], proc_root: str = "/proc") -> int | None:

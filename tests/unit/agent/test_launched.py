@@ -34,11 +34,19 @@ class _Trained:
         self.left = 0
         self.is_due_now = False
         self.save = save
+        self.will_do = [True]
         self.news = threading.Semaphore(0)
         self.gate.on_change = self.news.release
         place = {"HEGM_CHECKPOINT_PATH": str(folder / "latest.pt"), **environ}
         self.departure = Departure(self.request, self.gate, self.orders, self, place, lambda _parked, _trainers: busy)
-        self._thread = threading.Thread(target=self.gate.boundary_by_hand)
+        self._thread = threading.Thread(target=self._train)
+
+    def _train(self) -> None:
+        for _ in tuple(self.will_do):
+            self.gate.boundary_by_hand()
+
+    def fits(self) -> Callable[[], bool]:
+        return lambda: self.will_do.pop(0)
 
     def leave(self) -> None:
         self.left += 1
@@ -257,3 +265,34 @@ def test_a_request_that_came_before_the_agent_is_kept(when: str, first: str) -> 
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert output.split() == [first, "True", "True", "True", "False"]
+
+
+def test_a_training_that_stood_where_it_could_not_go_on_from_was_asked_no_further(
+    made: Callable[..., _Trained], tmp_path: Path
+) -> None:
+    """A loop without a loader passes its boundaries in its body: it was refused there, and told to ask again."""
+    training = made()
+    training.will_do = [False, False, True]
+    training.request.is_wanted = True
+    training.departure.tick()
+    training.reach_boundary()
+    training.wait_until_parked()
+    assert training.gate.count == 3
+    training.departure.tick()
+    assert training.left == 1
+    assert (tmp_path / "latest.pt").read_bytes() == b"state"
+
+
+def test_one_whose_parent_is_not_its_launcher_left_and_was_never_started_again(
+    made: Callable[..., _Trained], tmp_path: Path
+) -> None:
+    """`bash -c 'python train.py; python upload.py'` went on with the upload, of a training that was half done."""
+    training = made(HEGM_LAUNCHER=str(os.getpid()))
+    training.request.is_wanted = True
+    training.departure.tick()
+    assert not training.gate.asked
+    assert f"its parent, process {os.getppid()}," in (tmp_path / "refused").read_text()
+    at_home = made(HEGM_LAUNCHER=str(os.getppid()))
+    at_home.request.is_wanted = True
+    at_home.departure.tick()
+    assert at_home.gate.asked

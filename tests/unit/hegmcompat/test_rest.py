@@ -174,6 +174,16 @@ def test_who_is_at_the_other_end_is_read_from_the_kernel(host: str) -> None:
         assert uid_at(accepted) == os.geteuid()
 
 
+def test_who_had_hung_up_was_taken_for_root() -> None:
+    """A socket that its process has closed has 0 for its user in the kernel's table, whoever that was."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        caller = socket.create_connection(listening.getsockname(), timeout=5)
+        with listening.accept()[0] as accepted:
+            caller.close()
+            assert accepted.recv(1) == b""
+            assert uid_at(accepted) is None
+
+
 def test_the_interface_also_listens_on_ipv6(tmp_path: Path) -> None:
     server = rest.serve(_control(tmp_path), "::1", 0, None)
     try:

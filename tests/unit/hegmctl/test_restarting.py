@@ -40,12 +40,17 @@ class Attended:
     """A desk, the daemon that it attends, and what both have said."""
 
     def __init__(
-        self, path: Path, folder: Path, command: tuple[str, ...] = COMMAND, resumes: str | None = None
+        self,
+        path: Path,
+        folder: Path,
+        command: tuple[str, ...] = COMMAND,
+        resumes: str | None = None,
+        **environ: str,
     ) -> None:
         self.path = path
         self.said: list[str] = []
         self.lock_path = folder / "lock"
-        self.desk = DaemonDesk(str(path), command, ENVIRON, say=self.said.append, resumes=resumes)
+        self.desk = DaemonDesk(str(path), command, {**ENVIRON, **environ}, say=self.said.append, resumes=resumes)
         self.daemon: FakeDaemon | None = None
         self._caller: Caller | None = None
         self._asked = 0
@@ -81,11 +86,11 @@ class Attended:
         self.until(lambda: bool(self.offers()))
         return self.offers()[-1]
 
-    def order(self, do: str, *, state: bytes | None = None, **how: Any) -> None:
+    def order(self, do: str, *, state: bytes | None = None, operation: str = "4", **how: Any) -> None:
         """Order it; with a state, also the descriptors that come with one."""
         assert self._caller is not None
         self._ordered += 1
-        order = SupervisorOrder(order=self._ordered, do=do, operation="4", **how)
+        order = SupervisorOrder(order=self._ordered, do=do, operation=operation, **how)
         fds: list[int] = []
         if state is not None:
             memory = os.memfd_create("state")
@@ -224,6 +229,56 @@ def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_train
     attended.until(lambda: attended.reports()[-1].result == "failed")
     assert "no training in it has gone on" in attended.reports()[-1].message
     assert attended.desk.wanted() is None
+
+
+def test_a_job_with_an_exit_code_of_its_own_was_taken_for_ended(socket_path: Path, tmp_path: Path) -> None:
+    """Its agent ends with HEGM_EXIT_CODE, and 99 alone was known for leaving: nobody started it again."""
+    attended = Attended(socket_path, tmp_path, HEGM_EXIT_CODE="77")
+    with attended.listen():
+        attended.attend()
+        attended.order("expect")
+        attended.until(lambda: any(report.order for report in attended.reports()))
+        assert attended.desk.ended(77, told=None)
+        assert attended.start().environ[OPERATION] == "4"
+        attended.desk.close()
+
+
+def test_without_the_descriptors_of_its_state_a_command_began_anew(attended: Attended) -> None:
+    """A process at its limit of open files loses them on the way; it was started without, and trained from nothing."""
+    attended.attend()
+    attended.expect()
+    attended.order("start")
+    attended.until(lambda: any(report.result == "failed" for report in attended.reports()))
+    assert "0 of 2 descriptors" in attended.reports()[-1].message
+    assert attended.desk.wanted() is None
+
+
+def test_a_restart_after_one_whose_end_was_not_heard_of_lost_what_that_had_set(attended: Attended) -> None:
+    """The daemon's word that the former operation is over came over a connection that had gone by then."""
+    attended.attend()
+    attended.expect()
+    attended.start(set={"TRIED": "1"})
+    attended.order("expect", operation="5")
+    attended.until(lambda: len([report for report in attended.reports() if report.order]) == 3)
+    assert attended.desk.ended(LEFT_STATUS, told=None)
+    assert attended.desk.wanted() is None  # and surely not started from the former state
+    attended.order("start", state=b"another", operation="5")
+    attended.until(lambda: attended.desk.wanted() is not None)
+    wanted = attended.desk.wanted()
+    assert isinstance(wanted, Start)
+    assert (wanted.environ[OPERATION], wanted.environ["TRIED"]) == ("5", "1")
+
+
+def test_one_that_was_killed_before_it_had_left_ended_its_supervisor_with_another_status(attended: Attended) -> None:
+    attended.attend()
+    attended.order("expect")
+    attended.until(lambda: bool(attended.reports()))
+    assert attended.desk.ended(-signal.SIGKILL, told=None)
+    attended.order("forget")
+    attended.until(lambda: attended.desk.wanted() is not None)
+    wanted = attended.desk.wanted()
+    assert isinstance(wanted, GiveUp)
+    assert wanted.status == -signal.SIGKILL
 
 
 def test_what_was_different_for_a_start_that_went_well_stays_so(attended: Attended) -> None:

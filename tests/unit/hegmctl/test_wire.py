@@ -5,6 +5,7 @@ from __future__ import annotations
 import _socket
 import fcntl
 import os
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -156,3 +157,25 @@ def test_a_full_queue_is_waited_for_until_the_deadline(socket_path: Path) -> Non
         taken[0].close()
         late.close()
         waiting.close()
+
+
+def test_of_descriptors_that_were_lost_on_the_way_the_others_were_taken_for_the_next_ones(
+    ends: tuple[Wire, socket.socket],
+) -> None:
+    """At its limit of open files a process gets the first of them, and they waited for whatever came after."""
+    wire, theirs = ends
+    read_end, write_end = os.pipe()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        socket.send_fds(theirs, [b"two"], [read_end, write_end])
+        free = os.dup(read_end)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, before[1]))  # room for one
+        try:
+            assert wire.receive(soon()) == b"two"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert wire.take(1) is None
+    finally:
+        os.close(read_end)
+        os.close(write_end)

@@ -62,6 +62,13 @@ def test_variables_that_begin_anew_are_in_the_plan_by_name() -> None:
     assert not any("anew" in hazard for hazard in none.hazards)
 
 
+def test_one_that_a_shell_has_started_left_and_the_shell_went_on() -> None:
+    """Its supervisor waited for the shell, which took the exit status of a restart for the end of the training."""
+    refused = said(planned(node(apart=True), ask("gpu2", via=RESTART)))
+    assert "would take its leaving for its end" in refused
+    assert "exec python3 train.py" in refused
+
+
 def test_what_an_agent_has_not_looked_at_is_in_the_plan() -> None:
     """Searches of variables that came to their limits ended without a word, and what they left out was lost."""
     unseen = "not looked at: the 4,000 objects of __main__.players"
