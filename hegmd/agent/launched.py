@@ -124,9 +124,7 @@ class Departure:
             self._stay(refusal(f"it is one of {ranks} ranks, which have to leave together", hint))
         elif launcher.isdigit() and int(launcher) != os.getppid():
             hint = "have whatever starts it become it (exec python3 train.py), or start it with hegm-launcher directly"
-            self._stay(
-                refusal(f"its parent, process {os.getppid()}, would not know that it is to be started again", hint)
-            )
+            self._stay(refusal(f"its parent, process {os.getppid()}, would take its leaving for its end", hint))
         elif self._orders.leave_alone("hegm-ctrl has asked for its state, and it is about to leave"):
             self._is_asked = True
             self._gate.ask(Asked(PARK, fits=self._restarts.fits()))

@@ -16,8 +16,8 @@ from ..notes import note
 from . import frameworks, given, iterations, lightning, readiness, stateful
 from .baseline import note_place
 from .interface import said
-from .leaving import end_unrestored
-from .places import path_of, script_frames
+from .leaving import end_unrestored, tell_waiting
+from .places import is_of_another_script, path_of, script_frames
 from .shadows import Entering, Shadows
 from .stack import caller
 from .unfit import DoesNotFit
@@ -193,6 +193,10 @@ class Due:
             self._state = state
         return state
 
+    def place(self) -> Any:
+        """Where it was taken: the script's frames, from the outermost."""
+        return self._read()["place"]["path"]
+
     def not_entered(self) -> list[str]:
         return (
             []
@@ -274,5 +278,9 @@ def _forget_in_child() -> None:
 
 
 def _end_of_script() -> None:
-    if _due is not None:
+    if _due is None:
+        return
+    if not _passes and is_of_another_script(_due.place()[0]):
+        tell_waiting()
+    else:
         end_unrestored(["the script ended before it came to where it was", *_due.not_entered()])

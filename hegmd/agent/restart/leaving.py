@@ -86,6 +86,11 @@ def end_unrestored(reasons: list[str]) -> NoReturn:
     os._exit(UNRESTORED_STATUS)
 
 
+def tell_waiting() -> None:
+    """Say that this Python, another than the one that left its state, has ended without it."""
+    os.write(2, b"hegm: this script is not the one that left its state, which waits for that one.\n")
+
+
 def left_status() -> int:
     """What a worker ends with that has left its state."""
     try:

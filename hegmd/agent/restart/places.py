@@ -7,6 +7,7 @@ call each other. What a loop has done so far is read from its iterator, which th
 
 from __future__ import annotations
 
+import dis
 import gc
 import os
 import sys
@@ -100,6 +101,34 @@ def named_frames(frames: Iterable[FrameType]) -> Iterator[tuple[str, FrameType]]
         if name != "<module>":
             counts[name] = count = counts.get(name, 0) + 1
             yield (f"{name}()" if count == 1 else f"{name}()#{count}"), frame
+
+
+def is_of_another_script(step: Any) -> bool:
+    """Whether the outermost frame of a place is surely none of the script that this process runs."""
+    module, function, first, line = step
+    code = _code_of_main() if module == "__main__" else None
+    if code is None:
+        return False
+    parts = [code]
+    for part in parts:
+        parts += [inner for inner in part.co_consts if isinstance(inner, type(code))]
+    return not any(
+        (part.co_name, part.co_firstlineno) == (function, first) and line in {at for _, at in dis.findlinestarts(part)}
+        for part in parts
+    )
+
+
+def _code_of_main() -> CodeType | None:
+    """Of the script's file, or of what came after `-c`; None where neither is known."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    words = getattr(sys, "orig_argv", [])
+    try:
+        if path is not None:
+            with open(path, "rb") as file:
+                return compile(file.read(), path, "exec", dont_inherit=True)
+        return compile(words[words.index("-c") + 1], "<string>", "exec", dont_inherit=True)
+    except (OSError, ValueError, SyntaxError, LookupError):
+        return None
 
 
 def said(step: Any) -> str:

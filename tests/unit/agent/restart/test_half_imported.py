@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hegmd.agent.restart import plain
+
 INJECT = Path(__file__).parents[4] / "hegmd" / "agent" / "inject"
 LOADERS = """
 class _BaseDataLoaderIter:
@@ -33,3 +35,27 @@ def test_bars_that_pytorch_imports_had_the_state_read_beside_half_of_it(tmp_path
     assert done.stdout == "imported\n", done.stderr
     assert done.returncode == 98
     assert "the state cannot be read" in done.stderr
+
+
+def test_a_python_that_came_before_the_training_claimed_its_state_and_ended_the_job(tmp_path: Path) -> None:
+    """`python -c "import torch"` in front of the training, and no restart came past that."""
+    (tmp_path / "torch" / "utils" / "data").mkdir(parents=True)
+    for package in ("torch", "torch/utils", "torch/utils/data"):
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.13.0'\n")
+    (tmp_path / "torch" / "utils" / "data" / "dataloader.py").write_text(LOADERS)
+    script = "import torch.utils.data.dataloader\n"
+    place = {"path": [("__main__", "<module>", 1, 2)], "loops": [], "driver": None}
+    with (tmp_path / "state").open("wb") as file:
+        plain.write(file.fileno(), {"place": place, "passes": []})
+    environ = {"PYTHONPATH": f"{INJECT}:{tmp_path}", "HEGM_STATE": str(tmp_path / "state"), "HEGM_SOCKET": "/nobody"}
+
+    def run(text: str) -> tuple[int, str]:
+        words = [sys.executable, "-c", text]
+        done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return done.returncode, done.stderr
+
+    assert run(script) == (0, "hegm: this script is not the one that left its state, which waits for that one.\n")
+    for same in (f"{script}print('the place')", f"{script}\nfor _ in torch.utils.data.dataloader.DataLoader(): pass"):
+        status, said = run(same)
+        assert status == 98, said
