@@ -19,7 +19,7 @@ import re
 from time import monotonic
 
 from hegmctl.rank_states import STATES, RankStates
-from hegmctl.supervising import GAVE_UP_STATUS, LEFT_STATUS, GiveUp, Start
+from hegmctl.supervising import GAVE_UP_STATUS, GiveUp, Start, left_status
 from hegmctl.wire import Descriptors, Wire
 from hegmd import __version__
 from hegmd.errors import HegmError
@@ -38,22 +38,12 @@ TRIES = 2
 # What the agent of a process that is started from a state reads.
 STATE_FD, LOCK_FD, OPERATION = "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_RESTART"
 STATE = "HEGM_STATE"
-# The number that a worker which has left its state ends with, where the job has one of its own.
-EXIT_CODE = "HEGM_EXIT_CODE"
 _PYTHON = re.compile(r"python[0-9.]*t?$")
 
 
 def begins_with_python(command: Sequence[str]) -> bool:
     """Whether another interpreter can take the place of its first word."""
     return _PYTHON.match(os.path.basename(command[0])) is not None
-
-
-def left_status(environ: Mapping[str, str]) -> int:
-    """What a worker in that environment ends with once it has left its state."""
-    try:
-        return int(environ[EXIT_CODE]) & 0xFF
-    except (KeyError, ValueError):
-        return LEFT_STATUS
 
 
 class DaemonDesk:

@@ -57,6 +57,16 @@ if TYPE_CHECKING:
 # HeGM's own, for a worker that has written its state and left; and ours, for giving up with the state held elsewhere.
 LEFT_STATUS = 99
 GAVE_UP_STATUS = 98
+# The number that a worker which has left its state ends with, where the job has one of its own.
+EXIT_CODE = "HEGM_EXIT_CODE"
+
+
+def left_status(environ: Mapping[str, str]) -> int:
+    """What a worker in that environment ends with once it has left its state."""
+    try:
+        return int(environ[EXIT_CODE]) & 0xFF
+    except (KeyError, ValueError):
+        return LEFT_STATUS
 
 
 class Start:
