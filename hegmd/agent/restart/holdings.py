@@ -97,14 +97,16 @@ class Holdings:
         return found
 
     def _look(self, name: str, thing: Any, depth: int) -> None:
-        if is_a(thing, *_LEAVES) or lightning.sees_to(thing) or stateful.sees_to(thing):
+        if is_a(thing, *_LEAVES) or (is_a(thing, *_COLLECTIONS) and len(thing) == 0):
+            return
+        if lightning.sees_to(thing) or stateful.sees_to(thing):
             return
         known = self._held.get(id(thing))
         if known is not None:
             if len(known.names) < _NAMES_EACH:
                 known.names.append(name)
             return
-        if id(thing) in self._seen or (is_a(thing, *_COLLECTIONS) and len(thing) == 0) or _is_others_class(thing):
+        if id(thing) in self._seen or _is_others_class(thing):
             return
         if len(self._seen) > MOST_OBJECTS:
             self.is_whole = False
