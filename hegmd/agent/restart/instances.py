@@ -195,6 +195,20 @@ def values_of(thing: Any) -> list[tuple[str, Any]]:
     return found
 
 
+def held_by_several(frames: Iterable[FrameType], instances: Instances) -> set[int]:
+    """Addresses of the containers that two or more variables, or attributes of the script's own objects, hold."""
+    once: set[int] = set()
+    several: set[int] = set()
+    functions = [list(frame.f_locals.values()) for _name, frame in named_frames(frames)]
+    modules = [list(members_of(module).values()) for module in users_modules()]
+    objects = [[value for _name, value in values_of(thing)] for thing, _names in instances.found]
+    for values in (*functions, *modules, *objects):
+        for value in values:
+            if is_a(value, list, dict, set, deque):
+                (several if id(value) in once else once).add(id(value))
+    return several
+
+
 def set_value(thing: Any, name: str, value: Any) -> None:
     """One attribute, past whatever its class would do about that."""
     own: Any = getattr(thing, "__dict__", None)

@@ -11,7 +11,7 @@ from functools import partial
 
 from .drift import holders_in
 from .frameworks import is_own
-from .instances import Instances
+from .instances import Instances, held_by_several
 from .kinds import is_a
 from .references import Referred
 from .settling import Place, Settling
@@ -49,10 +49,15 @@ def put_back(taken: Any, frames: list[FrameType], held: Callable[[Any], Any], *,
     settling = Settling(referred.thing, from_cpu=from_cpu)
     missing = settling.missing
     places = [*_places_of_drift(taken["slots"], instances, missing), *_places_of_globals(taken["globals"], missing)]
-    places += [*_places_of_frames(taken["frames"], frames), *_places_of_classes(taken["classes"], missing)]
+    of_frames = list(_places_of_frames(taken["frames"], frames))
+    places += [*of_frames, *_places_of_classes(taken["classes"], missing)]
     places += referred.places(missing)
     # What a name was set to may be another thing in the new script: what is only altered knows its own better.
+    several = held_by_several(frames, instances)
+    alone = [place for place in of_frames if place.is_stored and not place.is_shared]
     for place in sorted(places, key=lambda place: place.is_stored):
+        if place in alone and id(place.here) in several:
+            settling.leave(place.here)  # it was set to something of its own, and holds what others hold too
         settling.claim(place.form, place.here, in_place=not place.is_stored)
     values = [settling.settle(place.form, place.here, place.name, in_place=not place.is_stored) for place in places]
     settling.fill()

@@ -35,6 +35,8 @@ _MOST_PARTS = 200_000
 _MOST_DEEP = 40
 SAME = "same"
 NAMED = "named"
+#: Of a variable that was set, in place of True: what it holds others hold as well.
+SHARED = "shared"
 #: Forms of what may be altered in place: whoever holds one of these holds the same one again.
 _SHARED = frozenset(("list", "set", "deque", "mapping", "tensor", "array", named_values.MADE))
 
@@ -127,14 +129,15 @@ def _odd(array: Any) -> bool:
 class Place:
     """A variable, or whatever else is to have a value again: what is there now, and how it is set."""
 
-    __slots__ = ("form", "here", "is_stored", "name", "put")
+    __slots__ = ("form", "here", "is_shared", "is_stored", "name", "put")
 
-    def __init__(self, form: Any, here: Any, name: str, put: Callable[[Any], object], *, is_stored: bool) -> None:
+    def __init__(self, form: Any, here: Any, name: str, put: Callable[[Any], object], *, is_stored: bool | str) -> None:
         self.form = form
         self.here = here
         self.name = name
         self.put = put
-        self.is_stored = is_stored
+        self.is_stored = bool(is_stored)
+        self.is_shared = is_stored == SHARED
 
 
 def _is_shared(form: Any) -> bool:
@@ -168,6 +171,10 @@ class Settling:
             return
         if _takes(here, form, in_place=in_place):
             self._targets[id(form)] = self._taken[id(here)] = here
+
+    def leave(self, here: Any) -> None:
+        """Have nothing filled into that, unless it was claimed before."""
+        self._taken.setdefault(id(here), here)
 
     def settle(self, form: Any, here: Any, name: str, *, in_place: bool = False) -> Any:
         """The value, in the container that is here where there is one for it."""

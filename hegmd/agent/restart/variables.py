@@ -13,10 +13,10 @@ import sys
 from . import iterations
 from .changes import ATTRIBUTE, GLOBAL, MOST_CODES, Functions, changes_of, nested_in
 from .drift import OTHERS, OWN
-from .instances import Instances, users_modules, values_of
+from .instances import Instances, held_by_several, users_modules, values_of
 from .kinds import FUNCTION, class_of, is_a, members_of
 from .references import Referring
-from .settling import MUTABLE, SAME, Forms, NotKept, TooLarge
+from .settling import MUTABLE, SAME, SHARED, Forms, NotKept, TooLarge
 from .spots import Spot, known_by, set_on_their_way, spots_of
 
 TYPE_CHECKING = False
@@ -104,6 +104,7 @@ class _Taking:
             "slots": [],
             "instances": self._referring.entries,
         }
+        self._note_shared(frames)
         self._of_instances(reached)
         if drift is not None:
             self.taken["slots"] += self._of_drift(drift, reached)
@@ -156,6 +157,15 @@ class _Taking:
                 chosen[name] = (values[name], True)
         self._note_cut(spot, chosen)
         return chosen
+
+    def _note_shared(self, frames: list[FrameType]) -> None:
+        """Of variables that are set: which hold what others hold, and have to hold the same in a restarted script."""
+        several = held_by_several(frames, self._instances)
+        for spot, saved in zip(self._spots, self.taken["frames"]):
+            values: dict[str, Any] = dict(spot.frame.f_locals)
+            for name, (form, is_stored) in saved["values"].items():
+                if is_stored and id(values.get(name)) in several:
+                    saved["values"][name] = (form, SHARED)
 
     def _choose_seen(self, spot: Spot, chosen: dict[str, Any], live: set[str]) -> None:
         """What is seen to have changed, by code that is not the script's, say; and what changes as it is asked."""

@@ -187,6 +187,25 @@ def test_what_cannot_go_along_was_not_named_if_something_is_kept_by_its_name(scr
     assert scripts.restarted(OPENED, 2, ("view",), first=1)[1] == [f"{where}, but for what hegm.keep('view') keeps"]
 
 
+BEGUN_AGAIN = """
+def train():
+    start = {"n": 0}
+    state = start
+    seen = []
+    for batch in range(first, 6):
+        ask()
+        state = {"n": state["n"] + 1}
+        if batch == 4:
+            state = start
+        seen.append(state["n"])
+    return seen, start
+"""
+
+
+def test_what_a_variable_was_first_set_to_was_filled_with_what_it_held_last(scripts: Scripts) -> None:
+    assert scripts.restarted(BEGUN_AGAIN, 3, first=2) == (scripts.run(BEGUN_AGAIN), [])
+
+
 BYTES = """
 def train():
     last = begun = bytearray(b"0")
