@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hegmd.agent.restart import changes, variables
+from hegmd.agent.restart.places import is_users_module
 
 #: The module's own name: a script's.
 NAME = "a_script_of_many_parts"
@@ -22,9 +23,13 @@ def script() -> Iterator[types.ModuleType]:
     module.__file__ = f"/home/somebody/{NAME}.py"
     taken: list[dict[str, Any]] = []
     vars(module).update(taken=taken, take=lambda: taken.append(_taken(sys._getframe(1))))
+    others = {name: found for name, found in list(sys.modules.items()) if is_users_module(found)}
+    for name in others:  # what a test run has loaded would be looked through with the script
+        del sys.modules[name]
     sys.modules[NAME] = module
     yield module
     del sys.modules[NAME]
+    sys.modules.update(others)
 
 
 def _taken(frame: FrameType) -> dict[str, Any]:

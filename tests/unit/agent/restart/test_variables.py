@@ -14,6 +14,7 @@ import pytest
 from hegmd.agent.restart import recovery, variables
 from hegmd.agent.restart.drift import Drift
 from hegmd.agent.restart.instances import Instances
+from hegmd.agent.restart.places import is_users_module
 
 #: The module's own name: a script's.
 NAME = "a_script_that_is_left"
@@ -74,8 +75,13 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 
 @pytest.fixture
 def scripts() -> Iterator[Scripts]:
+    """With no other modules of somebody's: what a test run has loaded would be looked through with the script."""
+    others = {name: module for name, module in list(sys.modules.items()) if is_users_module(module)}
+    for name in others:
+        del sys.modules[name]
     yield Scripts()
     sys.modules.pop(NAME, None)
+    sys.modules.update(others)
 
 
 EPOCHS = """
