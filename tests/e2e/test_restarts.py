@@ -119,6 +119,40 @@ for outer in DataLoader(TensorDataset(rows), batch_size=4, collate_fn=mixed):
 """
 
 
+PROBED = """
+for epoch in range(4):
+    read = iter(loader)
+    (first,) = next(read)
+    for (rows,) in read:
+        model(rows).pow(2).mean().backward()
+        optimizer.step()
+        print("step", flush=True)
+"""
+
+
+ASIDE = """
+read = {begun}
+for epoch in range(4):
+    {before}
+    for (rows,) in loader:
+        model(rows).pow(2).mean().backward()
+        optimizer.step()
+        {after}
+        print("step", flush=True)
+"""
+
+
+FIXED = """
+read = iter(loader)
+(fixed,) = next(read)
+for epoch in range(3):
+    for (rows,) in loader:
+        model(rows + fixed).pow(2).mean().backward()
+        optimizer.step()
+        print(rows.sum().item().hex(), model.weight.sum().item().hex(), flush=True)
+"""
+
+
 def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
     """A script with these parts, and the folder that it counts its starts in."""
     usual = {"width": "2", "epochs": "range(epochs)", "after": "pass", "body": "train(4)"}
@@ -145,6 +179,15 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
         ({"body": READ_AHEAD}, "another thread reads the loader at line 30 of __main__ in read() ahead"),
         ({"body": REMADE}, "the loader at line 33 of __main__ is over data made anew"),
         ({"body": DRAWN}, "a batch of an outer loop is in use, and its dataset draws random numbers"),
+        ({"body": PROBED}, "line 31 of __main__ was first asked at line 30 of __main__"),
+        (
+            {"body": ASIDE.format(begun="iter(loader)", before="next(read, None)", after="pass")},
+            "a loader was asked for a batch at line 30 of __main__, above the loop at line 31 of __main__",
+        ),
+        (
+            {"body": ASIDE.format(begun="[]", before="pass", after="read = iter(loader); next(read)")},
+            "a pass over a loader that began at line 34 of __main__, within the loop at line 31",
+        ),
         ({"after": "optimizer.state[model.weight]['f'] = print"}, "__main__.optimizer.states[0].f is a function"),
     ],
     ids=[
@@ -157,6 +200,9 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
         "read-ahead",
         "data-made-anew",
         "a-collator-that-draws",
+        "a-batch-taken-above-the-loop-that-goes-on",
+        "a-batch-taken-above-the-loop-in-each-epoch",
+        "a-pass-that-began-within-the-loop",
         "a-function-in-the-state",
     ],
 )
@@ -167,6 +213,14 @@ def test_what_a_restarted_script_would_not_have_is_refused(
     assert [ended.status for ended in ends] == [REFUSED_STATUS], ends[0].errors
     assert why in ends[0].errors
     assert set(output.split()) == {"step"}
+
+
+def test_a_batch_taken_once_above_all_loops_was_another_one_after_a_restart(restarts: Restarts, tmp_path: Path) -> None:
+    """Its pass was brought to where it had been, and then asked once more."""
+    argv = written(tmp_path, body=FIXED)
+    output, ends = restarts.restarted(*argv, at=(5,))
+    assert [ended.status for ended in ends] == [LEFT_STATUS, 0], [ended.errors for ended in ends]
+    assert output == restarts.undisturbed(*argv)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from .baseline import note_place
 from .interface import said
 from .leaving import end_unrestored, tell_waiting
 from .places import is_of_another_script, path_of, script_frames
+from .places import said as said_step
 from .shadows import Entering, Shadows
 from .stack import caller
 from .unfit import DoesNotFit
@@ -106,7 +107,7 @@ class Due:
 
         def __next__(iterator: Any) -> Any:  # noqa: N807 - what it stands in for
             if iterator is self._awaited:
-                self.arrive(caller())
+                self._arrive_asked(caller())
             return before(iterator)
 
         __next__._torchdynamo_disable = True  # type: ignore[attr-defined] # what torch.compiler.disable sets
@@ -144,6 +145,15 @@ class Due:
         if taken["number"] == state["place"]["driver"]:
             self._awaited = iterator
         return iterator
+
+    def _arrive_asked(self, frame: FrameType) -> None:
+        """At its place, if it is there that the pass is asked."""
+        frames = script_frames(frame)
+        here, there = path_of(frames), tuple(tuple(step) for step in self._read()["place"]["path"])
+        if here != there and not any(frameworks.is_own(found) for found in frames):
+            where = f"{said_step(here[-1])}, and the training was at {said_step(there[-1])}"
+            end_unrestored([f"the loader's next batch is asked for at {where}"])
+        self.arrive(frame)
 
     def arrive(self, frame: FrameType) -> None:
         """The script is at its place: put everything back, and be gone but for workers that rest until their pass."""

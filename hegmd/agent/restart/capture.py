@@ -13,7 +13,18 @@ import os
 import sys
 
 from .. import life
-from . import contents, frameworks, generators, iterations, readiness, recovery, stateful, variables, whereabouts
+from . import (
+    asking,
+    contents,
+    frameworks,
+    generators,
+    iterations,
+    readiness,
+    recovery,
+    stateful,
+    variables,
+    whereabouts,
+)
 from .baseline import Baseline, baseline_of, refusal_of
 from .holdings import (
     GENERATOR,
@@ -76,7 +87,7 @@ class _Taking:
             self._refuse(str(error), "use CPython 3.9 to 3.14 as it is released")
             return
         self.state["place"] = self._placed(place, frame)
-        self.state["passes"] = list(self._passes())
+        self.state["passes"] = list(self._passes(place))
         self._hold(place)
         self.state["shared"] = generators.read_shared()
 
@@ -103,12 +114,13 @@ class _Taking:
             if is_asked and look["kind"] == "zip" and driver is not None:
                 look = self._look_into_zip(loop.iterator, driver)
             self._note_loaders(look)
+            self._check_asked(look, driver, (*place.path[: loop.depth], (*place.path[loop.depth][:3], loop.line)))
             needs = list(self._needs(look, place.path[loop.depth], loop.line))
             if driver is not None:
                 needs = self._made_before(needs, look, loop, place.path[: loop.depth + 1])
             self._check_names(needs, loop, place.path[loop.depth])
             loops.append({"depth": loop.depth, "line": loop.line, "needs": needs})
-        self.refusals += readiness.refusals_of(place, is_driven=driver is not None)
+        self.refusals += readiness.refusals_of(place, driver)
         number = self._number_of(driver) if driver is not None else None
         path = place.path if number is None else iterations.path_of_pass(driver)
         self._baseline = baseline_of(path)
@@ -132,6 +144,13 @@ class _Taking:
                 where = said((*step[:3], loop.line))
                 what = f"the loop at {where} goes over what was made before it, whose place cannot be set"
                 self._refuse(what, f"write {name}(...) in the head of the loop")
+
+    def _check_asked(self, look: dict[str, Any], driver: Any, head: Any) -> None:
+        """Whoever asks for the first batch of a pass made again has to be the loop."""
+        numbers = set(_loaders_in(look)) - {self._number_of(driver)}
+        for found in iterations.all_followed():
+            if found.number in numbers:
+                self.refusals += found.asked.against_loop(head)
 
     def _number_of(self, iterator: object) -> int | None:
         found = iterations.followed(iterator)
@@ -165,7 +184,7 @@ class _Taking:
 
     # ---- loaders ----------------------------------------------------------------------------------------------------
 
-    def _passes(self) -> Iterator[dict[str, Any]]:
+    def _passes(self, place: Place) -> Iterator[dict[str, Any]]:
         if any(found.number not in self._numbers and not found.sent for found in iterations.all_followed()):
             gc.collect()  # passes that are over, but for what holds them in a circle
         for found in iterations.all_followed():
@@ -177,6 +196,10 @@ class _Taking:
                 self._refuse(f"another thread reads the loader at {said(found.path[-1])} ahead", "read it in the loop")
                 continue
             rests = given is None and bool(found.sent) and iterator._persistent_workers and not iterator._task_info
+            if given is None and found.number != self.state["place"]["driver"] and not rests and not found.is_over():
+                if found.asked.is_over_above(place):
+                    continue
+                self.refusals += asking.against_aside(found.path, found.asked, place)
             self.refusals += found.refusals(given or 0)
             yield {**found.taken(given or 0), "number": found.number, "rests": rests}
         # Numbers of this process's passes are none of theirs.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from _thread import get_ident
 
-from . import frameworks, generators, orders, samples, stateful, streams
+from . import asking, frameworks, generators, orders, samples, stateful, streams
 from .places import said
 from .unfit import DoesNotFit, Refusal
 from .worker_seeds import Seeds
@@ -39,6 +39,7 @@ class Iteration:
         "_seeds",
         "_stream",
         "_sums",
+        "asked",
         "base",
         "gathered",
         "given_states",
@@ -56,6 +57,7 @@ class Iteration:
         self.ident = get_ident()
         self.signature = signature_of(loader)
         self.iterator: Any = None
+        self.asked = asking.Asked()
         self.base = 0  # the first batch that this process's workers made of it
         self.sent: list[int] = []  # what each worker has made in earlier passes
         self.given_states: dict[int, Any] = {}
@@ -117,6 +119,7 @@ class Iteration:
     def _follow(self, iterator: Any) -> None:
         self.iterator = weakref.ref(iterator)
         _followed[id(iterator)] = self
+        self.asked.watch(iterator)
         weakref.finalize(iterator, _followed.pop, id(iterator), None).atexit = False
 
     def note_first(self) -> None:
@@ -148,6 +151,11 @@ class Iteration:
             "stream": None if self._stream is None else self._stream.taken(iterator),
             "state": None if self._own is None else self._own.taken(iterator),
         }
+
+    def is_over(self) -> bool:
+        """Whether it has given all that it has."""
+        batches = self.signature["batches"]
+        return batches is not None and bool(self.iterator()._num_yielded >= batches)
 
     def refusals(self, given: int) -> list[Refusal]:
         """Why it could not be made again as it is."""

@@ -124,8 +124,8 @@ def _progress_of(iterator: object) -> Any:
     return None if found is None else (found.number, found.iterator()._num_yielded)
 
 
-def refusals_of(place: Place, *, is_driven: bool) -> Iterator[Refusal]:
-    """Why there could be no going on from here. `is_driven` says that a loader is being asked for a batch."""
+def refusals_of(place: Place, driver: Any) -> Iterator[Refusal]:
+    """Why there could be no going on from here. `driver` is the loader's iterator that is being asked, if one is."""
     theirs = frameworks.against(place.frames)
     if theirs is not None:
         yield from (Refusal(what, hint, passes=passes) for what, hint, passes in theirs)
@@ -133,8 +133,11 @@ def refusals_of(place: Place, *, is_driven: bool) -> Iterator[Refusal]:
     chain = chain_of(place)
     if not place.frames:
         yield Refusal("no frame of the script's is under way in the thread that trains", _LATER, passes=True)
-    elif not place.at_head and (chain or not is_driven):
+    elif not place.at_head and (chain or driver is None):
         yield Refusal(f"the script is within a loop's body, at {said(place.path[-1])}", _LATER, passes=bool(chain))
+    asked = None if driver is None else iterations.followed(driver)
+    if asked is not None:
+        yield from asked.asked.against(place)
     if not _trained or not chain:
         return
     if not any(trained[: len(chain)] == chain for trained in _trained):
@@ -188,7 +191,7 @@ class Approach:
             place = Place(frame)
         except Unreadable:
             return True  # nothing is gained by going on
-        refused = list(refusals_of(place, is_driven=_is_driven(frame)))
+        refused = list(refusals_of(place, asked_iterator(frame)))
         if not any(found.passes for found in refused):
             return True
         if not place.at_head and place.loops and sys.gettrace() is None and not frameworks.is_own(place.frames[-1]):
@@ -204,7 +207,7 @@ class Approach:
         def follow(found: FrameType, event: str, _argument: object) -> Any:
             if event == "opcode" and loops.standing(found.f_lasti) == head:
                 _trace_no_more(found)
-                if not any(refused.passes for refused in refusals_of(Place(found), is_driven=False)):
+                if not any(refused.passes for refused in refusals_of(Place(found), None)):
                     self._stand()
                 return None
             if event == "return":  # out of the loop in another way
@@ -225,10 +228,6 @@ def _trace_no_more(frame: FrameType) -> None:
     sys.settrace(None)
     frame.f_trace = None
     frame.f_trace_opcodes = False
-
-
-def _is_driven(frame: FrameType | None) -> bool:
-    return asked_iterator(frame) is not None
 
 
 def asked_iterator(frame: FrameType | None) -> Any:
