@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     class Way(Protocol):
         """What the package `restart` does for a departure."""
 
+        #: Of the state that was saved last: what begins anew after a restart from it.
+        begins_anew: list[str]
+
         def is_due(self) -> bool:
             """Whether a state is on its way into this process still."""
             ...
@@ -66,6 +69,7 @@ class Restarts:
         self._readiness = parts.readiness
         self.is_due = parts.beginning.is_due
         self.leave = parts.leaving.leave
+        self.begins_anew: list[str] = []
 
     def fits(self) -> Callable[[], bool]:
         """What the gate asks at each boundary, so that the training stands where it can go on from."""
@@ -74,7 +78,10 @@ class Restarts:
 
     def save(self, fd: int) -> Any:
         """Write the state of the parked training. Raises HegmError with what stands against it, and OSError."""
-        return self._leaving.save(fd, self._gate.training_thread)
+        return self._leaving.save(fd, self._gate.training_thread, tell=self._note)
+
+    def _note(self, begins_anew: list[str]) -> None:
+        self.begins_anew = begins_anew
 
 
 class Departure:
@@ -148,6 +155,8 @@ class Departure:
             self._stay(refusal(f"its state was not saved: {error!r}", DEBUG_HINT))
         else:
             note("the state is saved; leaving")
+            if self._restarts.begins_anew:
+                say(f"begins anew after the restart: {'; '.join(self._restarts.begins_anew)}; hegm.keep keeps it")
             self._restarts.leave()
 
     def _stay(self, why: HegmError) -> None:

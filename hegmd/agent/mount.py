@@ -129,5 +129,8 @@ def _guarded(action: Callable[[ModuleType], None], module: ModuleType) -> None:
         action(module)
     except Exception as error:  # noqa: BLE001 - the import goes on as it would without us
         from .notes import note
+        from .restart import given, leaving
 
         note(f"no hooks in {module.__name__}: {error!r}")
+        if given.is_there():  # without them the script would begin anew, and nobody would know
+            leaving.end_unrestored([f"{module.__name__} is not one that the agent can follow: {error!r}"])

@@ -271,6 +271,26 @@ def test_variables_that_begin_anew_are_named(restarts: Restarts) -> None:
     assert "begins anew after the restart: part (TextIOWrapper) at begun_anew.py:18. hegm.keep" in ends[1].errors
 
 
+def test_what_was_not_looked_at_was_told_in_the_plan_only(restarts: Restarts, tmp_path: Path) -> None:
+    body = """
+class Player:
+    wins = 0
+
+
+players = [Player() for _ in range(1200)]
+for turn in range(4):
+    for (rows,) in loader:
+        players[turn].wins += 1
+        model(rows).pow(2).mean().backward()
+        optimizer.step()
+"""
+    _output, ends = restarts.restarted(*written(tmp_path, body=body), at=(5,))
+    assert [ended.status for ended in ends] == [LEFT_STATUS, 0], [ended.errors for ended in ends]
+    assert (
+        "not looked at, and so begins anew after the restart: the 1,200 objects of __main__.players" in ends[1].errors
+    )
+
+
 #: What a state of each form looks like. A row that was released is never changed.
 FORMS = {3: 0x5BBD34C2}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 
 from . import frameworks
+from .kinds import class_of
 from .places import path_of, said, script_frames
 from .stack import caller
 from .unfit import Refusal
@@ -48,7 +49,8 @@ class Asked:
             self.paths.append(frames_of(caller()))
             if len(self.paths) == _NOTED:
                 del found._next_data
-            return type(found)._next_data(found)
+            ask: Any = class_of(found)._next_data
+            return ask(found)
 
         iterator._next_data = _next_data
 

@@ -294,6 +294,7 @@ def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
     from_cpu = whereabouts.left_cpu(_tensors_in(pairs))
     missing = recovery.put_back(state[variables.KEY], frames, held, from_cpu=from_cpu)
     _say_anew([*state[variables.KEY]["anew"], *missing])
+    _say_unseen(state[variables.KEY]["unseen"])
     _say_otherwise(told)
     said_by_script.put_back(state[KEY], _optimizers_in(pairs))
     frameworks.resuming.put_back(state[frameworks.KEY])
@@ -317,6 +318,13 @@ def _say_anew(names: list[str]) -> None:
     """What of the script's own is as in a script that has just begun, on stderr: its output is the script's."""
     if names:
         text = f"hegm: begins anew after the restart: {'; '.join(names)}. hegm.keep keeps such things.\n"
+        os.write(2, text.encode(errors="replace"))
+
+
+def _say_unseen(names: list[str]) -> None:
+    """What may be as in a script that has just begun, since nobody has looked, on stderr."""
+    if names:
+        text = f"hegm: not looked at, and so begins anew after the restart: {'; '.join(names)}. hegm.keep keeps it.\n"
         os.write(2, text.encode(errors="replace"))
 
 

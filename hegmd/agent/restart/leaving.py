@@ -43,10 +43,17 @@ def weigh() -> tuple[int, list[Refusal], list[str]]:
 
 
 def save(
-    fd: int, ident: int | None = None, progress: Callable[[int], None] | None = None, frame: FrameType | None = None
+    fd: int,
+    ident: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    frame: FrameType | None = None,
+    tell: Callable[[list[str]], object] | None = None,
 ) -> int:
-    """Write the state of the training, which stands, into the descriptor; how many bytes. Raises HegmError, OSError."""
-    from . import plain, script
+    """Write the state of the training, which stands, into the descriptor; how many bytes. Raises HegmError, OSError.
+
+    `tell` is called, once it is written, with what begins anew after a restart from it.
+    """
+    from . import plain, script, variables
     from .capture import capture
 
     state, refusals = capture(ident, frame)
@@ -56,6 +63,8 @@ def save(
         try:
             written_bytes = plain.write(fd, state, progress)
             note(f"the state was written in {monotonic() - began:.4f} s: {written_bytes} bytes")
+            if tell is not None:
+                tell(variables.begin_anew(state))
             return written_bytes
         except plain.NotPlain as error:
             refusals = [_not_plain(state, error)]

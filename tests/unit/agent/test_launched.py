@@ -32,6 +32,7 @@ class _Trained:
         self.orders = Orders(self.gate)
         self.orders.begin(self.reports.append)
         self.left = 0
+        self.begins_anew: list[str] = []
         self.is_due_now = False
         self.save = save
         self.will_do = [True]
@@ -107,6 +108,22 @@ def test_at_the_next_boundary_the_state_is_written_and_the_process_left(
     assert (tmp_path / "latest.pt").read_bytes() == b"state"
     assert (tmp_path / "latest.pt").stat().st_mode & 0o777 == 0o600
     assert os.listdir(tmp_path) == ["latest.pt"]
+
+
+def test_what_begins_anew_went_without_a_word_from_a_launcher(
+    made: Callable[..., _Trained], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It has no plan in which that would stand."""
+    training = made()
+    training.begins_anew = ["log (TextIOWrapper) at train.py:3", "not looked at: the 1,200 objects of players"]
+    training.request.make()
+    training.departure.tick()
+    training.reach_boundary()
+    training.wait_until_parked()
+    training.departure.tick()
+    assert training.left == 1
+    said = capfd.readouterr().err
+    assert "log (TextIOWrapper) at train.py:3; not looked at: the 1,200 objects of players; hegm.keep keeps it" in said
 
 
 def test_what_cannot_be_saved_is_said_and_the_training_goes_on(

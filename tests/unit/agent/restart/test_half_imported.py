@@ -59,3 +59,20 @@ def test_a_python_that_came_before_the_training_claimed_its_state_and_ended_the_
     for same in (f"{script}print('the place')", f"{script}\nfor _ in torch.utils.data.dataloader.DataLoader(): pass"):
         status, said = run(same)
         assert status == 98, said
+
+
+def test_a_loader_that_could_not_be_followed_let_a_restarted_script_begin_anew(tmp_path: Path) -> None:
+    """The agent's error was noted and the import went on: no state was waited for, and no step forbidden."""
+    (tmp_path / "torch" / "utils" / "data").mkdir(parents=True)
+    for package in ("torch", "torch/utils", "torch/utils/data"):
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "torch" / "utils" / "data" / "dataloader.py").write_text("class DataLoader: ...\n")
+    (tmp_path / "state").write_bytes(b"no state")
+    environ = {"PYTHONPATH": f"{INJECT}:{tmp_path}", "HEGM_SOCKET": "/nobody"}
+    words = [sys.executable, "-c", "import torch.utils.data.dataloader\nprint('it trains')"]
+    for state, expected in (({}, ("it trains\n", 0)), ({"HEGM_STATE": str(tmp_path / "state")}, ("", 98))):
+        done = subprocess.run(
+            words, env={**environ, **state}, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert (done.stdout, done.returncode) == expected, done.stderr
+    assert "torch.utils.data.dataloader is not one that the agent can follow" in done.stderr
