@@ -153,6 +153,35 @@ for epoch in range(3):
 """
 
 
+WORKED = """
+import random
+
+
+class Turned:
+    rng = None
+
+    def __call__(self, row):
+        self.rng = self.rng or random.Random(5)
+        return row + self.rng.random()
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self):
+        self.turned = Turned()
+        {made}
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return (self.turned(rows[index]),)
+
+
+loader = DataLoader(torch.utils.data.Subset(Data(), range(12)), batch_size=4, num_workers=1)
+train(4)
+"""
+
+
 def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
     """A script with these parts, and the folder that it counts its starts in."""
     usual = {"width": "2", "epochs": "range(epochs)", "after": "pass", "body": "train(4)"}
@@ -188,6 +217,8 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
             {"body": ASIDE.format(begun="[]", before="pass", after="read = iter(loader); next(read)")},
             "a pass over a loader that began at line 34 of __main__, within the loop at line 31",
         ),
+        ({"body": WORKED.format(made="self.turned.rng = random.Random(6)")}, "draw from a random generator that"),
+        ({"body": WORKED.format(made="pass")}, "has not said what its random generators are at"),
         ({"after": "optimizer.state[model.weight]['f'] = print"}, "__main__.optimizer.states[0].f is a function"),
     ],
     ids=[
@@ -203,6 +234,8 @@ def written(tmp_path: Path, **parts: str) -> tuple[str, str]:
         "a-batch-taken-above-the-loop-that-goes-on",
         "a-batch-taken-above-the-loop-in-each-epoch",
         "a-pass-that-began-within-the-loop",
+        "workers-with-a-generator-deep-in-their-data",
+        "workers-that-make-themselves-a-generator",
         "a-function-in-the-state",
     ],
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from _thread import get_ident
 
-from . import asking, frameworks, generators, orders, samples, stateful, streams
+from . import asking, drawing, frameworks, generators, orders, samples, stateful, streams
 from .places import said
 from .unfit import DoesNotFit, Refusal
 from .worker_seeds import Seeds
@@ -169,8 +169,8 @@ class Iteration:
             for name in orders.not_kept(self._data)
         ]
         if any(self.sent) or any(self.made_until(iterator._num_yielded - given)):
-            drawing = any(True for _found in generators.held_by(_datasets_of(iterator._dataset)))
-            found += [Refusal(*_DRAWING)] if drawing else []
+            drawn, is_whole = drawing.held_within([iterator._dataset])
+            found += [Refusal(*_DRAWING)] if drawn else [] if is_whole else [Refusal(*_NOT_WHOLE)]
         if self._is_remade and self._stream is None:
             found.append(Refusal(f"each pass of the loader at {said(self.path[-1])} is over data made anew", _REMADE))
         if self._own is not None:
@@ -344,6 +344,10 @@ _DRAWING = (
     "a loader's workers draw from a random generator that the dataset holds, and cannot say where that is",
     "draw from Python's, NumPy's or PyTorch's own generators there, whose states in workers are kept",
 )
+_NOT_WHOLE = (
+    "a loader's workers read a dataset that holds more objects than are looked through for random generators",
+    "hold its rows in tensors, arrays or lists of numbers and texts",
+)
 _OUTER_DRAWS = (
     "a batch of an outer loop is in use, and its dataset draws random numbers, so that it cannot be loaded again",
     "let the outer loader have workers, whose random states are kept",
@@ -384,8 +388,11 @@ def signature_of(loader: Any) -> dict[str, Any]:
 
 def generators_of(loader: Any) -> list[Any]:
     """The generators of a loader and its samplers that are objects of the script's."""
-    samplers = [found for found in _samplers_of(loader._index_sampler) if not frameworks.reseeds(found)]
-    return list(generators.held_by([loader, *samplers]))
+    samplers = _samplers_of(loader._index_sampler)
+    own = list(generators.held_by([loader]))
+    reseeding = [found for found in samplers if frameworks.reseeds(found)]
+    within, _is_whole = drawing.held_within(samplers, [*own, *reseeding, *_datasets_of(loader.dataset)])
+    return own + within
 
 
 def _samplers_of(sampler: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import sys
 import weakref
 from binascii import crc32
 
-from . import generators
+from . import drawing
 from .changes import ATTRIBUTE, changes_of
 from .kinds import FUNCTION, METHOD, class_of, is_a
 
@@ -53,8 +53,8 @@ def counts(dataset: Any) -> bool:
     """Whether giving an item changes the dataset, or may: then it is not to be asked for one on trial."""
     getter = getattr(class_of(dataset), "__getitem__", None)
     code = getattr(getter, "__code__", None)
-    own = [dataset, *[value for value in getattr(dataset, "__dict__", {}).values() if _is_part(value)]]
-    if any(True for _found in generators.held_by(own)):
+    drawn, is_whole = drawing.held_within([dataset])
+    if drawn or not is_whole:
         return True
     return code is not None and any(found.kind == ATTRIBUTE for found in changes_of(code).found)
 

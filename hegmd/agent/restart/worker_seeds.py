@@ -16,7 +16,7 @@ import os
 import struct
 import sys
 
-from . import generators
+from . import drawing, generators
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -95,17 +95,22 @@ class Follower:
         first: list[Any] = [self._begin_with.get(worker)]
         made = [0]
         slots = self._slots
+        held: list[Any] = []
 
         def follow(fetcher: Any, index: Any) -> Any:
             states, first[0] = first[0], None
+            if not made[0]:
+                held[:] = _held_by(fetcher.dataset) or ()
             if states is not None:
-                _set(states, fetcher.dataset)
+                _set(states, held)
             try:
                 return fetch(fetcher, index)
             finally:
                 made[0] += 1
-                written = marshal.dumps(_read(fetcher.dataset))
-                fits = len(written) <= SLOT_BYTES - _HEADER.size
+                written = marshal.dumps(_read(held))
+                # One that was made on the way would not be there when its state is set.
+                is_known = _are_same(held, _held_by(fetcher.dataset))
+                fits = is_known and len(written) <= SLOT_BYTES - _HEADER.size
                 start = (worker * slots + made[0] % slots) * SLOT_BYTES
                 _HEADER.pack_into(memory, start, made[0], len(written) if fits else 0)
                 if fits:
@@ -114,13 +119,22 @@ class Follower:
         return follow
 
 
-def _read(dataset: Any) -> tuple[Any, Any]:
-    own = [generators.read(found) for found in generators.held_by([dataset])]
-    return generators.read_shared(with_gpus=False), own
+def _held_by(dataset: Any) -> list[Any] | None:
+    """The generators within it; None where it holds more than is looked through."""
+    found, is_whole = drawing.held_within([dataset], is_brief=True)
+    return found if is_whole else None
 
 
-def _set(states: tuple[Any, Any], dataset: Any) -> None:
+def _are_same(held: list[Any], now: list[Any] | None) -> bool:
+    return now is not None and list(map(id, held)) == list(map(id, now))
+
+
+def _read(held: list[Any]) -> tuple[Any, Any]:
+    return generators.read_shared(with_gpus=False), [generators.read(found) for found in held]
+
+
+def _set(states: tuple[Any, Any], held: list[Any]) -> None:
     shared, own = states
     generators.set_shared(shared)
-    for found, state in zip(generators.held_by([dataset]), own):
+    for found, state in zip(held, own):
         generators.set_to(found, state)
