@@ -131,13 +131,15 @@ class Halts:
             one.close()
 
     def _serve(self, connection: socket.socket) -> bool:
-        """Answer one frame; whether there was one."""
+        """Answer one frame; whether there was a whole one."""
         try:
             head = connection.recv(_HEAD.size, socket.MSG_WAITALL)
             if len(head) < _HEAD.size:
                 return False
             what, size = _HEAD.unpack(head)
             data = connection.recv(size, socket.MSG_WAITALL) if size else b""
+            if len(data) < size:
+                return False  # it was killed in the middle of its word
         except OSError:
             return False
         with self._lock:
