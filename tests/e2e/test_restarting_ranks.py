@@ -23,7 +23,7 @@ def _launch() -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "--max-restarts", "3")
+    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "--max-restarts", "1")
     return [sys.executable, *words, str(SCRIPTS / "ranked.py")]
 
 
