@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 # An agent hangs up as soon as it has said that it will, and looks about thirty times a second whether to come back.
 HANGS_UP_WITHIN_S = 10.0
+_LOOK_AGAIN_S = 0.05
 COMES_BACK_WITHIN_S = 30.0
 # After this an agent comes back by itself, whatever has become of its daemon.
 ASIDE_LIMIT_S = 4 * 3600.0
@@ -225,7 +226,7 @@ class Handoff:
         self, op: Operation, wish: Wish, lent: Lent, criu: Criu, guise: Guise | None, on_progress: Progress
     ) -> Manifest:
         """The agents have stepped aside: what the tree needs now is what CRIU is told."""
-        tree, needs = await self._look_at_tree(op, wish, ())
+        tree, needs = await self._look_once_hung_up(op, wish)
         theirs = self._looks.at(lambda _: not_theirs(tree, needs, _rights(wish)), name="hegmd-theirs")
         against = [*needs.reasons, *await theirs]
         if against:
@@ -248,6 +249,18 @@ class Handoff:
             as_user=guise is not None,
             node=node,
         )
+
+    async def _look_once_hung_up(self, op: Operation, wish: Wish) -> tuple[Tree, Needs]:
+        """The tree without its agents' connections, which may be seen a moment longer than heard; else as it is."""
+        gpu_pids = [member.pid for member in op.live]
+        with anyio.move_on_after(HANGS_UP_WITHIN_S):
+            while True:
+                tree, needs = await self._look_at_tree(op, wish, ())
+                theirs = needs_of(tree, gpu_pids=gpu_pids, agent_sockets=self._agent_sockets)
+                if len(theirs.reasons) == len(needs.reasons):
+                    return tree, needs
+                await anyio.sleep(_LOOK_AGAIN_S)
+        return await self._look_at_tree(op, wish, ())
 
     async def _write_side_by_side(
         self,
