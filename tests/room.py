@@ -16,7 +16,7 @@ SHARED_MEMORY = Path("/dev/shm")
 # By what is run: where, or None for the folder that pytest makes its own in, and how much.
 NEEDED: dict[str, dict[Path | None, int]] = {
     "quick": {None: 256 * MIB},
-    "end to end": {None: 2048 * MIB, SHARED_MEMORY: 48 * MIB},
+    "end to end": {None: 1024 * MIB, SHARED_MEMORY: 48 * MIB},
 }
 
 
