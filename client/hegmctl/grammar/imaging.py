@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hegmctl.grammar.shared import CARRIER, DRY_RUN, NO_WAIT, WAIT
+from hegmctl.grammar.shared import CARRIER, DRY_RUN, IN_HAND, NO_WAIT
 from hegmctl.grammar.words import FILES, GPUS, PID, PIDS, TEXT, Argument, Option, Verb
 
 IMAGING = (
@@ -16,9 +16,7 @@ IMAGING = (
         options=(
             Option("--leave-running", doc="let the job go on as soon as all is written, instead of ending it"),
             CARRIER,
-            DRY_RUN,
-            WAIT,
-            NO_WAIT,
+            *IN_HAND,
         ),
         arguments=(
             Argument("PID", kind=PID, complete=PIDS, doc="a process of the job"),

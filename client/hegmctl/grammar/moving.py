@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hegmctl.grammar.shared import CARRIER, DRY_RUN, NO_WAIT, WAIT
+from hegmctl.grammar.shared import CARRIER, DRY_RUN, IN_HAND, WAIT
 from hegmctl.grammar.words import FILES, GPUS, PATH, PID, PIDS, PLACES, POSITIVE, SECONDS, TEXT, Argument, Option, Verb
 
 _JOBS = Argument("PID", many=True, kind=PID, complete=PIDS, doc="the processes; the others of their jobs come along")
@@ -80,9 +80,7 @@ MOVING = (
             ),
             Option("--python", kind=PATH, metavar="PATH", complete=FILES, doc="restart with this Python"),
             CARRIER,
-            DRY_RUN,
-            WAIT,
-            NO_WAIT,
+            *IN_HAND,
         ),
         arguments=(_JOBS,),
         examples=(
@@ -107,9 +105,7 @@ MOVING = (
         options=(
             Option("--spill", doc="have the bytes on disk, with checksums, until `resume`"),
             CARRIER,
-            DRY_RUN,
-            WAIT,
-            NO_WAIT,
+            *IN_HAND,
         ),
         arguments=(_JOBS,),
         examples=(
@@ -147,9 +143,7 @@ MOVING = (
         options=(
             Option("--spill", doc="have the bytes on disk, with checksums, until `resume`"),
             CARRIER,
-            DRY_RUN,
-            WAIT,
-            NO_WAIT,
+            *IN_HAND,
         ),
         arguments=(_JOBS,),
     ),
@@ -158,7 +152,7 @@ MOVING = (
         "write a suspended job into an image on disk",
         "The second half of `checkpoint`: of a job that is off its GPU already. Its processes end when the image was "
         "read back; if that cannot be, or takes longer than --timeout, the job stays suspended and no image is left.",
-        options=(DRY_RUN, WAIT, NO_WAIT),
+        options=IN_HAND,
         arguments=(
             Argument("PID", kind=PID, complete=PIDS, doc="a process of the job"),
             Argument("DIR", complete=FILES, doc="the directory that the image is to have; it must not be there yet"),
@@ -171,9 +165,7 @@ MOVING = (
         "Done means that its next batch was seen. If its bytes are not back after --timeout, it is suspended again.",
         options=(
             Option("--to", kind=TEXT, metavar="GPU", complete=PLACES, doc="the GPU to go on at; else where it was"),
-            DRY_RUN,
-            WAIT,
-            NO_WAIT,
+            *IN_HAND,
         ),
         arguments=(Argument("PID", kind=PID, doc="a process of the job"),),
         examples=(("hegmctl resume 4711 --to gpu1", "let it go on, on gpu1"),),
@@ -240,9 +232,7 @@ MOVING = (
             Option("--to", kind=TEXT, metavar="GPU", complete=GPUS, doc="the GPU to go on at; else the job's own"),
             Option("--drop", kind=TEXT, metavar="NAME", doc="give up these bytes for good"),
             Option("-y", "--yes", doc="do not ask before that"),
-            DRY_RUN,
-            WAIT,
-            NO_WAIT,
+            *IN_HAND,
         ),
         arguments=(Argument("PID", many=True, kind=PID, doc="a process of the job"),),
         examples=(

@@ -10,6 +10,8 @@ from hegmctl.grammar.words import TEXT, Option
 DRY_RUN = Option("-n", "--dry-run", doc="only show what would be done, or every reason why it cannot be")
 NO_WAIT = Option("--no-wait", doc="do not wait for the end; `hegmctl op` shows it")
 WAIT = Option("--wait", doc="wait for the end, which is what is done anyway")
+# Of whatever is carried out by the daemon, and can be looked at before or left to it.
+IN_HAND = (DRY_RUN, WAIT, NO_WAIT)
 CARRIER = Option(
     "--carrier",
     kind=TEXT,
