@@ -9,13 +9,10 @@ to. Everything in here blocks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
-from pathlib import Path
 
 from hegmd.criu.population import Population, end_all, population_of, stop_all
 from hegmd.criu.tree import pids_below
-
-_PARENT = 1
+from hegmd.processes.surroundings import parent_of
 
 
 def hold_launchers_still(rank: int, supervisor: int) -> None:
@@ -35,15 +32,8 @@ def end_one(pid: int, start_ticks: int) -> None:
 
 def _between(rank: int, supervisor: int) -> Iterable[int]:
     line: list[int] = []
-    with suppress(FileNotFoundError, ProcessLookupError):
-        parent = _parent_of(rank)
-        while parent > 1 and parent != supervisor:
-            line.append(parent)
-            parent = _parent_of(parent)
-        if parent == supervisor:
-            return line
-    return ()
-
-
-def _parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[_PARENT])
+    parent = parent_of(rank)
+    while parent is not None and parent > 1 and parent != supervisor:
+        line.append(parent)
+        parent = parent_of(parent)
+    return line if parent == supervisor else ()

@@ -145,7 +145,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *(*GROUND, "hegmd.log", "hegmd.agent_orders", "hegmd.helper", "hegmd.pieces", "hegmd.places", "hegmd.pool"),
         *("hegmd.rooms", "hegmd.supervisors", "hegmd.vram", "hegmd.workers"),
     ),
-    "hegmd.methods.launchers": ("hegmd.criu.population", "hegmd.criu.tree"),
+    "hegmd.methods.launchers": ("hegmd.criu.population", "hegmd.criu.tree", "hegmd.processes.surroundings"),
     "hegmd.migration": (*GROUND, "hegmd.pieces", "hegmd.places"),
     "hegmd.migration.ledger": (*GROUND, "hegmd.log", "hegmd.events", "hegmd.migration"),
     "hegmd.migration.performer": (*MOVING, "hegmd.migration", "hegmd.pieces"),

@@ -8,6 +8,7 @@ says in which slot. The depths are found as the compiler finds them: by followin
 from __future__ import annotations
 
 import sys
+from functools import cache
 
 from .kinds import is_a
 
@@ -229,12 +230,7 @@ def _have_argument() -> int:
     return dis.HAVE_ARGUMENT
 
 
-_known: dict[CodeType, Loops] = {}
-
-
+@cache
 def loops_of(code: CodeType) -> Loops:
     """The loops of this code, looked at once."""
-    found = _known.get(code)
-    if found is None:
-        found = _known[code] = Loops(code)
-    return found
+    return Loops(code)

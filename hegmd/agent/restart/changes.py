@@ -8,6 +8,7 @@ than a run would change; what only sets things up is no part of the loop and is 
 from __future__ import annotations
 
 import sys
+from functools import cache
 
 from .bytecode import loops_of
 from .flow import steps_of
@@ -201,15 +202,10 @@ class Changes:
                 self._stack[-depth:] = [self._stack[-1], *self._stack[-depth:-1]]
 
 
-_known: dict[CodeType, Changes] = {}
-
-
+@cache
 def changes_of(code: CodeType) -> Changes:
     """What this code changes, looked at once."""
-    found = _known.get(code)
-    if found is None:
-        found = _known[code] = Changes(code)
-    return found
+    return Changes(code)
 
 
 def nested_in(code: CodeType) -> Iterator[CodeType]:

@@ -7,6 +7,8 @@ restarted script on its way there; what is written later is not.
 
 from __future__ import annotations
 
+from functools import cache
+
 from .bytecode import loops_of
 from .kinds import is_a
 
@@ -157,12 +159,7 @@ def _bits(variables: Iterable[str], names: dict[str, int]) -> int:
     return found
 
 
-_known: dict[CodeType, Flow] = {}
-
-
+@cache
 def flow_of(code: CodeType) -> Flow:
     """The ways through this code, looked at once."""
-    found = _known.get(code)
-    if found is None:
-        found = _known[code] = Flow(code)
-    return found
+    return Flow(code)
