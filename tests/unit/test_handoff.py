@@ -59,7 +59,7 @@ def state(pid: int) -> str:
 @pytest.fixture
 def stopped() -> Iterator[int]:
     """A process that stands still, as after a dump."""
-    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as job:
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True) as job:
         try:
             os.kill(job.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, job.pid, os.WSTOPPED)
@@ -71,7 +71,7 @@ def stopped() -> Iterator[int]:
 @pytest.fixture
 def paused() -> Iterator[int]:
     """A process that waits for a signal."""
-    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as job:
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True) as job:
         try:
             yield job.pid
         finally:
