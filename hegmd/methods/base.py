@@ -39,7 +39,8 @@ __all__ = [
 ]
 
 Progress = Callable[[int], object]
-Making = Callable[[], AbstractAsyncContextManager[None]]
+#: A block in which storages are made. Its value is called when they are, and nobody is held still from then on.
+Making = Callable[[], AbstractAsyncContextManager[Callable[[], object]]]
 
 
 class NoRoom(Refused):
@@ -223,10 +224,10 @@ class Method(Protocol):
         """
         ...
 
-    def making(self, subject: Subject) -> AbstractAsyncContextManager[None]:
+    def making(self, subject: Subject) -> AbstractAsyncContextManager[Callable[[], object]]:
         """In the block its storages are made: the room that is held for them on its GPU, until then, becomes its own.
 
-        Nobody else is to get it meanwhile, as far as that can be seen to.
+        Nobody else is to get it meanwhile, as far as that can be seen to, until the block's value is called.
         """
         ...
 

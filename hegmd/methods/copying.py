@@ -107,9 +107,10 @@ class CopyingCarrier:
         most_bytes = round_bytes(subject.storage_room_bytes) if subject.in_rounds else None
         done_bytes = 0
         while True:
-            async with making():
+            async with making() as made:
                 report = await subject.worker.order("make", size_bytes=most_bytes)
-            done_bytes += await self._fill(subject, report, partial(_add, on_progress, done_bytes))
+                made()
+                done_bytes += await self._fill(subject, report, partial(_add, on_progress, done_bytes))
             if not report.left:
                 return done_bytes
 

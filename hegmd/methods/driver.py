@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Container, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import anyio
@@ -281,23 +281,24 @@ class DriverMethod:
         ]
 
     @asynccontextmanager
-    async def making(self, subject: Subject) -> AsyncGenerator[None]:
+    async def making(self, subject: Subject) -> AsyncGenerator[Callable[[], object]]:
         """Others there are held still, but not for long: an agent that is stopped in the block makes nobody stand.
 
         Where as much is free besides, the storages are made beside the room that is held for them, and that is let go
-        of afterwards: what is let go of just before is cleared by the driver first, while the job waits. Should that
-        come to nothing, the next attempt has the room. Otherwise it is let go of before, and who cannot be held still
-        may be quicker. Then the bytes wait for the next attempt, and none is lost.
+        of at the end of the block, in which they may be filled as well: the driver clears what is let go of, and what
+        is made or opened or copied meanwhile waits for that. Should it come to nothing, the next attempt has the room.
+        Otherwise it is let go of before, and who cannot be held still may be quicker. Then the bytes wait for the next
+        attempt, and none is lost.
         """
-        if subject.gpu is None:
-            yield
-            return
         made = anyio.Event()
+        if subject.gpu is None:
+            yield made.set
+            return
         failure: HegmError | None = None
         async with anyio.create_task_group() as tasks:
             try:
                 await tasks.start(self._make_way, subject, subject.gpu, made)
-                yield
+                yield made.set
                 await self._room.let_go_for_storages(subject, subject.gpu)
                 self._crowded.discard(subject.who)
             except HegmError as error:  # past the group, which would put it into another

@@ -111,9 +111,9 @@ class RestartMethod:
     def note_size(self, subject: Subject, size_bytes: int) -> None:
         """What it holds on a GPU is not what its state comes to."""
 
-    def making(self, subject: Subject) -> AbstractAsyncContextManager[None]:
+    def making(self, subject: Subject) -> AbstractAsyncContextManager[Callable[[], object]]:
         """The new process makes its storages by itself."""
-        return nullcontext()
+        return nullcontext(lambda: None)
 
     # -- away ----------------------------------------------------------------------------------------------------------
 

@@ -89,10 +89,10 @@ async def _check_return(carrier: Carrier, subject: Subject, size_bytes: int, mad
     told: list[int] = []
 
     @asynccontextmanager
-    async def making() -> AsyncGenerator[None]:
+    async def making() -> AsyncGenerator[Callable[[], object]]:
         nonlocal inside
         began = made()
-        yield
+        yield lambda: None
         inside += made() - began
 
     back_bytes = await carrier.put_back(subject, told.append, making)

@@ -193,7 +193,7 @@ class Hasty(WorkerCarrier):
     """Has storages made where nobody sees to their room."""
 
     async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
-        return await super().put_back(subject, on_progress, nullcontext[None])
+        return await super().put_back(subject, on_progress, lambda: nullcontext(lambda: None))
 
 
 class Boastful(WorkerCarrier):

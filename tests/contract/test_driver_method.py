@@ -206,9 +206,13 @@ async def test_storages_are_made_beside_their_room_where_as_much_is_free_and_it_
     async with rigged(parts) as rig:
         mine = await _with_room_for_storages(rig)
         before = rig.other.free_bytes()
-        async with rig.method.making(mine):
+        async with rig.method.making(mine) as made:
             assert rig.memory.by_owner() != {}, "the room is let go of before the storages are made"
             await rig.stands(rig.other)
+            made()
+            await rig.neighbours.let_be(rig.other_who)
+            assert await rig.state(rig.other) == "running", "it stands while the storages are filled"
+            assert rig.memory.by_owner() != {}, "the room is let go of before the storages are filled"
         assert rig.memory.by_owner() == {}
         assert rig.other.free_bytes() >= before + GIB
 
