@@ -44,6 +44,8 @@ CASE_S = 60.0
 ALONE_S = 240.0
 # Between CPU and GPU sums are made in another order; what that comes to grows with the steps.
 TOLERANCE = 2e-3
+# And where a number has 8 bits of bfloat16 on the CPU, and 11 of float16 on the GPU: 2.3e-3 was seen by step 24.
+NARROW_TOLERANCE = 2e-2
 # The same kernels, chosen the same way, in every process.
 EXACTLY = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "2"}
 
@@ -55,6 +57,7 @@ class Case:
     traits: tuple[str, ...]
     by_cpu: bool = False
     exact: bool = True
+    tolerance: float = TOLERANCE
 
     def places(self, gpus: Sequence[str]) -> list[str]:
         """Where it begins, and where it goes: between GPUs to the other one, if there is another."""
@@ -70,7 +73,7 @@ CASES = {
     "fused": Case(("fused", "dropout")),
     "compiled": Case(("compiled",)),
     "cpu": Case((), by_cpu=True, exact=False),
-    "cpu-amp": Case(("amp",), by_cpu=True, exact=False),
+    "cpu-amp": Case(("amp",), by_cpu=True, exact=False, tolerance=NARROW_TOLERANCE),
 }
 
 
@@ -131,7 +134,7 @@ def try_case(node: RestartNode, case: Case, places: list[str], seconds: list[flo
             job.read_steps(RUN_STEPS)
             seconds.append(round(first_after_gap(job, asked_at, before), 2))
         said = job.steps()
-    return differences(said, undisturbed(node, case, places[0], len(said)), exact=case.exact)
+    return differences(said, undisturbed(node, case, places[0], len(said)), case)
 
 
 def undisturbed(node: RestartNode, case: Case, place: str, steps: int) -> list[str]:
@@ -155,12 +158,12 @@ def first_after_gap(job: RestartedJob, asked_at: float, before: int) -> float:
     return max(gaps)[1] - asked_at
 
 
-def differences(said: Sequence[str], wanted: Sequence[str], *, exact: bool) -> str:
+def differences(said: Sequence[str], wanted: Sequence[str], case: Case) -> str:
     """What of these lines is not as it has to be, beside an undisturbed run's."""
     after = ""
     for number, (line, other) in enumerate(zip(said, wanted, strict=False)):
         told, due = line.split(), other.split()
-        if exact and told != due:
+        if case.exact and told != due:
             return f"step {number} said {line.strip()!r}, and undisturbed it is {other.strip()!r}"
         if told[1] != str(number):
             return f"step {told[1]} came where step {number} was due"
@@ -169,7 +172,7 @@ def differences(said: Sequence[str], wanted: Sequence[str], *, exact: bool) -> s
         if told[5] != due[5]:
             return f"step {number} had another batch"
         loss, close = float.fromhex(told[6]), float.fromhex(due[6])
-        if not math.isclose(loss, close, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+        if not math.isclose(loss, close, rel_tol=case.tolerance, abs_tol=case.tolerance):
             return f"step {number} has the loss {loss:g}, and undisturbed {close:g}"
         after = told[4]
     return "" if said else "it said nothing"

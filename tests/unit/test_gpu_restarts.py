@@ -38,16 +38,16 @@ def changed(number: int, place: int, word: str) -> list[str]:
     ],
 )
 def test_a_restart_that_is_not_exact_is_seen(said: list[str], wrong: str) -> None:
-    assert wrong in restarts_run.differences(said, AS_IT_IS, exact=False)
+    assert wrong in restarts_run.differences(said, AS_IT_IS, restarts_run.Case((), exact=False))
     if said:
-        assert restarts_run.differences(said, AS_IT_IS, exact=True)
+        assert restarts_run.differences(said, AS_IT_IS, restarts_run.Case(()))
 
 
 def test_only_losses_may_differ_a_little_and_only_between_devices() -> None:
     near = [line.replace("cuda", "cpu") for line in changed(1, 6, "0x1.0001p+1")]
-    assert restarts_run.differences(near, AS_IT_IS, exact=False) == ""
-    assert "undisturbed it is" in restarts_run.differences(near, AS_IT_IS, exact=True)
-    assert restarts_run.differences(AS_IT_IS, AS_IT_IS, exact=True) == ""
+    assert restarts_run.differences(near, AS_IT_IS, restarts_run.Case((), exact=False)) == ""
+    assert "undisturbed it is" in restarts_run.differences(near, AS_IT_IS, restarts_run.Case(()))
+    assert restarts_run.differences(AS_IT_IS, AS_IT_IS, restarts_run.Case(())) == ""
 
 
 def test_cases_go_to_the_other_gpu_where_there_is_one_and_by_the_cpu() -> None:
