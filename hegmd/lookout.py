@@ -272,6 +272,7 @@ def _room(gpu: Gpu, gpus: Sequence[Gpu]) -> GpuRoom:
         chip=gpu.chip,
         state=gpu.state,
         free_bytes=gpu.memory_free_bytes if gpu.memory_free_bytes is not None else left_bytes,
+        total_bytes=gpu.memory_total_bytes,
         mig=gpu.mig,
         mps=gpu.mps,
         uuid=gpu.uuid,

@@ -16,6 +16,8 @@ RESTORE_MARGIN_BYTES = 256 * MIB
 # What a process may need on its GPU beyond the memory of its own that its video memory was put into: what the driver
 # makes anew for it, such as contexts and the stacks of kernels. Not measured, so it is plenty.
 UNSEEN_BYTES = 2048 * MIB
+# What PyTorch's allocator asks the driver for at once, for storages that are neither small nor large.
+SEGMENT_BYTES = 20 * MIB
 # As much as a whole GPU has can never be held to the last bit; in what is left here nobody else has room to compute.
 LAST_BYTES = 64 * MIB
 # Where storages and their copies have not room on one GPU together, so much at least is made at a time.

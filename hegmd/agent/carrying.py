@@ -153,7 +153,7 @@ def load() -> None:
     What is missing for it is told when it is needed.
     """
     try:
-        for name in ("cuda_driver", "peers", "shown", "transfer", "video_memory"):
+        for name in ("cache", "cuda_driver", "peers", "shown", "transfer", "video_memory"):
             __import__(f"{__package__}.{name}")
     except ImportError as error:
         note(f"nothing can be carried: {error!r}")

@@ -41,13 +41,14 @@ def in_use() -> Any:
 class Segment:
     """A piece of video memory that the allocator has of the driver."""
 
-    __slots__ = ("address", "device", "size_bytes", "stream")
+    __slots__ = ("address", "device", "is_small", "size_bytes", "stream")
 
     def __init__(self, told: dict[str, Any]) -> None:
         self.address = int(told["address"])
         self.size_bytes = int(told["total_size"])
         self.device = int(told["device"])
         self.stream = int(told["stream"])
+        self.is_small = told.get("segment_type") == "small"
 
 
 class Showable:
@@ -232,7 +233,10 @@ def maps_for_peers(torch: Any) -> bool:
 
 
 def give_back(torch: Any) -> None:
-    """Give the driver what PyTorch keeps for later: workspaces of cuBLAS, and memory that is free."""
+    """Give the driver what PyTorch keeps for later: workspaces of cuBLAS, and memory that is free.
+
+    What it comes to, `cache` has noted before, and takes it again with the storages.
+    """
     clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear_workspaces is not None:
         clear_workspaces()

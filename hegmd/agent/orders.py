@@ -254,7 +254,8 @@ class Orders:
 
     def _refill(self, order: Order, fd: int | None) -> None:
         evacuated = self._carrying.refill(fd, self._progress_of(order.order))
-        self._done(order.order, storages=len(evacuated), size_bytes=evacuated.size_bytes)
+        counted = {"storages": len(evacuated), "size_bytes": evacuated.size_bytes}
+        self._done(order.order, **counted, short_bytes=evacuated.short_bytes)
 
     def _export(self, order: Order, _fd: int | None) -> None:
         self._tell_view(order.order, *self._carrying.show(self._found_at_rest("export")))
@@ -452,6 +453,7 @@ class Orders:
             first=view.first,
             at_bytes=view.at_bytes,
             left=view.left,
+            short_bytes=shown.short_bytes,
         )
 
     def _tell_found(self, order: int, found: torch_state.Found) -> None:

@@ -16,6 +16,7 @@ import sys
 from ..errors import HegmError
 from ..protocol.messages import Place
 from . import cuda_state
+from .cache import Cache
 from .copying import round_up
 from .cuda_driver import USUAL_STACK_BYTES, Driver
 from .notes import note
@@ -56,7 +57,9 @@ class Shown:
         self._storages = storages
         self._sizes = sizes
         self._devices = [int(storage.device.index) for storage in storages]
-        self._streams = [segments.stream_of(int(storage.data_ptr())) for storage in storages]
+        addresses = [int(storage.data_ptr()) for storage in storages]
+        self._streams = [segments.stream_of(address) for address in addresses]
+        self._cache = Cache(self._torch, segments, self._devices, list(zip(addresses, sizes)))
         self._turned_to: int | None = None
         self._made = len(storages)
         self._filled = len(storages)
@@ -76,6 +79,11 @@ class Shown:
         """Bytes of the space in which they lie one after the other."""
         return flat_bytes(self._sizes)
 
+    @property
+    def short_bytes(self) -> int:
+        """What its allocator had kept for later and could not have again with the storages that were made last."""
+        return self._cache.short_bytes
+
     def show(self) -> View:
         """All of them. Raises HegmError where CUDA IPC cannot show them, with nothing changed."""
         if self.out:
@@ -89,9 +97,11 @@ class Shown:
             self._wait_for_streams()
         self.out = True
         self._made = self._filled = 0
+        self._cache.forgo()
         for storage in self._storages:
             storage.resize_(0)
         cuda_state.give_back(self._torch)
+        self._cache.note_given_back()
         self._give_back_stacks()
 
     def make(self, most_bytes: int | None) -> View:
@@ -137,14 +147,25 @@ class Shown:
                 self._turn_to(self._devices[index])
                 with self._stream_of(index):
                     self._storages[index].resize_(self._sizes[index])
+            self._take_cache(last)
             self._wait_for_streams()
         except Exception as error:
+            self._cache.forgo()
             for storage in self._storages[first:last]:
                 storage.resize_(0)
             self._torch.cuda.empty_cache()
             if not first:
                 self._give_back_stacks()
             raise not_made(sum(self._sizes[first:last]), error, on_gpu=True) from error
+
+    def _take_cache(self, last: int) -> None:
+        """With the first ones that are made, whose room is held; nothing else is put into it before all are made."""
+        rest: dict[int, list[int]] = {}
+        for device, size_bytes in zip(self._devices[last:], self._sizes[last:]):
+            rest.setdefault(device, []).append(size_bytes)
+        self._cache.take({device: sum(sizes) + cuda_state.padding_bytes(sizes) for device, sizes in rest.items()})
+        if last == len(self._storages):
+            self._cache.let_go()
 
     def _give_back_stacks(self) -> None:
         """What each context keeps for the stacks of its threads is a third of what is left, and the driver's to carry.

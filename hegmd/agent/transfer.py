@@ -43,8 +43,11 @@ def room_bytes(sizes: list[int]) -> int:
 class Evacuated:
     """Storages whose memory is out of the process, and the descriptor that has it."""
 
-    def __init__(self, fd: int, storages: list[Any], sizes: list[int], nonce: bytes) -> None:
+    def __init__(
+        self, fd: int, storages: list[Any], sizes: list[int], nonce: bytes, medium: HostMemory | VideoMemory
+    ) -> None:
         self.fd = fd
+        self._medium = medium
         self.size_bytes = sum(sizes)
         self.room_bytes = room_bytes(sizes)
         self._storages = storages
@@ -53,6 +56,11 @@ class Evacuated:
 
     def __len__(self) -> int:
         return len(self._storages)
+
+    @property
+    def short_bytes(self) -> int:
+        """What was kept beside the storages for later, and could not be had again with them."""
+        return self._medium.short_bytes
 
     def bring_back(self, fd: int, progress: Callable[[int], None]) -> None:
         """Make the storages again from that descriptor. Raises HegmError, and leaves them out, when that cannot be."""
@@ -63,11 +71,12 @@ class Evacuated:
                 made.append(storage)
                 if storage.nbytes() != size_bytes:  # it has its memory when it could not be freed
                     storage.resize_(size_bytes)
-            _medium(self._storages).copy_in(fd, _spans(self._storages, self._sizes), progress)
+            self._medium.after_making()
+            self._medium.copy_in(fd, _spans(self._storages, self._sizes), progress)
         except BaseException as error:
             for storage in made:
                 storage.resize_(0)
-            _medium(self._storages).give_back()
+            self._medium.give_back()
             if isinstance(error, HegmError):
                 raise
             on_gpu = bool(self._storages) and self._storages[0].device.type == "cuda"
@@ -107,7 +116,7 @@ def evacuate(fd: int, storages: list[Any], sizes: list[int], progress: Callable[
             f"{sum(sizes)} bytes could not be copied out of process {os.getpid()}: {error}",
             "the process still has them all; see whether the node is out of memory",
         ) from error
-    evacuated = Evacuated(fd, storages, sizes, nonce)
+    evacuated = Evacuated(fd, storages, sizes, nonce, medium)
     try:
         medium.before_freeing(spans)
         for storage in storages:
@@ -145,6 +154,8 @@ def _medium(storages: list[Any]) -> HostMemory | VideoMemory:
 class HostMemory:
     """Storages in the process's own memory."""
 
+    short_bytes = 0
+
     def copy_out(self, fd: int, room_bytes: int, spans: list[Span], progress: Callable[[int], None]) -> None:
         """Copy the spans into the descriptor. Raises OSError."""
         copying.copy_out(fd, room_bytes, spans, progress)
@@ -157,6 +168,9 @@ class HostMemory:
     def before_freeing(self, spans: list[Span]) -> None:
         """Make freeing quick, once the bytes are elsewhere."""
         copying.free_pages(spans)
+
+    def after_making(self) -> None:
+        """Nothing was kept beside them that others could have taken."""
 
     def give_back(self) -> None:
         """Let go of what is kept after freeing."""

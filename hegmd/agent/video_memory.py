@@ -11,6 +11,7 @@ import ctypes
 import sys
 
 from . import copying, cuda_state
+from .cache import Cache
 from .cuda_driver import Driver
 
 TYPE_CHECKING = False
@@ -29,6 +30,12 @@ class VideoMemory:
         self._driver = Driver()
         self._devices = [int(storage.device.index) for storage in storages]
         self._buffers: list[ctypes.Array[ctypes.c_char]] = []
+        self._cache: Cache | None = None
+
+    @property
+    def short_bytes(self) -> int:
+        """What its allocator had kept for later and could not have again."""
+        return 0 if self._cache is None else self._cache.short_bytes
 
     def copy_out(self, fd: int, room_bytes: int, spans: list[Span], progress: Callable[[int], None]) -> None:
         """Copy the spans into the descriptor. Raises OSError."""
@@ -53,11 +60,22 @@ class VideoMemory:
         self._copy_all(copy, spans, progress)
 
     def before_freeing(self, spans: list[Span]) -> None:
-        """Nothing makes it quicker."""
+        """Nothing makes it quicker. What PyTorch keeps for later is noted, since it is given back with them."""
+        storages = [(address, size_bytes) for address, _, size_bytes in spans]
+        self._cache = Cache(self._torch, cuda_state.Segments(self._torch), self._devices, storages)
+
+    def after_making(self) -> None:
+        """Have what PyTorch had kept for later, while the room for it is this process's own."""
+        if self._cache is not None:
+            self._cache.take()
+            self._cache.let_go()
 
     def give_back(self) -> None:
         """Let go of what PyTorch keeps for later."""
+        self._buffers.clear()
         cuda_state.give_back(self._torch)
+        if self._cache is not None:
+            self._cache.note_given_back()
 
     def _copy_all(self, copy: Copy, spans: list[Span], progress: Callable[[int], None]) -> None:
         """One device after the other: a thread copies in the context of the device."""

@@ -99,6 +99,8 @@ class Subject:
     size_bytes: int = 0
     storage_room_bytes: int = 0
     rest_bytes: int = 0
+    #: Of the room for its storages, what its agent takes besides them.
+    beside_bytes: int = 0
     #: Of one on several GPUs: which part of that each of its devices needs, in their order.
     shares_bytes: tuple[int, ...] = ()
     #: Of one on several GPUs whose storages are carried: room for those of each device, in their order.

@@ -18,12 +18,13 @@ from typing import TypeVar
 from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost, Link
 from hegmd.helper.route import Place, Route
+from hegmd.log import fields
 from hegmd.methods.base import Making, Progress, Subject
 from hegmd.methods.gpus import Gpus
-from hegmd.pieces import round_bytes
+from hegmd.pieces import MIB, round_bytes
 from hegmd.protocol.messages import AgentReport
 
-__all__ = ["CopyingCarrier"]
+__all__ = ["CopyingCarrier", "note_short"]
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +105,14 @@ class CopyingCarrier:
 
     async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
         """Raises HegmError; what is not filled by then is still held, and the next call goes on from there."""
-        most_bytes = round_bytes(subject.storage_room_bytes) if subject.in_rounds else None
+        room_bytes = subject.storage_room_bytes - subject.beside_bytes
+        most_bytes = round_bytes(room_bytes) if subject.in_rounds else None
         done_bytes = 0
         while True:
             async with making() as made:
                 report = await subject.worker.order("make", size_bytes=most_bytes)
                 made()
+                note_short(subject, report)
                 done_bytes += await self._fill(subject, report, partial(_add, on_progress, done_bytes))
             if not report.left:
                 return done_bytes
@@ -168,6 +171,18 @@ class CopyingCarrier:
             self._routes[_lane(subject)] = route
             await self.attach(subject, route)
         return route
+
+
+def note_short(subject: Subject, report: AgentReport) -> None:
+    """That its agent could not have all again that was cached: its next step asks the driver, and may find nothing."""
+    if report.short_bytes:
+        logger.warning(
+            "process %d had %d MiB more for later on %s, which others have now: its next step may lack them",
+            subject.pid,
+            report.short_bytes // MIB,
+            subject.gpu,
+            extra=fields(pid=subject.pid, short_bytes=report.short_bytes),
+        )
 
 
 def _add(on_progress: Progress, before_bytes: int, copied_bytes: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hegmd.errors import Refused
 from hegmd.methods.base import Making, Progress, Subject
+from hegmd.methods.copying import note_short
 from hegmd.methods.pooled import Pooled, key_of
 from hegmd.pool import Memory
 
@@ -37,6 +38,7 @@ class WorkerCarrier(Pooled):
         fds = () if memory is None else [memory.fd]
         async with making():
             report = await subject.worker.order("refill", fds=fds, on_progress=on_progress)
+        note_short(subject, report)
         return report.size_bytes or 0
 
     def _memory(self, subject: Subject) -> Memory | None:

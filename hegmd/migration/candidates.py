@@ -27,6 +27,7 @@ class GpuRoom(Record):
     chip: str | None = field("identity of the chip", default=None)
     state: str = field("ok, lost or unknown", default="ok")
     free_bytes: int | None = field("memory that nobody holds; nil if not known")
+    total_bytes: int | None = field("memory in all; nil if not known", default=None)
     mig: bool | None = field("whether it is cut into MIG instances", default=None)
     mps: bool | None = field("whether processes share it through MPS", default=None)
     uuid: str = field("what the driver calls it", default="")

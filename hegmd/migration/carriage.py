@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hegmd.migration.candidates import Candidate, GpuRoom, Rates, Request, Snapshot
-from hegmd.migration.driver_rules import devices_of, padding_of, rest_of
+from hegmd.migration.driver_rules import beside_of, devices_of, rest_of
 from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, RESUME, SUSPEND
 from hegmd.migration.wording import gigabytes
 from hegmd.pieces import CONTEXT_BYTES, NEXT_TO_NOTHING_BYTES, ROUND_BYTES, rounds_of, whole_size
@@ -53,7 +53,7 @@ def choose(snapshot: Snapshot, request: Request, candidate: Candidate, source: G
     for carrier in CARRIERS:
         why = next(_against(snapshot, request, candidate, source, to, carrier), None)
         if why is None:
-            chosen = _choice(candidate, to, carrier)
+            chosen = _choice(candidate, source, to, carrier)
             return Choice(
                 carrier,
                 chosen.target_bytes,
@@ -78,18 +78,18 @@ def choose_as_asked(
         return Refusal(
             f"{request.carrier} cannot carry process {candidate.pid}: {why}", "leave the choice of the carrier to hegmd"
         )
-    return _choice(candidate, to, request.carrier)
+    return _choice(candidate, source, to, request.carrier)
 
 
-def _choice(candidate: Candidate, to: GpuRoom | None, carrier: str) -> Choice:
+def _choice(candidate: Candidate, source: GpuRoom, to: GpuRoom | None, carrier: str) -> Choice:
     size_bytes = candidate.agent.size_bytes or 0 if candidate.agent is not None else 0
     if carrier == PEER and to is not None:
-        return Choice(PEER, target_bytes=size_bytes + CONTEXT_BYTES, overlap_bytes=_overlap(candidate, to))
+        return Choice(PEER, target_bytes=size_bytes + CONTEXT_BYTES, overlap_bytes=_overlap(candidate, source, to))
     context_bytes = CONTEXT_BYTES if carrier == HOST and to is not None else 0
     return Choice(carrier, target_bytes=context_bytes, pool_bytes=0 if carrier == BY_DRIVER else size_bytes)
 
 
-def _overlap(candidate: Candidate, to: GpuRoom) -> int:
+def _overlap(candidate: Candidate, source: GpuRoom, to: GpuRoom) -> int:
     """How much of the room for the storages has to wait for what the copies give up; 0 where there is room for all.
 
     As little as can be, because every round costs a call to the agent and one to the helper: 100 GiB in rounds of 1 GiB
@@ -99,7 +99,8 @@ def _overlap(candidate: Candidate, to: GpuRoom) -> int:
     if agent is None or agent.cuda is None or to.free_bytes is None:
         return 0
     size_bytes = agent.size_bytes or 0
-    lacking_bytes = 2 * size_bytes + CONTEXT_BYTES + rest_of(candidate) - to.free_bytes
+    room_bytes = rest_of(candidate) + beside_of(candidate, source)
+    lacking_bytes = 2 * size_bytes + CONTEXT_BYTES + room_bytes - to.free_bytes
     at_once_bytes = max(ROUND_BYTES, 2 * agent.cuda.largest_bytes)
     if lacking_bytes <= 0:
         return 0
@@ -151,7 +152,7 @@ def _against_context(candidate: Candidate, source: GpuRoom, to: GpuRoom | None, 
     """Copying by the helper needs a context on the target, beside all that the process will have there."""
     if to is None or to.id == source.id or to.free_bytes is None:
         return
-    needed_bytes = rest_of(candidate) + size_bytes + padding_of(candidate) + CONTEXT_BYTES
+    needed_bytes = rest_of(candidate) + size_bytes + beside_of(candidate, source) + CONTEXT_BYTES
     if to.free_bytes < needed_bytes:
         free, needed, own = gigabytes(to.free_bytes), gigabytes(needed_bytes), gigabytes(CONTEXT_BYTES)
         yield f"{to.id} has {free} free, and {needed} are needed there, {own} of these for copying"
@@ -165,7 +166,8 @@ def _against_peer(
         return
     if to.id not in source.nvlinks:
         yield f"no NVLink goes from {source.id} to {to.id}"
-    needed_bytes = rest_of(candidate) + 2 * size_bytes + CONTEXT_BYTES - _overlap(candidate, to)
+    room_bytes = rest_of(candidate) + beside_of(candidate, source)
+    needed_bytes = room_bytes + 2 * size_bytes + CONTEXT_BYTES - _overlap(candidate, source, to)
     if to.free_bytes is not None and to.free_bytes < needed_bytes:
         free = gigabytes(to.free_bytes)
         yield f"{to.id} has {free} free, and {gigabytes(needed_bytes)} are needed there for a moment"

@@ -7,12 +7,13 @@ There is no way round them: what loses a job is not done for anybody. Pure.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 
 from hegmd.errors import DENIED, REFUSED, Code
 from hegmd.migration.candidates import Candidate, GpuRoom, Snapshot
 from hegmd.migration.wording import gigabytes
-from hegmd.pieces import RESTORE_MARGIN_BYTES
+from hegmd.pieces import CONTEXT_BYTES, LAST_BYTES, RESTORE_MARGIN_BYTES, SEGMENT_BYTES
 from hegmd.protocol.messages import CudaDevice
 
 # The checkpoint calls of libcuda came with the first of these drivers, restoring onto another GPU with the second.
@@ -119,7 +120,7 @@ def against_memory(snapshot: Snapshot, candidate: Candidate, rest_bytes: int) ->
 def rest_of(candidate: Candidate) -> int:
     """What it needs on a GPU besides the storages that its agent vouches for, as far as that is known beforehand.
 
-    What an allocator keeps only for later is given back before the driver comes, so it does not count.
+    What an allocator keeps only for later is given back before the driver comes: `beside_of` counts it.
     """
     held_bytes = candidate.vram_bytes or 0
     agent = candidate.agent
@@ -138,10 +139,45 @@ def stacks_of(candidate: Candidate) -> int:
     return 0 if cuda is None else cuda.stacks_bytes
 
 
-def padding_of(candidate: Candidate) -> int:
-    """What its allocator takes more than its storages have, when they are made again."""
+def beside_of(candidate: Candidate, own: GpuRoom) -> int:
+    """What its allocator takes more than its storages have, when they are made again.
+
+    Either what it rounds up, or all that it had, if that is more: what it had cached is given back before the driver
+    comes, and taken again with the storages. A step that had to ask the driver for it could find that nothing is left.
+    """
     cuda = None if candidate.agent is None else candidate.agent.cuda
-    return 0 if cuda is None else cuda.padding_bytes
+    if cuda is None or candidate.agent is None:
+        return 0
+    size_bytes = candidate.agent.size_bytes or 0
+    if len(candidate.gpus) > 1:
+        return cuda.padding_bytes
+    cached_bytes = _cached(candidate, cuda.reserved_bytes, size_bytes)
+    return max(cuda.padding_bytes, min(cached_bytes, _most_beside(own, rest_of(candidate) + size_bytes)))
+
+
+def storage_rooms(candidate: Candidate, devices: Sequence[CudaDevice], own: Sequence[GpuRoom]) -> tuple[int, ...]:
+    """The same for one on several GPUs, its storages included, on each of them."""
+    rests_bytes = shares_of(candidate, devices)
+    rooms: list[int] = []
+    for device, gpu, rest_bytes in zip(devices, own, rests_bytes, strict=True):
+        cached_bytes = _cached(candidate, device.reserved_bytes, device.size_bytes)
+        most_bytes = _most_beside(gpu, rest_bytes + device.size_bytes)
+        rooms.append(device.size_bytes + max(device.padding_bytes, min(cached_bytes, most_bytes)))
+    return tuple(rooms)
+
+
+def _cached(candidate: Candidate, reserved_bytes: int, size_bytes: int) -> int:
+    """What an allocator has beside storages of that size that go, and those that it keeps; with what it rounds up."""
+    stays_bytes = 0 if candidate.agent is None else sum(item.size_bytes for item in candidate.agent.left_alone)
+    cached_bytes = reserved_bytes - stays_bytes - size_bytes
+    return cached_bytes + SEGMENT_BYTES if cached_bytes > 0 else 0
+
+
+def _most_beside(gpu: GpuRoom, others_bytes: int) -> int:
+    """How much there could ever be on such a GPU besides: who has it to himself may have cached to the last bit."""
+    if gpu.total_bytes is None:
+        return sys.maxsize
+    return max(0, gpu.total_bytes - others_bytes - CONTEXT_BYTES - LAST_BYTES)
 
 
 def devices_of(snapshot: Snapshot, candidate: Candidate) -> tuple[CudaDevice, ...]:

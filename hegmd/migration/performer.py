@@ -395,6 +395,7 @@ class Performer:
             size_bytes=member.size_bytes,
             storage_room_bytes=member.room_bytes - member.rest_bytes,
             rest_bytes=member.rest_bytes,
+            beside_bytes=member.beside_bytes,
             shares_bytes=member.shares_bytes,
             storage_shares_bytes=member.storage_shares_bytes,
             in_rounds=member.overlap_bytes > 0,

@@ -224,6 +224,10 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuRoom, ...
     devices = () if by_driver or len(candidate.gpus) < 2 else driver_rules.devices_of(draft.snapshot, candidate)
     shares_bytes = driver_rules.shares_of(candidate, devices)
     rest_bytes = sum(shares_bytes) if shares_bytes else rest_bytes
+    rooms_bytes = driver_rules.storage_rooms(candidate, devices, own) if devices else ()
+    beside_bytes = 0 if by_driver else driver_rules.beside_of(candidate, own[0])
+    if rooms_bytes:
+        beside_bytes = sum(rooms_bytes) - sum(device.size_bytes for device in devices)
     for reason in () if stays else driver_rules.against_memory(draft.snapshot, candidate, rest_bytes):
         draft.against(*reason, pid=candidate.pid)
     draft.choices[candidate.pid] = choice
@@ -237,9 +241,9 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuRoom, ...
             carrier="none" if stays else choice.carrier,
             method=DRIVER,
             rest_bytes=max(0, rest_bytes - stacks_bytes),
-            beside_bytes=stacks_bytes + (0 if by_driver else driver_rules.padding_of(candidate)),
+            beside_bytes=stacks_bytes + beside_bytes,
             shares_bytes=shares_bytes,
-            storage_shares_bytes=tuple([device.size_bytes + device.padding_bytes for device in devices]),
+            storage_shares_bytes=rooms_bytes,
             overlap_bytes=choice.overlap_bytes,
         )
     )

@@ -177,6 +177,10 @@ class AgentReport(Request, op="agent.report", reply=Noted):
         default=None,
     )
     left: int | None = field("make: how many storages have still to be made after these", default=None)
+    short_bytes: int | None = field(
+        "make, refill: of what its allocator had kept for later beside its storages, how much it could not have again",
+        default=None,
+    )
     lacks_bytes: int | None = field(
         "failed make, refill: for how many bytes its GPU has no room; nil if it failed for another reason", default=None
     )

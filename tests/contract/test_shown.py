@@ -17,13 +17,15 @@ from typing import Any
 
 import pytest
 
-from hegmd.agent import cuda_state, shown
+from hegmd.agent import cuda_state, shown, transfer
 from hegmd.errors import HegmError
 from tests.stubs.cuda.node import CudaNode
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 SIZES = (3 * MIB, 700, 5 * MIB)
+# The segments that they are cut from, each on a stream of its own.
+RESERVED_BYTES = (20 + 2 + 20) * MIB
 
 
 class Job:
@@ -36,6 +38,35 @@ class Job:
         self.storages = [self.torch.Storage(content, stream=7 * n) for n, content in enumerate(self.contents)]
         self.segments = cuda_state.Segments(self.torch)
         self.shown = shown.Shown(self.storages, list(SIZES), self.segments)
+
+    def cache(self, *sizes: int, stream: int = 0) -> Callable[[], None]:
+        """Have a step's blocks of these sizes, all at once; what is given back does so again."""
+        cuda = self.torch.cuda
+
+        def step() -> None:
+            blocks = [cuda.caching_allocator_alloc(size_bytes, device=0, stream=stream) for size_bytes in sizes]
+            for block in blocks:
+                cuda.caching_allocator_delete(block)
+
+        step()
+        self.segments = cuda_state.Segments(self.torch)  # as it is found when it stands
+        self.shown = shown.Shown(self.storages, list(SIZES), self.segments)
+        return step
+
+    def moved(self) -> None:
+        self.shown.show()
+        self.shown.free()
+        assert self.torch.cuda.memory_reserved(0) == 0
+        self.shown.make(None)
+        self.shown.fill(0, len(SIZES))
+
+    def hoard(self, but_for_bytes: int = 0) -> None:
+        """Somebody has all video memory that is free, but for so much."""
+        size_bytes, address = 1 << 33, ctypes.c_uint64()
+        while size_bytes >= MIB:
+            is_there = self.free_bytes - size_bytes >= but_for_bytes
+            if not is_there or self.torch.driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size_bytes)):
+                size_bytes //= 2
 
     @property
     def free_bytes(self) -> int:
@@ -62,7 +93,7 @@ def frees_all_and_makes_them_again_on_their_streams(_state: Path) -> None:
     job.shown.show()
     job.shown.free()
     assert (job.shown.out, [storage.data_ptr() for storage in job.storages]) == (True, [0, 0, 0])
-    assert job.free_bytes >= full_bytes + sum(SIZES)
+    assert job.free_bytes >= full_bytes + RESERVED_BYTES
     job.shown.free()
     with pytest.raises(HegmError, match="freed already"):
         job.shown.show()
@@ -97,7 +128,7 @@ def says_for_how_much_its_gpu_has_no_room_and_keeps_none_of_it(state: Path) -> N
     job = Job()
     job.shown.free()
     before_bytes = job.free_bytes
-    _order(state, "error cuMemAlloc_v2 2 6")  # the third of those to come
+    _order(state, "error cuMemAlloc_v2 2 6")  # the third of those to come, and every one after that
     with pytest.raises(HegmError) as refused:
         job.shown.make(None)
     assert refused.value.facts == {"lacks_bytes": sum(SIZES)}
@@ -111,7 +142,7 @@ def gives_the_stacks_of_its_context_back_and_takes_them_before_anything_else(sta
     job = Job()
     full_bytes = job.free_bytes
     job.shown.free()
-    assert job.free_bytes == full_bytes + sum(-(-size_bytes // 512) * 512 for size_bytes in SIZES) + 256 * MIB
+    assert job.free_bytes == full_bytes + RESERVED_BYTES + 256 * MIB
     _order(state, "error cuCtxSetLimit 2")
     with pytest.raises(HegmError) as refused:
         job.shown.make(None)
@@ -126,7 +157,7 @@ def leaves_the_stacks_of_a_script_that_asked_for_more(_state: Path) -> None:
     assert not job.torch.driver.cuCtxSetLimit(0, ctypes.c_size_t(4096))
     full_bytes = job.free_bytes
     job.shown.free()
-    assert job.free_bytes - full_bytes < 10 * MIB
+    assert job.free_bytes - full_bytes == RESERVED_BYTES
     kept_bytes = ctypes.c_size_t()
     assert not job.torch.driver.cuCtxGetLimit(ctypes.byref(kept_bytes), 0)
     assert kept_bytes.value == 4096
@@ -186,6 +217,98 @@ def knows_the_stream_and_the_owner_of_every_address(_state: Path) -> None:
     assert not job.segments.expandable
 
 
+def has_after_a_move_what_its_allocator_had_cached_though_others_take_all_that_is_free(_state: Path) -> None:
+    """On two H200 a job was moved well and died at its next step: 32 MiB that it had cached were a hoarder's."""
+    job = Job()
+    takes = job.cache(64 * MIB, 32 * MIB, 12 * MIB, MIB, 700)
+    before_bytes = job.torch.cuda.memory_reserved(0)
+    job.moved()
+    assert job.torch.cuda.memory_reserved(0) == before_bytes
+    assert job.shown.short_bytes == 0
+    job.hoard()
+    takes()
+    assert job.torch.cuda.memory_reserved(0) == before_bytes
+
+
+def has_what_lay_between_its_storages_on_their_streams(_state: Path) -> None:
+    """The next step's blocks were cut from the segments that the storages were cut from as well."""
+    job = Job()
+    takes = job.cache(14 * MIB, stream=14), job.cache(16 * MIB, 20 * MIB, stream=0), job.cache(MIB, 700, stream=7)
+    before_bytes = job.torch.cuda.memory_reserved(0)
+    job.moved()
+    job.hoard()
+    for take in takes:
+        take()
+    assert job.torch.cuda.memory_reserved(0) == before_bytes
+
+
+def takes_what_it_had_cached_with_the_first_round_and_puts_no_storage_there(_state: Path) -> None:
+    """The room that is held goes over with the first round; what is free by the last one may be somebody else's."""
+    job = Job()
+    takes = job.cache(64 * MIB)
+    before_bytes = job.torch.cuda.memory_reserved(0)
+    job.shown.show()
+    job.shown.free()
+    assert job.shown.make(3 * MIB).left == 2
+    assert job.torch.cuda.memory_reserved(0) >= 64 * MIB
+    job.shown.fill(0, 1)
+    assert job.shown.make(None).left == 0
+    job.shown.fill(1, 2)
+    job.hoard()
+    takes()
+    assert job.torch.cuda.memory_reserved(0) == before_bytes
+
+
+def has_what_there_is_of_it_and_says_how_much_is_not(state: Path) -> None:
+    """The storages go before, and an allocation that would fail is not tried: a script may observe those."""
+    job = Job()
+    job.cache(64 * MIB, 32 * MIB)
+    job.shown.show()
+    job.shown.free()
+    job.hoard(but_for_bytes=RESERVED_BYTES + 256 * MIB + 50 * MIB)
+    tried = (state / "log").read_text().count("cuMemAlloc_v2")
+    assert len(job.shown.make(None).places) == 3
+    assert job.shown.short_bytes == 46 * MIB
+    assert job.torch.cuda.memory_reserved(0) == RESERVED_BYTES + 50 * MIB
+    assert (state / "log").read_text().count("cuMemAlloc_v2") == tried + 4
+    job.shown.fill(0, 3)
+    assert [storage.size_bytes for storage in job.storages] == list(SIZES)
+
+
+def gives_it_all_back_again_when_it_leaves_once_more(_state: Path) -> None:
+    """Its way back led off the GPU again, and the driver would have carried what had been taken by then."""
+    job = Job()
+    takes = job.cache(64 * MIB)
+    before_bytes = job.torch.cuda.memory_reserved(0)
+    job.shown.show()
+    job.shown.free()
+    job.shown.make(3 * MIB)
+    job.shown.free()
+    assert job.torch.cuda.memory_reserved(0) == 0
+    job.shown.make(None)
+    job.shown.fill(0, 3)
+    job.hoard()
+    takes()
+    assert job.torch.cuda.memory_reserved(0) == before_bytes
+
+
+def carries_them_by_itself_and_has_what_was_cached(state: Path) -> None:
+    """As it does where CUDA IPC cannot show its memory."""
+    job = Job()
+    takes = job.cache(64 * MIB, 32 * MIB)
+    before_bytes = job.torch.cuda.memory_reserved(0)
+    with (state.parent / "pool").open("w+b") as pool:
+        os.truncate(pool.fileno(), transfer.room_bytes(list(SIZES)))
+        out = transfer.evacuate(os.dup(pool.fileno()), job.storages, list(SIZES), lambda _: None)
+        assert job.torch.cuda.memory_reserved(0) == 0
+        out.bring_back(out.fd, lambda _: None)
+        out.close()
+    assert [storage.content() for storage in job.storages] == job.contents
+    assert (job.torch.cuda.memory_reserved(0), out.short_bytes) == (before_bytes, 0)
+    job.hoard()
+    takes()
+
+
 def _order(state: Path, line: str) -> None:
     """The one order in force; empty for none."""
     lines = [kept for kept in (state / "scenario").read_text().splitlines() if not kept.startswith("error ")]
@@ -207,6 +330,12 @@ CASES: dict[str, Callable[[Path], None]] = {
         says_nothing_of_room_where_something_else_failed,
         asks_of_each_segment_once_until_the_thread_has_stood,
         knows_the_stream_and_the_owner_of_every_address,
+        has_after_a_move_what_its_allocator_had_cached_though_others_take_all_that_is_free,
+        has_what_lay_between_its_storages_on_their_streams,
+        takes_what_it_had_cached_with_the_first_round_and_puts_no_storage_there,
+        has_what_there_is_of_it_and_says_how_much_is_not,
+        gives_it_all_back_again_when_it_leaves_once_more,
+        carries_them_by_itself_and_has_what_was_cached,
     )
 }
 

@@ -1,8 +1,8 @@
 """A pretend PyTorch whose storages are pieces of the stub CUDA driver's video memory: what `shown` needs of it.
 
-PyTorch for CUDA is not to be had in CI. This one has an allocator as simple as can be: every storage is an allocation
-of its own, and what is free goes back with `empty_cache`. Streams are numbers; which one a storage was made on is noted
-in `made_on`. To be found as `torch`, put this folder on the path.
+PyTorch for CUDA is not to be had in CI. This one's allocator cuts blocks from segments as PyTorch's does, for each
+stream its own, and keeps what is free until `empty_cache`. Streams are numbers; which one a storage was made on is
+noted in `made_on`. To be found as `torch`, put this folder on the path.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 from typing import Any
+
+MIB = 1 << 20
 
 driver = ctypes.CDLL("libcuda.so.1")
 driver.cuMemFree_v2.argtypes = (ctypes.c_uint64,)
@@ -38,16 +40,14 @@ class Storage:
 
     def resize_(self, size_bytes: int) -> None:
         if self.address:
-            cuda.cached.append(self.address)
-            cuda.segments.pop(self.address)
+            cuda.caching_allocator_delete(self.address)
         self.address, self.size_bytes = 0, size_bytes
         if size_bytes:
-            address = ctypes.c_uint64()
-            if driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size_bytes)):
-                raise OutOfMemoryError(f"tried to allocate {size_bytes} bytes")
-            self.address = address.value
-            cuda.segments[self.address] = (size_bytes, cuda.current_stream)
+            self.address = cuda.caching_allocator_alloc(size_bytes, device=0, stream=cuda.current_stream)
             cuda.made_on.append(cuda.current_stream)
+
+    def nbytes(self) -> int:
+        return self.size_bytes
 
     def content(self) -> bytes:
         copy = ctypes.create_string_buffer(self.size_bytes)
@@ -67,14 +67,44 @@ class Stream:
         self.device = device
 
 
+class Segment:
+    """Memory of the driver's; its blocks by where they begin, each with its bytes and whether it is used."""
+
+    def __init__(self, address: int, size_bytes: int, stream: int, *, is_small: bool) -> None:
+        self.address = address
+        self.size_bytes = size_bytes
+        self.stream = stream
+        self.is_small = is_small
+        self.blocks = {address: [size_bytes, False]}
+
+    def cut(self, address: int, size_bytes: int) -> int:
+        free_bytes, _ = self.blocks[address]
+        if free_bytes - size_bytes >= (512 if self.is_small else MIB + 1):
+            self.blocks[address + size_bytes] = [free_bytes - size_bytes, False]
+            free_bytes = size_bytes
+        self.blocks[address] = [free_bytes, True]
+        return address
+
+    def free(self, address: int) -> None:
+        self.blocks[address][1] = False
+        joined: dict[int, list[Any]] = {}
+        last = 0
+        for at, (size_bytes, is_used) in sorted(self.blocks.items()):
+            if joined and not is_used and not joined[last][1]:
+                joined[last][0] += size_bytes
+            else:
+                last = at
+                joined[at] = [size_bytes, is_used]
+        self.blocks = joined
+
+
 class Cuda:
-    """`torch.cuda`: one device, and the books of its allocator."""
+    """`torch.cuda`: one device, and its allocator."""
 
     ExternalStream = Stream
 
     def __init__(self) -> None:
-        self.segments: dict[int, tuple[int, int]] = {}
-        self.cached: list[int] = []
+        self.segments: list[Segment] = []
         self.made_on: list[int] = []
         self.current_stream = 0
         self.snapshots = 0
@@ -85,14 +115,60 @@ class Cuda:
     def memory_snapshot(self) -> list[dict[str, Any]]:
         self.snapshots += 1
         return [
-            {"address": address, "total_size": size_bytes, "device": 0, "stream": stream}
-            for address, (size_bytes, stream) in reversed(self.segments.items())
+            {
+                "address": segment.address,
+                "total_size": segment.size_bytes,
+                "device": 0,
+                "stream": segment.stream,
+                "segment_type": "small" if segment.is_small else "large",
+            }
+            for segment in reversed(self.segments)
         ]
 
+    def memory_reserved(self, device: int) -> int:
+        assert device == 0
+        return sum(segment.size_bytes for segment in self.segments)
+
+    def mem_get_info(self, device: int) -> tuple[int, int]:
+        assert device == 0
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        assert not driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+    def caching_allocator_alloc(self, size_bytes: int, device: int, stream: int) -> int:
+        """The smallest free block of that stream that it fits in, or else a new segment."""
+        assert device == 0
+        size_bytes = -(-size_bytes // 512) * 512
+        is_small = size_bytes <= MIB
+        free = [
+            (block[0], address, segment)
+            for segment in self.segments
+            if (segment.stream, segment.is_small) == (stream, is_small)
+            for address, block in segment.blocks.items()
+            if not block[1] and block[0] >= size_bytes
+        ]
+        if free:
+            _, address, segment = min(free, key=lambda found: found[:2])
+            return segment.cut(address, size_bytes)
+        whole_bytes = (
+            2 * MIB if is_small else 20 * MIB if size_bytes < 10 * MIB else -(-size_bytes // MIB // 2) * 2 * MIB
+        )
+        made = ctypes.c_uint64()
+        if driver.cuMemAlloc_v2(ctypes.byref(made), ctypes.c_size_t(whole_bytes)):
+            self.empty_cache()
+            if driver.cuMemAlloc_v2(ctypes.byref(made), ctypes.c_size_t(whole_bytes)):
+                raise OutOfMemoryError(f"tried to allocate {size_bytes} bytes")
+        self.segments.append(Segment(made.value, whole_bytes, stream, is_small=is_small))
+        return self.segments[-1].cut(made.value, size_bytes)
+
+    def caching_allocator_delete(self, address: int) -> None:
+        next(segment for segment in self.segments if address in segment.blocks).free(address)
+
     def empty_cache(self) -> None:
-        for address in self.cached:
-            assert not driver.cuMemFree_v2(address)
-        self.cached.clear()
+        for segment in list(self.segments):
+            if not any(is_used for _, is_used in segment.blocks.values()):
+                assert not driver.cuMemFree_v2(segment.address)
+                self.segments.remove(segment)
 
     def synchronize(self, device: int) -> None:
         assert device == 0

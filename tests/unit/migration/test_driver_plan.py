@@ -15,7 +15,7 @@ from hegmd.migration.candidates import (
 from hegmd.migration.forecast import after, expected
 from hegmd.migration.operation import RESUME, Limits
 from hegmd.migration.plan import planned, planned_resume
-from hegmd.pieces import CONTEXT_BYTES, RESTORE_MARGIN_BYTES
+from hegmd.pieces import CONTEXT_BYTES, LAST_BYTES, RESTORE_MARGIN_BYTES, SEGMENT_BYTES
 from hegmd.protocol.messages import CudaDevice, LeftAlone
 from tests.unit.migration.nvidia_nodes import (
     GIB,
@@ -54,14 +54,36 @@ def test_a_suspension_goes_to_the_pool_and_a_process_without_an_agent_by_the_dri
     assert 14 < bare.estimate_s < 24, "measured: 18 s for 37 GiB, and 24.6 s for 32"
 
 
-def test_what_the_allocator_only_keeps_for_later_takes_no_room_on_the_target() -> None:
-    agent = an_agent(cuda_facts(reserved_bytes=60 * GIB))
-    plan = the_plan(planned(a_snapshot(a_process(agent, vram_bytes=61 * GIB)), to()))
-    assert plan.workers[0].rest_bytes == GIB + RESTORE_MARGIN_BYTES
+def test_what_the_allocator_keeps_for_later_is_not_carried_and_has_room_on_the_target() -> None:
+    """Once it had none there. Somebody took all that was free, and the job found nothing at its next step."""
+    agent = an_agent(cuda_facts(reserved_bytes=60 * GIB, padding_bytes=5))
+    (worker,) = the_plan(planned(a_snapshot(a_process(agent, vram_bytes=61 * GIB)), to())).workers
+    assert worker.rest_bytes == GIB + RESTORE_MARGIN_BYTES
+    assert worker.beside_bytes == 28 * GIB + SEGMENT_BYTES
+    assert worker.room_bytes == 61 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES, "all that it had"
     left = LeftAlone(why="shared", storages=1, size_bytes=2 * GIB)
     agent = an_agent(cuda_facts(reserved_bytes=60 * GIB), left_alone=(left,))
-    plan = the_plan(planned(a_snapshot(a_process(agent, vram_bytes=61 * GIB)), to()))
-    assert plan.workers[0].rest_bytes == 3 * GIB + RESTORE_MARGIN_BYTES
+    (worker,) = the_plan(planned(a_snapshot(a_process(agent, vram_bytes=61 * GIB)), to())).workers
+    assert worker.rest_bytes == 3 * GIB + RESTORE_MARGIN_BYTES
+    assert worker.room_bytes == 61 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES
+
+
+def test_a_target_without_room_for_what_is_cached_is_refused() -> None:
+    process = a_process(an_agent(cuda_facts(reserved_bytes=60 * GIB)), vram_bytes=61 * GIB)
+    gpus = (a_gpu("gpu0"), a_gpu("gpu1", free_bytes=60 * GIB))
+    (reason,) = the_reasons(planned(a_snapshot(process, gpus=gpus), to()))
+    assert "gpu1 has" in reason.message
+
+
+def test_one_that_has_cached_its_whole_gpu_can_go_to_another_that_is_empty() -> None:
+    """No GPU has more than all: what there could never be beside the helper's context is not asked for."""
+    total_bytes = 140 * GIB
+    process = a_process(an_agent(cuda_facts(reserved_bytes=139 * GIB)), vram_bytes=total_bytes - 64 * MIB)
+    gpus = (a_gpu("gpu0", free_bytes=64 * MIB), a_gpu("gpu1", free_bytes=total_bytes))
+    whole = tuple([gpu.replace(total_bytes=total_bytes) for gpu in gpus])
+    (worker,) = the_plan(planned(a_snapshot(process, gpus=whole), to())).workers
+    assert worker.carrier == "worker", "on its own GPU nobody has room to copy"
+    assert worker.room_bytes == total_bytes - CONTEXT_BYTES - LAST_BYTES
 
 
 def test_room_for_the_stacks_that_an_agent_gives_back_is_held_with_its_storages() -> None:
@@ -205,15 +227,18 @@ def test_of_one_on_several_gpus_the_worker_copies_and_each_gpu_has_room_for_its_
     (worker,) = plan.workers
     assert worker.carrier == "worker"
     assert worker.shares_bytes == (GIB + RESTORE_MARGIN_BYTES, GIB + RESTORE_MARGIN_BYTES)
-    assert worker.storage_shares_bytes == (18 * GIB + 5, 12 * GIB + 3)
+    assert worker.storage_shares_bytes == (20 * GIB + SEGMENT_BYTES, 13 * GIB + SEGMENT_BYTES), (
+        "what was cached as well"
+    )
+    assert worker.beside_bytes == 3 * GIB + 2 * SEGMENT_BYTES
     assert plan.room_needed_bytes == {
-        "gpu2": 19 * GIB + RESTORE_MARGIN_BYTES + 5,
-        "gpu3": 13 * GIB + RESTORE_MARGIN_BYTES + 3,
+        "gpu2": 21 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES,
+        "gpu3": 14 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES,
     }
     assert plan.pool_needed_bytes > 30 * GIB
     assert "the helper copies for one" in " ".join(plan.hazards)
     one = the_plan(planned(a_snapshot(_on_two(*DEVICES), gpus=_four()), to("gpu1=gpu2")))
-    assert one.room_needed_bytes == {"gpu0": 0, "gpu2": 13 * GIB + RESTORE_MARGIN_BYTES + 3}
+    assert one.room_needed_bytes == {"gpu0": 0, "gpu2": 14 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES}
 
 
 @pytest.mark.parametrize("devices", [(), DEVICES[:1], (*DEVICES[:1], CudaDevice(uuid="GPU-else", size_bytes=GIB))])
@@ -233,11 +258,11 @@ def test_the_room_that_one_on_several_gpus_will_still_take_is_left_out_of_the_ne
     plan = the_plan(planned(snapshot, to("gpu2,gpu3")))
     op = plan.operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)
     free = {gpu.id: gpu.free_bytes for gpu in expected(snapshot.replace(running=(op,))).gpus}
-    assert free["gpu2"] == 21 * GIB - RESTORE_MARGIN_BYTES - 5
-    assert free["gpu3"] == 27 * GIB - RESTORE_MARGIN_BYTES - 3
+    assert free["gpu2"] == 19 * GIB - RESTORE_MARGIN_BYTES - SEGMENT_BYTES
+    assert free["gpu3"] == 26 * GIB - RESTORE_MARGIN_BYTES - SEGMENT_BYTES
     then = {gpu.id: gpu.free_bytes for gpu in after(snapshot, plan).gpus}
     assert then["gpu2"] == free["gpu2"]
-    assert then["gpu0"] == 40 * GIB + 19 * GIB + RESTORE_MARGIN_BYTES + 5
+    assert then["gpu0"] == 40 * GIB + 21 * GIB + RESTORE_MARGIN_BYTES + SEGMENT_BYTES
 
 
 def test_where_there_is_no_room_for_a_context_to_copy_by_the_worker_copies_by_itself() -> None:

@@ -1,0 +1,173 @@
+"""What PyTorch's allocator keeps of video memory for later: given back while storages are out, and taken again.
+
+A step's activations and gradients, and the workspaces of cuBLAS, live in memory that the allocator has between steps as
+well. It is given back before a process leaves its GPU, since the driver would carry it; a job that comes back without
+it asks the driver for it at its next step, and dies there when somebody else has taken it all. So it is taken as soon
+as the storages are made, while the room that is held for it is the process's own.
+
+Owns how much that was and in which runs: what lies between the storages, by the stream that it belongs to. Each run is
+made as one piece, all of them are held beside one another until the last storage is made, and then they are freed into
+the allocator's cache. So whatever fitted there before fits again, wherever the storages lie now. What cannot be had is
+counted and no error: the storages are there, and a job whose GPU has room elsewhere in time never knows. The
+allocator's statistics count these pieces as memory that was in use for a moment.
+
+Where the allocator shows no segments (cudaMallocAsync) all is one run; private pools of CUDA graphs never leave.
+"""
+
+from __future__ import annotations
+
+from . import cuda_state
+from .notes import note
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_MIB = 1 << 20
+# Of PyTorch's allocator: up to 1 MiB is cut from segments of 2 MiB, less than 10 MiB from segments of 20.
+_SMALL_BYTES, _UNIT_BYTES, _LARGE_BYTES, _SHARED_BYTES = _MIB, 2 * _MIB, 10 * _MIB, 20 * _MIB
+_BLOCK_BYTES = 512
+# Each piece costs the job a call of the driver while it stands; what is beyond is made in one piece for each stream.
+MOST_RUNS = 96
+
+
+class Run:
+    """Video memory in one piece that the allocator had free, or would have had between two steps."""
+
+    __slots__ = ("device", "is_small", "size_bytes", "stream")
+
+    def __init__(self, device: int, stream: int, size_bytes: int, *, is_small: bool) -> None:
+        self.device = device
+        self.stream = stream
+        self.size_bytes = size_bytes
+        self.is_small = is_small
+
+
+class Cache:
+    """The allocator's cache on the devices of the storages, from before these are freed until all are made again."""
+
+    def __init__(
+        self, torch: Any, segments: cuda_state.Segments, devices: list[int], storages: list[tuple[int, int]]
+    ) -> None:
+        """`storages` are where each begins, and its bytes; they are there still, each on one of the devices."""
+        self._cuda: Any = torch.cuda
+        self._torch = torch
+        self._before = {device: self._reserved(device) for device in sorted(set(devices))}
+        self._segments = [segment for segment in segments.all if segment.device in self._before]
+        self._storages = [(address, -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES) for address, size_bytes in storages]
+        self._runs: list[Run] = []
+        self._held: list[int] = []
+        self._is_taken = False
+        #: What could not be had again.
+        self.short_bytes = 0
+
+    def note_given_back(self) -> None:
+        """The storages are freed, and the driver has what was kept: what is left with the allocator is in use."""
+        left = [(segment.address, segment.size_bytes) for segment in cuda_state.Segments(self._torch).all]
+        self._runs = most_runs(runs_between(self._segments, sorted([*self._storages, *left])))
+        self._is_taken = False
+
+    def take(self, rest_bytes: dict[int, int] | None = None) -> None:
+        """Have it again, and hold it. `rest_bytes` is for storages that have still to be made, by device.
+
+        Never raises, and never takes more than there was: what is not to be had is counted. Fine when it is taken.
+        """
+        if self._is_taken:
+            return
+        self._is_taken = True
+        self.short_bytes = 0
+        for device, before_bytes in self._before.items():
+            goal_bytes = before_bytes - (rest_bytes or {}).get(device, 0)
+            try:
+                self._take_on(device, goal_bytes)
+            except Exception as error:  # noqa: BLE001 - of any release of PyTorch; the storages are there all the same
+                note(f"what was cached on GPU {device} is not taken again: {error!r}")
+            short_bytes = goal_bytes - self._reserved(device)
+            if short_bytes >= _UNIT_BYTES:
+                note(f"of what was cached on GPU {device}, {short_bytes} bytes cannot be had again")
+                self.short_bytes += short_bytes
+
+    def let_go(self) -> None:
+        """Into the allocator's cache with it. Fine when nothing is held."""
+        held, self._held = self._held, []
+        for address in held:
+            self._cuda.caching_allocator_delete(address)
+
+    def forgo(self) -> None:
+        """All of it may go back to the driver: it is to be taken anew once storages are made."""
+        self.let_go()
+        self._is_taken = False
+
+    def _take_on(self, device: int, goal_bytes: int) -> None:
+        """As far as it is free: whoever observes PyTorch's allocations hears of those that fail, so none is tried."""
+        most_bytes = self._reserved(device) + int(self._cuda.mem_get_info(device)[0])
+        runs = [run for run in self._runs if run.device == device]
+        for run in runs:
+            room_bytes = min(goal_bytes, most_bytes) - self._reserved(device)
+            if room_bytes < _UNIT_BYTES:
+                break
+            if run.is_small:
+                self._hold(run, run.size_bytes)
+            elif _whole(room_bytes) >= _LARGE_BYTES:
+                self._hold(run, min(run.size_bytes, _whole(room_bytes)))
+        # What lay between the storages in pieces that are too small for segments of their own, or had no room so far.
+        lacking_bytes, room_bytes = (end_bytes - self._reserved(device) for end_bytes in (goal_bytes, most_bytes))
+        size_bytes = min(_whole(lacking_bytes), _whole(room_bytes))
+        if size_bytes >= _LARGE_BYTES or (size_bytes >= _UNIT_BYTES and room_bytes >= _SHARED_BYTES):
+            self._hold(runs[0] if runs else Run(device, 0, 0, is_small=False), size_bytes)
+
+    def _hold(self, run: Run, size_bytes: int) -> None:
+        self._held.append(self._cuda.caching_allocator_alloc(size_bytes, device=run.device, stream=run.stream))
+
+    def _reserved(self, device: int) -> int:
+        return int(self._cuda.memory_reserved(device))
+
+
+def runs_between(segments: list[cuda_state.Segment], holes: list[tuple[int, int]]) -> list[Run]:
+    """What of the segments is none of the holes, in pieces as large as can be; both are in the order of addresses."""
+    found: list[Run] = []
+    at = 0
+    for segment in segments:
+        free_from, end = segment.address, segment.address + segment.size_bytes
+        while at < len(holes) and sum(holes[at]) <= free_from:
+            at += 1
+        inside = at
+        while inside < len(holes) and holes[inside][0] < end:
+            found += _run(segment, holes[inside][0] - free_from)
+            free_from = max(free_from, sum(holes[inside]))
+            inside += 1
+        found += _run(segment, end - free_from)
+    return found
+
+
+def _run(segment: cuda_state.Segment, size_bytes: int) -> list[Run]:
+    """That piece of the segment; none where the allocator would use it for nothing."""
+    least_bytes = 1 if segment.is_small else _SMALL_BYTES + 1
+    if size_bytes < least_bytes:
+        return []
+    return [Run(segment.device, segment.stream, size_bytes, is_small=segment.is_small)]
+
+
+def most_runs(found: list[Run]) -> list[Run]:
+    """Large ones first, as they are; the smallest of very many in one piece for each stream. Small ones by the MiB."""
+    large = sorted((run for run in found if not run.is_small), key=lambda run: run.size_bytes, reverse=True)
+    kept = large[:MOST_RUNS]
+    for (device, stream), size_bytes in _by_stream(large[MOST_RUNS:]).items():
+        kept.append(Run(device, stream, size_bytes, is_small=False))
+    for (device, stream), size_bytes in _by_stream([run for run in found if run.is_small]).items():
+        count = min(MOST_RUNS, -(-size_bytes // _SMALL_BYTES))
+        kept += [Run(device, stream, _SMALL_BYTES, is_small=True) for _ in range(count)]
+    return kept
+
+
+def _by_stream(runs: list[Run]) -> dict[tuple[int, int], int]:
+    sums: dict[tuple[int, int], int] = {}
+    for run in runs:
+        key = (run.device, run.stream)
+        sums[key] = sums.get(key, 0) + run.size_bytes
+    return sums
+
+
+def _whole(size_bytes: int) -> int:
+    """In whole units, as the allocator asks the driver for it; less rather than more."""
+    return size_bytes // _UNIT_BYTES * _UNIT_BYTES
