@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import sys
-import weakref
+from _weakref import ref
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Living:
     def _note(self, wanted: tuple[type[object], ...], moved: tuple[int, ...], found: list[Any]) -> None:
         self._wanted, self._moved = wanted, moved
         try:
-            self._known = [weakref.ref(item) for item in found]
+            self._known = [ref(item) for item in found]
         except TypeError:  # a class may have no place for weak references: it would be lost sight of
             self._moved, self._known = None, []
 
