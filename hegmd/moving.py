@@ -35,13 +35,14 @@ from hegmd.lock_files import LockFiles
 from hegmd.lookout import Lookout
 from hegmd.meeting import MeetingPlaces
 from hegmd.methods.base import Carrier, Method
+from hegmd.methods.claims import forget_claims, has_come_to_its_end, lock_path
 from hegmd.methods.driver import DriverMethod
 from hegmd.methods.driver_carrier import DriverCarrier
 from hegmd.methods.gpus import Gpus
 from hegmd.methods.host import HostCarrier
 from hegmd.methods.neighbours import STILL_S, Neighbours
 from hegmd.methods.peer import PeerCarrier
-from hegmd.methods.restart import RestartMethod, forget_claims, has_come_to_its_end, lock_path
+from hegmd.methods.restart import RestartMethod
 from hegmd.methods.sight import is_stopped
 from hegmd.methods.simulated import SimulatedMethod
 from hegmd.methods.state import StateCarrier

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from hegmd.criu.population import Population, end_all, population_of, stop_all
 from hegmd.criu.tree import pids_below
+from hegmd.processes.procfs import start_ticks_of
 from hegmd.processes.surroundings import parent_of
 
 
@@ -23,6 +24,12 @@ def hold_launchers_still(rank: int, supervisor: int) -> None:
 def end_all_below(supervisor: int) -> None:
     """End whatever that supervisor's command has started, itself first, so that nobody starts anybody again."""
     end_all(population_of(pids_below(supervisor)[1:]))
+
+
+def end_with_all_below(pid: int, start_ticks: int) -> None:
+    """End that very process, itself first, with whatever it has started; fine where it has ended."""
+    if start_ticks_of(pid) == start_ticks:
+        end_all(population_of(pids_below(pid)))
 
 
 def end_one(pid: int, start_ticks: int) -> None:

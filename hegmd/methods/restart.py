@@ -16,10 +16,9 @@ new process is started, which takes it by itself. A restart that finds none has 
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,12 +28,13 @@ import anyio
 from hegmd.errors import TIMEOUT, HegmError, Refused
 from hegmd.methods import launchers
 from hegmd.methods.base import Left, Method, Over, Reborn, Standing, Subject
+from hegmd.methods.claims import claimed, has_come_to_its_end
 from hegmd.methods.pooled import key_of
+from hegmd.methods.started_ranks import Line, RankOnItsWay, line_of
 from hegmd.news import News
 from hegmd.places import CPU
 from hegmd.pool import Pool
 from hegmd.protocol.snapshots import Gpu
-from hegmd.protocol.supervision import BACK, OVER
 from hegmd.supervisors import Supervisor, Supervisors, go_on_command
 from hegmd.workers import Worker, Workers
 
@@ -62,14 +62,15 @@ class _Start:
     key: str
     turn: anyio.Lock = field(default_factory=anyio.Lock)
     waiting: int = 0
-    #: Whom it was asked of, and why it failed.
+    #: Whom it was asked of, which rank of it fell first, and why it failed.
     asked: Supervisor | None = None
+    fallen: str = ""
     failure: HegmError | None = None
 
 
 class RestartMethod:
     """Ends processes and has others started. `by` holds room, `gpus` tells the GPUs as they were seen last, and in
-    `folder`, the daemon's own, are the locks."""
+    `folder`, the daemon's own, are the locks. `line_of` tells where a rank stands below its supervisor, and blocks."""
 
     name = NAME
 
@@ -82,8 +83,10 @@ class RestartMethod:
         by: Method,
         gpus: Callable[[], Sequence[Gpu]],
         folder: Path,
+        line_of: Callable[[int, int], Line | None] = line_of,
     ) -> None:
         self._folder = folder
+        self._line_of = line_of
         self._workers = workers
         self._supervisors = supervisors
         self._pool = pool
@@ -169,6 +172,7 @@ class RestartMethod:
             return Over()
         for held in tuple(self._by.rooms(subject)):
             await self.give_room(subject, held)
+        rank = RankOnItsWay()
         with self._start_of(subject) as start:
             while self._starts.get(subject.operation) is start:
                 reborn = self._reborn(subject, gpu)
@@ -184,17 +188,20 @@ class RestartMethod:
                     raise start.failure
                 if _has_started(supervisor, subject):
                     start.asked = supervisor  # an earlier run of the daemon may have asked for it
+                    if subject.ranks:
+                        await self._look_after(rank, start, supervisor, subject)
                     if self._reborn(subject, gpu) is not None:
                         continue  # it came while its supervisor was waited for, and will not come again
                 elif start.asked is supervisor:
                     why = supervisor.failure or "its supervisor says that it does not run"
-                    message = f"the job was not restarted on {gpu}: {why}"
+                    message = f"the job was not restarted on {gpu}: {'; '.join(filter(None, (start.fallen, why)))}"
                     start.failure = Refused(message, "see what it printed; its state is held")
                     continue
                 elif supervisor.offer.pid is None or subject.ranks:
                     await self._have_started(start, supervisor, subject, gpu)
                     continue  # what has come meanwhile is looked at before anything is waited for
-                await self._something()
+                with anyio.move_on_after(rank.look_again_s):
+                    await self._something()
         raise Refused(f"the job is not started on {gpu} any more", "it is started elsewhere")
 
     @contextmanager
@@ -228,6 +235,23 @@ class RestartMethod:
                 start.failure = error
                 raise
 
+    async def _look_after(self, rank: RankOnItsWay, start: _Start, supervisor: Supervisor, subject: Subject) -> None:
+        """Where that rank has fallen end its launcher: its supervisor does with the job as with any that has ended."""
+        for worker in self._workers:
+            about, who = worker.about, (worker.pid, worker.identity.start_ticks)
+            is_it = (about.rank, about.run, worker.identity.uid) == (subject.rank, supervisor.run, subject.uid)
+            if is_it and who != subject.who and not rank.knows(who):
+                rank.note(who, await anyio.to_thread.run_sync(self._line_of, worker.pid, supervisor.pid))
+        fallen = rank.fallen(anyio.current_time())
+        if fallen is None:
+            return
+        if not start.fallen:
+            start.fallen = f"rank {subject.rank} (process {fallen.rank[0]}) ended before its first boundary"
+            logger.warning("operation %s: %s", subject.operation, start.fallen)
+        if rank.is_left_behind(anyio.current_time()):
+            async with start.turn:
+                await anyio.to_thread.run_sync(launchers.end_with_all_below, *fallen.command)
+
     async def _end_command(self, supervisor: Supervisor, operation: str) -> None:
         """End what is left of a launcher whose ranks have left. Raises OrderFailed, SupervisorAway."""
         await supervisor.order("expect", operation, launches=True)
@@ -247,7 +271,7 @@ class RestartMethod:
         for state in states:
             await self._pool.fetch(state)
         memories = [self._pool.memory(state).fd for state in states]
-        claim = await anyio.to_thread.run_sync(_claimed, self._folder, subject.operation)
+        claim = await anyio.to_thread.run_sync(claimed, self._folder, subject.operation)
         try:
             supervisor.failure = ""
             await supervisor.order(
@@ -358,42 +382,3 @@ def _has_started(supervisor: Supervisor, subject: Subject) -> bool:
     """Whether its command runs from the state of the operation; of ranks, from the start that is wanted now."""
     is_it = supervisor.offer.started and supervisor.serves(subject.operation)
     return is_it and (not subject.ranks or supervisor.offer.key == subject.start)
-
-
-def _claimed(folder: Path, operation: str) -> int:
-    """The right to go on from the state of that operation. Raises Refused where a process has it."""
-    own = os.open(lock_path(folder, operation), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(own, 0)
-    except OSError as error:
-        os.close(own)
-        raise Refused(
-            f"a process that was started from the state of operation {operation} is there still",
-            "leave it be, it says itself when it goes on; or end it first: nobody is started from one state twice",
-        ) from error
-    return own
-
-
-def has_come_to_its_end(folder: Path, operation: str) -> bool:
-    """Whether a process has put the state of that operation back and then ended well. Blocks for a moment.
-
-    Its supervisor has said so where the lock is: that outlives supervisor and daemon.
-    """
-    try:
-        with lock_path(folder, operation).open("rb") as notes:
-            return notes.read(len(BACK + OVER)) == BACK + OVER
-    except OSError:
-        return False
-
-
-def lock_path(folder: Path, operation: str) -> Path:
-    """The file whose lock is the right to go on from the state of that operation."""
-    return folder / f"restart-{operation}.lock"
-
-
-def forget_claims(folder: Path, held: Container[str]) -> None:
-    """Remove the locks of operations that hold no state any more. Blocks."""
-    for path in folder.glob("restart-*.lock"):
-        if path.stem.removeprefix("restart-") not in held:
-            path.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Outside", "nearest_ancestor", "parent_of", "read_outside"]
+__all__ = ["Outside", "nearest_ancestor", "parent_of", "read_outside", "variables_of"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 # A limit as large as this is how version 1 writes that there is none.
@@ -49,6 +49,16 @@ def parent_of(pid: int, proc_root: str = "/proc") -> int | None:
     """Its parent's pid; None where that cannot be seen."""
     fields = _stat(Path(proc_root) / str(pid))
     return int(fields[_PARENT]) if len(fields) > _PARENT else None
+
+
+def variables_of(pid: int, names: Collection[str], proc_root: str = "/proc") -> dict[str, str]:
+    """Those of its variables that it was started with. May block for as long as it keeps the lock on its memory map."""
+    found: dict[str, str] = {}
+    for entry in _read(Path(proc_root) / str(pid) / "environ").split(b"\0"):
+        name, is_one, value = entry.decode(errors="surrogateescape").partition("=")
+        if is_one and name in names:
+            found[name] = value
+    return found
 
 
 def nearest_ancestor(pid: int, among: Collection[int], proc_root: str = "/proc") -> int | None:

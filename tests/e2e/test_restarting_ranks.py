@@ -23,7 +23,7 @@ def _launch() -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "--max-restarts", "1")
+    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "--max-restarts", "3")
     return [sys.executable, *words, str(SCRIPTS / "ranked.py")]
 
 
@@ -101,6 +101,8 @@ def test_two_ranks_are_started_again_twice_and_neither_differs(
 def test_a_rank_that_falls_elsewhere_has_all_of_them_go_on_where_they_were(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: dict[str, list[str]]
 ) -> None:
+    """At its first step, mostly before anybody has heard that it is back, and then again and again: its launcher starts
+    all ranks anew each time, where gloo has them wait for those of before."""
     with RankedJob(daemon, tmp_path) as job:
         first = next(iter(job.places(2)))
         job.read_steps(9)

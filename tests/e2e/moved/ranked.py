@@ -7,8 +7,6 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-if os.environ.get("FALLS") == os.environ["RANK"]:
-    os._exit(7)
 distributed.init_process_group("gloo")
 rank = distributed.get_rank()
 with open("starts", "a", encoding="ascii") as starts:
@@ -33,6 +31,8 @@ for epoch in range(40):
         optimizer.step()
         numbers = f"{loss.item().hex()} {batch.sum().item().hex()} {schedule.get_last_lr()[0]}"
         os.write(1, f"step {rank} {epoch} {index} {numbers}\n".encode())  # at once: both write to one pipe
+        if os.environ.get("FALLS") == str(rank):
+            os._exit(7)
     schedule.step()
 distributed.destroy_process_group()
 # Some processes with gloo abort while the interpreter ends, whoever moves them or not.

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import anyio
+import anyio.from_thread
+import anyio.to_thread
 import pytest
 
 from hegmd.errors import Refused
-from hegmd.methods.base import Over, Reborn, Subject
-from hegmd.methods.restart import RestartMethod, has_come_to_its_end, lock_path
+from hegmd.methods.base import Over, Rank, Reborn, Subject
+from hegmd.methods.claims import has_come_to_its_end, lock_path
+from hegmd.methods.restart import RestartMethod
 from hegmd.methods.simulated import SimulatedMethod
+from hegmd.methods.started_ranks import Line, line_of
 from hegmd.pool import Keep, Pool
+from hegmd.processes.procfs import start_ticks_of
 from hegmd.protocol.agents import AgentAttend, Order
 from hegmd.protocol.snapshots import AgentInfo, Gpu
-from hegmd.protocol.supervision import BACK, OVER
+from hegmd.protocol.supervision import BACK, OVER, Supervise, SuperviseReport, SupervisorOrder
 from hegmd.rooms import Rooms
 from hegmd.supervisors import Supervisors
 from hegmd.workers import Identity, Worker, Workers
@@ -39,7 +47,22 @@ class Attending(Workers):
         self._attending = [_went_on(pid) for pid in pids]
 
     def __iter__(self) -> Iterator[Worker]:
-        return iter(self._attending)
+        return iter(tuple(self._attending))
+
+    def come(self, pid: int) -> Worker:
+        """Rank 0 of the run attends, which has not put anything back."""
+        about = AgentAttend(token=f"token-{pid}", python_version="3.11", boundary=0, run="run-1", rank=0, world_size=1)
+        worker = Worker(Identity(pid, TICKS, UID), AgentInfo(name="agent", version="1"), about)
+        worker.connect(_send, about)
+        self._attending.append(worker)
+        self.news.tell()
+        return worker
+
+    def leave(self, worker: Worker) -> None:
+        """Its process has ended."""
+        worker.ended = True
+        self._attending.remove(worker)
+        self.news.tell()
 
 
 def _went_on(pid: int) -> Worker:
@@ -54,11 +77,22 @@ async def _send(_order: Order, _fds: Sequence[int]) -> None:
     raise AssertionError("nothing is asked of it")
 
 
-def method(folder: Path, *pids: int) -> RestartMethod:
+async def _send_to_supervisor(_order: SupervisorOrder, _fds: Sequence[int]) -> None:
+    raise AssertionError("nothing is asked of it")
+
+
+def method(
+    folder: Path,
+    *pids: int,
+    workers: Workers | None = None,
+    supervisors: Supervisors | None = None,
+    line_of: Callable[[int, int], Line | None] = line_of,
+) -> RestartMethod:
     gpus = [Gpu(id=name, index=index, uuid=name, vendor="simulated") for index, name in enumerate(("gpu0", "gpu1"))]
     by = SimulatedMethod(Rooms(None))
     pool = Pool(1 << 20, keep=Keep())
-    return RestartMethod(Attending(*pids), Gone(lambda _: TICKS), pool, by=by, gpus=lambda: gpus, folder=folder)
+    parts = workers or Attending(*pids), supervisors or Gone(lambda _: TICKS), pool
+    return RestartMethod(*parts, by=by, gpus=lambda: gpus, folder=folder, line_of=line_of)
 
 
 def subject(pid: int = BEFORE) -> Subject:
@@ -99,3 +133,80 @@ def test_both_words_are_the_end_of_a_training_and_neither_alone_is(tmp_path: Pat
         os.pwrite(lock.fileno(), BACK, 0)
         os.pwrite(lock.fileno(), OVER, len(BACK))
     assert has_come_to_its_end(tmp_path, "4")
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+# A launcher that starts its one rank again by itself, below a supervisor that stays.
+LAUNCHER = "for _ in 1 2; do RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 sh -c 'echo $$; read _'; done"
+SUPERVISOR = 'sh -c "$LAUNCHER"; echo ended; read _'
+
+
+class Launched:
+    """The processes of a start, and what is said of them to the daemon."""
+
+    def __init__(self, workers: Attending, supervisors: Supervisors) -> None:
+        self._workers = workers
+        self._supervisors = supervisors
+        environ, pipe = {**os.environ, "LAUNCHER": LAUNCHER}, subprocess.PIPE
+        self._process = subprocess.Popen(["sh", "-c", SUPERVISOR], env=environ, stdin=pipe, stdout=pipe, text=True)
+        #: Set once it was seen where a rank stands.
+        self.seen = anyio.Event()
+
+    def line_of(self, pid: int, supervisor: int) -> Line | None:
+        found = line_of(pid, supervisor)
+        anyio.from_thread.run_sync(self.seen.set)
+        return found
+
+    async def attend(self) -> None:
+        """The supervisor says that it has started its command; until this is cancelled."""
+        offer = Supervise(run="run-1", python=False, pid=1, started=True, operation="4", ranks=True)
+        try:
+            await self._supervisors.attend(self, self._process.pid, UID, offer, _send_to_supervisor)
+        finally:
+            self._process.communicate()
+            self._supervisors.close()
+
+    async def say(self) -> str:
+        """The next word of them: the pid of a rank, or that the launcher has ended."""
+        assert self._process.stdout is not None
+        return (await anyio.to_thread.run_sync(self._process.stdout.readline)).strip()
+
+    def fall(self, rank: Worker) -> None:
+        """That rank ends, and so does its agent's connection."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        self._workers.leave(rank)
+
+    def fail(self, message: str) -> None:
+        """The supervisor has given the start up."""
+        self._supervisors.report(self, SuperviseReport(result="failed", message=message))
+
+
+async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tmp_path: Path) -> None:
+    """Its launcher had started it anew by itself, where it waited for ranks that were gone, and nobody ended them."""
+    workers, supervisors = Attending(), Supervisors(start_ticks_of)
+    launched = Launched(workers, supervisors)
+    failures: list[Refused] = []
+
+    async def restore() -> None:
+        parts = method(tmp_path, workers=workers, supervisors=supervisors, line_of=launched.line_of)
+        with pytest.raises(Refused) as failed:
+            await parts.restore(replace(subject(), rank=0, ranks=(Rank("a", 0, "gpu1"),)), "gpu1")
+        failures.append(failed.value)
+        tasks.cancel_scope.cancel()
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(launched.attend)
+            await supervisors.news.wait()
+            tasks.start_soon(restore)
+            fallen = int(await launched.say())
+            rank = workers.come(fallen)
+            await launched.seen.wait()
+            launched.fall(rank)
+            workers.come(int(await launched.say()))
+            assert await launched.say() == "ended"
+            launched.fail("it ended with -9, started 2 times")
+    assert f"rank 0 (process {fallen}) ended before its first boundary; it ended with -9" in failures[0].message
