@@ -2,8 +2,9 @@
 
 A launcher such as torchrun starts its ranks without the descriptors that it has inherited itself. So a supervisor
 listens for as long as the launcher lives, at one abstract address for each rank, and whoever of this user connects is
-given that rank's state and the right to go on from it. Once the operation is over there is none any more, and whoever
-asks is told so: a launcher that starts its ranks again by itself later has them begin as they would without hegmd.
+given that rank's state and the right to go on from it. Once the operation is over there is none any more, nor once all
+ranks have trained on while no daemon was there to say so, and whoever asks is told so: a launcher that starts its ranks
+again by itself later has them begin as they would without hegmd.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import socket
 import struct
 from contextlib import suppress
+
+from hegmctl import claim_notes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -52,6 +55,11 @@ class RankStates:
         """The right to go on from them; None once they are over."""
         return self._lock
 
+    @property
+    def are_past(self) -> bool:
+        """Whether all ranks have noted that they have trained on from their states."""
+        return self._lock is not None and claim_notes.is_past(self._lock, len(self._doors))
+
     def serve(self) -> None:
         """Hand over to everybody who has connected, without waiting for anybody."""
         for rank, door in self._doors.items():
@@ -63,7 +71,7 @@ class RankStates:
         credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
             return
-        if self._lock is None:
+        if self._lock is None or self.are_past:
             connected.send(OVER, socket.MSG_NOSIGNAL)
         else:
             fds = struct.pack("2i", self._states[rank], self._lock)

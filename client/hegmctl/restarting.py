@@ -6,34 +6,33 @@ few of them the daemon is told, which has the job go on where it was, or gives i
 
 With a state comes the right to go on from it, a descriptor with a lock (flock): the process that is started inherits it
 and holds it for as long as it lives, and here it is kept until the operation is over, for another start. In that file
-the process notes that it has the state back, and this one that it has then come to its end: whoever reads that later,
-the next daemon too, starts nobody any more. Of ranks, whose launcher leaves no descriptor open for them, each has its
-state and that right handed to it (`rank_states`).
+(`claim_notes`) the process notes that it has the state back, and this one that it has then come to its end: whoever
+reads that later, the next daemon too, starts nobody any more. Where there is no daemon to see it, the process notes as
+well that it has trained on, and from then on its end is its own. Of ranks, whose launcher leaves no descriptor open for
+them, each has its state and that right handed to it (`rank_states`).
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from time import monotonic
 
+from hegmctl import claim_notes
 from hegmctl.rank_states import STATES, RankStates
 from hegmctl.supervising import GAVE_UP_STATUS, GiveUp, Start, left_status
-from hegmctl.wire import Descriptors, Wire
-from hegmd import __version__
+from hegmctl.supervision_line import Line
 from hegmd.errors import HegmError
-from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progress
-from hegmd.protocol.messages import SUPPORTED_VERSIONS, Hello, Request, Supervise, SuperviseReport, SupervisorOrder
-from hegmd.protocol.supervision import BACK, OVER
+from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from hegmctl.wire import Descriptors
+
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 5.0
-CONNECT_S = 2.0
 TRIES = 2
 # What the agent of a process that is started from a state reads.
 STATE_FD, LOCK_FD, OPERATION = "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_RESTART"
@@ -82,8 +81,8 @@ class DaemonDesk:
         self._starts = 0
         self._due = False
         self._give_up: GiveUp | None = None
-        self._line: _Line | None = None
-        self._order_line: _Line | None = None
+        self._line: Line | None = None
+        self._order_line: Line | None = None
         self._pause_s = FIRST_PAUSE_S
         self._again_at = 0.0
         self._has_said = False
@@ -108,13 +107,16 @@ class DaemonDesk:
         """Whether a restart is expected, and nobody wanted the end of the command itself."""
         expected = self._operation is not None and told is None
         was_started, self._started, self._pid = self._started, False, None
+        is_past = was_started and status != 0 and self._is_past()
         # One that was started and ends well has come to the end of its training, whoever has seen it at a boundary.
         may_go_on = status != 0 if was_started else self._launches or status < 0 or self._has_left(status)
         self._status = status
         if was_started and status == 0:
             may_go_on = not self._has_gone_on()
             self._note_end()
-        if not expected or not may_go_on:
+        if is_past:
+            self._say(f"it ended with {status} after it had gone on; operation {self._operation} has its former state")
+        if not expected or not may_go_on or is_past:
             self._report(SuperviseReport(result="ended", status=status))
             self._forget()
             return False
@@ -262,17 +264,24 @@ class DaemonDesk:
 
     def _has_gone_on(self) -> bool:
         """Whether the process that has ended had put the state back. Ranks do not note it."""
-        return self._lock is None or os.pread(self._lock, len(BACK), 0) == BACK
+        return self._lock is None or claim_notes.is_back(self._lock)
+
+    def _is_past(self) -> bool:
+        """Whether what was started has trained on from the state, so that its end is its own, if no daemon says so."""
+        if self._ranks is not None:
+            return self._ranks.are_past
+        return self._lock is not None and claim_notes.is_past(self._lock)
 
     def _note_end(self) -> None:
         """Beside the word of the process that it had the state back."""
         if self._lock is not None:
-            os.pwrite(self._lock, OVER, len(BACK))
+            claim_notes.note_end(self._lock)
 
     def _forget_notes(self) -> None:
         """The next process has not put the state back."""
-        if self._lock is not None:
-            os.ftruncate(self._lock, 0)
+        lock = self._lock if self._ranks is None else self._ranks.lock
+        if lock is not None:
+            claim_notes.forget(lock)
 
     def _close_state(self) -> None:
         if self._ranks is not None:
@@ -308,7 +317,7 @@ class DaemonDesk:
             key=self._key if self._started else "",
         )
         try:
-            self._line = _Line(self._path, offer)
+            self._line = Line(self._path, offer)
         except (OSError, HegmError) as error:
             self._hang_up(error, now)
         else:
@@ -342,59 +351,3 @@ class DaemonDesk:
             self._line.ask(report)
         except OSError as error:
             self._hang_up(error)
-
-
-class _Line:
-    """One connection to the daemon, from which orders come; whatever comes raises SIGIO in this process."""
-
-    def __init__(self, path: str, offer: Supervise) -> None:
-        self._wire = Wire.connect(path, monotonic() + CONNECT_S)
-        self._protocol = ClientConnection()
-        self._offer = offer
-        self._offered: int | None = None
-        #: Whether the daemon has refused what was offered, and did not merely go away.
-        self.declined = False
-        try:
-            fcntl.fcntl(self._wire.fileno(), fcntl.F_SETOWN, os.getpid())
-            flags = fcntl.fcntl(self._wire.fileno(), fcntl.F_GETFL)
-            fcntl.fcntl(self._wire.fileno(), fcntl.F_SETFL, flags | fcntl.FASYNC)
-            self.ask(Hello(versions=SUPPORTED_VERSIONS, name="hegmctl-run", program_version=__version__))
-        except BaseException:
-            self._wire.close()
-            raise
-
-    def ask(self, request: Request) -> int:
-        """Send it; its number."""
-        number, frame = self._protocol.request(request)
-        self._wire.send(frame, (), monotonic() + CONNECT_S)
-        return number
-
-    def close(self) -> None:
-        self._wire.close()
-
-    def read(self, hear: Callable[[SupervisorOrder, Descriptors], object]) -> None:
-        """Take all that has come, without waiting for more. Raises OSError and HegmError at its end."""
-        while True:
-            try:
-                data = self._wire.receive(monotonic())
-            except TimeoutError:
-                return
-            if not data:
-                raise ConnectionResetError("hegmd closed the connection")
-            self._protocol.feed(data)
-            while (said := self._protocol.next_event()) is not None:
-                self._take(said, hear)
-
-    def _take(self, said: Answer | Failure | Progress, hear: Callable[[SupervisorOrder, Descriptors], object]) -> None:
-        if self._offered is None and self._protocol.welcome is not None:
-            self._offered = self.ask(self._offer)
-        if isinstance(said, Failure):
-            self.declined = said.id is not None and said.id == self._offered
-            if self.declined or said.id is None or self._protocol.welcome is None:
-                raise said.error
-            return
-        with self._wire.take(said.fds) or Descriptors() as fds:
-            if isinstance(said, Progress) and isinstance(said.event, SupervisorOrder):
-                hear(said.event, fds)
-            elif said.id == self._offered:
-                raise ConnectionResetError("hegmd has no more orders")

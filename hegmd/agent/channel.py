@@ -38,6 +38,8 @@ LONGEST_PAUSE_S = 5.0
 PATIENCE_S = 10.0
 _RECEIVE_BYTES = 65_536
 _MOST_FDS = 16
+# Boundaries from where a state is put back until its first batch is made: that batch is asked for, and then the next.
+_BATCH = 1
 _FD = struct.Struct("i")
 
 
@@ -72,8 +74,11 @@ class Channel:
         self._woken, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._socket: socket.socket | None = None
         self._elsewhere: str | None = None
+        self._is_alone = False  # nobody was there at the last try
         self._is_revived = False
         self._restarted: str | None = None
+        #: The boundary at which the state was put back, until it is noted that the training has gone on from there.
+        self._back_at: int | None = None
         self._departure = self._launched_departure()
         gate.on_change = self.wake
         gate.on_signal = self._pass_signal
@@ -99,6 +104,7 @@ class Channel:
     def note_restarted(self, operation: str | None) -> None:
         """From the training thread: the state of that operation is back in this process. The daemon is told at once."""
         self._restarted = operation
+        self._back_at = self._gate.count
         self._orders.changed_by_itself = True
         self.wake()
 
@@ -158,6 +164,15 @@ class Channel:
         while (left_s := until - monotonic()) > 0:
             self._wait(None, left_s)
             self._look_after()
+        self._note_past()
+
+    def _note_past(self) -> None:
+        """Without a daemon that would see it, have it noted once a restarted training has made a batch."""
+        if self._is_alone and self._back_at is not None and self._gate.count > self._back_at + _BATCH:
+            from .restart import given
+
+            self._back_at = None
+            given.note_past()
 
     def _wait(self, connected: socket.socket | None, longest_s: float | None) -> bool:
         """Until something comes, the gate has news, or a deadline passes; whether the socket can be read."""
@@ -176,7 +191,9 @@ class Channel:
 
     def _attend(self) -> None:
         """One connection, from its beginning to its end."""
+        self._is_alone = True
         self._socket = self._connected()
+        self._is_alone = False
         _Attendance(self._socket, self._orders).serve(self)
 
     def _connected(self) -> socket.socket:

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-# What stands in the file of the lock: the process has put the state back, and has then come to its end.
-BACK, OVER = b"back", b"over"
+# What stands in the file of the lock: the process has put the state back, and has then come to its end. After these
+# there is a byte for each rank, or for the one process, that has trained on from its state while no daemon was there.
+BACK, OVER, PAST = b"back", b"over", b"+"
+PAST_AT = len(BACK + OVER)
 
 
 class SupervisorOrder(Record):
@@ -56,7 +58,9 @@ class Supervise(Request, op="supervise", reply=SupervisionEnded, event=Superviso
     second descriptor open, so that nobody starts from the same state while a process that did lives. Of ranks there is
     a memory for each, before the lock; a launcher leaves no descriptor open for them, so the supervisor hands each its
     own and the lock. Of one process, the file that it is of has `back` in its beginning once that has put the state
-    back, and `over` after that once it has ended with 0: nobody is started from that state any more.
+    back, and `over` after that once it has ended with 0: nobody is started from that state any more. The ninth byte is
+    `+` once it has passed boundaries beyond that state while its agent had no connection, and of ranks there is one
+    for each: however it ends then, its supervisor does not start it again.
     """
 
     run: str = field("which `hegmctl run` it is, as its agents say it too")

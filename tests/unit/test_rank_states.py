@@ -28,7 +28,10 @@ except OSError as error:
     print(f"refused: {error}")
 else:
     print(given.is_there(), given.is_for_ranks(), given.state(), os.environ.get(given.RANKS, "-"), flush=True)
-input()
+if input() == "train on":
+    given.note_past()
+    print("noted", flush=True)
+    input()
 """
 
 
@@ -72,6 +75,14 @@ class Rank:
             if states is not None:
                 states.serve()
         return self._process.stdout.readline().strip()
+
+    def train_on(self) -> None:
+        """Have it note that it did."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("train on\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "noted\n"
 
     def __enter__(self) -> Self:
         return self
@@ -126,3 +137,17 @@ def test_ranks_that_a_launcher_starts_again_after_all_is_over_begin_as_they_woul
     states.end()
     with Rank(states.address, "1") as rank:
         assert rank.said(states) == "False False None -"
+
+
+def test_a_launcher_that_started_its_ranks_again_hours_later_had_them_go_on_from_their_old_states(
+    states: RankStates, lock: int
+) -> None:
+    """No daemon had been there since to say that the operation was over."""
+    with Rank(states.address, "0") as one, Rank(states.address, "1") as other:
+        for rank in (one, other):
+            assert rank.said(states).startswith("True")
+            assert not states.are_past
+            rank.train_on()
+        assert states.are_past
+    with Rank(states.address, "1") as again:
+        assert again.said(states) == "False False None -"

@@ -10,7 +10,7 @@ import os
 import sys
 from time import monotonic
 
-from ...protocol.supervision import BACK
+from ...protocol.supervision import BACK, PAST, PAST_AT
 from ..notes import note
 from . import plain
 
@@ -32,6 +32,8 @@ _NOT_READ = object()
 _state: Any = _NOT_READ
 _claimed: tuple[str | None, str] | None = None
 _lock: int | None = None
+#: Which of several ranks this is; None for one that has a state alone.
+_rank: int | None = None
 
 
 def is_there() -> bool:
@@ -49,16 +51,16 @@ def is_for_ranks() -> bool:
 
 def claim() -> None:
     """Make it this process's own: its children get neither the descriptor nor the word of it. Raises OSError."""
-    global _claimed, _lock, _state  # noqa: PLW0603 - one a process
+    global _claimed, _lock, _rank, _state  # noqa: PLW0603 - one a process
     if _claimed is None and is_there():
         of_ranks = os.environ.get(RANKS)
         if of_ranks is not None:
-            fd = _handed(of_ranks)
+            handed = _handed(of_ranks)
             os.environ.pop(RANKS, None)
-            if fd is None:
+            if handed is None:
                 _state = None
             else:
-                _claimed = (str(fd), "")
+                _claimed, _lock, _rank = (str(handed[0]), ""), handed[1], int(os.environ[RANK])
             return
         lock = os.environ.pop(LOCK, "")
         if lock.isdigit():
@@ -88,14 +90,24 @@ def forget() -> None:
     """All of it is put back, which is noted beside the lock: the file's memory goes when nobody uses it any more."""
     global _state  # noqa: PLW0603 - one a process
     _state = None
+    if _rank is None:
+        _note(BACK, 0)
+
+
+def note_past() -> None:
+    """This process has trained on from its state: however it ends, that is no failure of its restart any more."""
+    _note(PAST, PAST_AT + (_rank or 0))
+
+
+def _note(word: bytes, at: int) -> None:
     if _lock is not None:
         try:
-            os.pwrite(_lock, BACK, 0)
+            os.pwrite(_lock, word, at)
         except OSError:
-            pass  # a full disk; then the end of this training is told by the daemon that has seen it
+            pass  # a full disk; then it is told by the daemon that has seen it
 
 
-def _handed(of_ranks: str) -> int | None:
+def _handed(of_ranks: str) -> tuple[int, int] | None:
     """This rank's state, from the supervisor of its job; None where that is over. Raises OSError.
 
     With it comes the right to go on from it, a descriptor that stays open for as long as the process lives.
@@ -121,7 +133,7 @@ def _handed(of_ranks: str) -> int | None:
         return None
     if said != _STATE or len(fds) != 2:
         raise OSError(f"rank {rank} was handed none by the hegmctl run of its job")
-    return fds[0]
+    return fds[0], fds[1]
 
 
 def _read() -> Any:

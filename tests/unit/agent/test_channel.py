@@ -2,9 +2,65 @@
 
 from __future__ import annotations
 
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+
 import pytest
 
 from hegmd.agent.channel import FIRST_PAUSE_S, LONGEST_PAUSE_S, next_pause_s, periodic_images
+
+ROOT = Path(__file__).parents[3]
+PATIENCE_S = 20.0
+# A process that has put a state back and makes batches one by one, with the agent's connection in a thread of its own.
+RESTARTED = """
+import threading
+from hegmd.agent.channel import Channel
+from hegmd.agent.quiesce import Gate
+from hegmd.agent.restart import given
+given.claim()
+gate = Gate()
+channel = Channel(gate)
+given.forget()
+channel.note_restarted("4")
+threading.Thread(target=channel.run, daemon=True).start()
+while input():
+    gate.count += 1
+"""
+
+
+def test_without_a_daemon_it_is_noted_that_a_restarted_training_goes_on(tmp_path: Path) -> None:
+    """Else it would be started again from its old state, whatever ends it however late."""
+    lock = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    state = os.open(tmp_path / "state", os.O_RDWR | os.O_CREAT)
+    environ = {"PYTHONPATH": str(ROOT), "HEGM_SOCKET": str(tmp_path / "nobody")}
+    environ.update(HEGM_STATE_FD=str(state), HEGM_STATE_LOCK_FD=str(lock))
+    process = subprocess.Popen(
+        [sys.executable, "-c", RESTARTED], env=environ, stdin=subprocess.PIPE, pass_fds=(state, lock), text=True
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write("batch\n")  # which is asked for where the state is put back, and not made yet
+        process.stdin.flush()
+        assert _until(lambda: os.pread(lock, 9, 0), b"back")
+        process.stdin.write("batch\n")
+        process.stdin.flush()
+        assert _until(lambda: os.pread(lock, 9, 0), b"back\0\0\0\0+")
+    finally:
+        process.communicate("\n", timeout=PATIENCE_S)
+        os.close(lock)
+        os.close(state)
+
+
+def _until(look: Callable[[], bytes], wanted: bytes) -> bool:
+    deadline = monotonic() + PATIENCE_S
+    while look() != wanted and monotonic() < deadline:
+        select.poll().poll(5)
+    return look() == wanted
 
 
 def test_daemons_killed_one_after_the_other_left_a_parked_job_standing_for_seconds_more() -> None:

@@ -93,9 +93,10 @@ class Attended:
         order = SupervisorOrder(order=self._ordered, do=do, operation=operation, **how)
         fds: list[int] = []
         if state is not None:
-            memory = os.memfd_create("state")
-            os.write(memory, state)
-            fds = [memory, os.open(self.lock_path, os.O_RDWR | os.O_CREAT)]
+            fds = [os.memfd_create("state") for _ in how.get("ranks") or (0,)]
+            for memory in fds:
+                os.write(memory, state)
+            fds.append(os.open(self.lock_path, os.O_RDWR | os.O_CREAT))
         self._caller.send(self._caller.protocol.event(self._asked, order, len(fds)), fds)
         for fd in fds:
             os.close(fd)
@@ -199,6 +200,28 @@ def test_a_start_that_ends_at_once_is_tried_again_and_then_told_of(attended: Att
     assert attended.desk.wanted() is None
     attended.until(lambda: attended.reports()[-1].result == "failed")
     assert attended.reports()[-1].starts == 2
+
+
+def test_one_that_failed_hours_after_its_restart_was_started_again_from_its_old_state(attended: Attended) -> None:
+    """No daemon had been there since to say that the operation was over."""
+    attended.attend()
+    attended.expect()
+    attended.start()
+    os.pwrite(_lock(attended), b"back\0\0\0\0+", 0)
+    assert not attended.desk.ended(1, told=None)
+    assert attended.desk.wanted() is None
+    assert attended.said == ["it ended with 1 after it had gone on; operation 4 has its former state"]
+
+
+@pytest.mark.parametrize(("notes", "goes_on"), [(b"++", False), (b"+\0", True), (b"", True)])
+def test_ranks_are_started_again_unless_all_have_trained_on(attended: Attended, notes: bytes, goes_on: bool) -> None:
+    attended.attend()
+    attended.expect()
+    wanted = attended.start(ranks=(0, 1))
+    os.pwrite(wanted.keep[0], notes, 8)
+    assert attended.desk.ended(1, told=None) == goes_on
+    assert isinstance(attended.desk.wanted(), Start) == goes_on
+    assert not goes_on or not attended.lock_path.read_bytes()
 
 
 def test_one_that_says_that_it_cannot_go_on_is_not_tried_again(attended: Attended) -> None:

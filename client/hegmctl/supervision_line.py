@@ -1,0 +1,74 @@
+"""A supervisor's connection to the daemon, which orders come by: made in no time, and read without waiting."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from time import monotonic
+
+from hegmctl.wire import Descriptors, Wire
+from hegmd import __version__
+from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progress
+from hegmd.protocol.messages import SUPPORTED_VERSIONS, Hello, Request, Supervise, SupervisorOrder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CONNECT_S = 2.0
+
+
+class Line:
+    """One connection to the daemon, from which orders come; whatever comes raises SIGIO in this process."""
+
+    def __init__(self, path: str, offer: Supervise) -> None:
+        self._wire = Wire.connect(path, monotonic() + CONNECT_S)
+        self._protocol = ClientConnection()
+        self._offer = offer
+        self._offered: int | None = None
+        #: Whether the daemon has refused what was offered, and did not merely go away.
+        self.declined = False
+        try:
+            fcntl.fcntl(self._wire.fileno(), fcntl.F_SETOWN, os.getpid())
+            flags = fcntl.fcntl(self._wire.fileno(), fcntl.F_GETFL)
+            fcntl.fcntl(self._wire.fileno(), fcntl.F_SETFL, flags | fcntl.FASYNC)
+            self.ask(Hello(versions=SUPPORTED_VERSIONS, name="hegmctl-run", program_version=__version__))
+        except BaseException:
+            self._wire.close()
+            raise
+
+    def ask(self, request: Request) -> int:
+        """Send it; its number."""
+        number, frame = self._protocol.request(request)
+        self._wire.send(frame, (), monotonic() + CONNECT_S)
+        return number
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def read(self, hear: Callable[[SupervisorOrder, Descriptors], object]) -> None:
+        """Take all that has come, without waiting for more. Raises OSError and HegmError at its end."""
+        while True:
+            try:
+                data = self._wire.receive(monotonic())
+            except TimeoutError:
+                return
+            if not data:
+                raise ConnectionResetError("hegmd closed the connection")
+            self._protocol.feed(data)
+            while (said := self._protocol.next_event()) is not None:
+                self._take(said, hear)
+
+    def _take(self, said: Answer | Failure | Progress, hear: Callable[[SupervisorOrder, Descriptors], object]) -> None:
+        if self._offered is None and self._protocol.welcome is not None:
+            self._offered = self.ask(self._offer)
+        if isinstance(said, Failure):
+            self.declined = said.id is not None and said.id == self._offered
+            if self.declined or said.id is None or self._protocol.welcome is None:
+                raise said.error
+            return
+        with self._wire.take(said.fds) or Descriptors() as fds:
+            if isinstance(said, Progress) and isinstance(said.event, SupervisorOrder):
+                hear(said.event, fds)
+            elif said.id == self._offered:
+                raise ConnectionResetError("hegmd has no more orders")
