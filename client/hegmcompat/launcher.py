@@ -19,7 +19,9 @@ from pathlib import Path
 from hegmcompat import held_state, private_files, workers
 from hegmcompat.surroundings import COMMAND, REFUSED, Surroundings
 from hegmcompat.terminal import warn
+from hegmctl import claim_notes
 from hegmctl.endpoint import find_endpoint
+from hegmctl.restarting import LOCK_FD
 from hegmctl.running import OF_ONE_START, prepare
 from hegmctl.supervising import GiveUp, Start
 from hegmd.errors import EXTERNAL, HegmError, Refused
@@ -51,6 +53,8 @@ class Launcher:
         self._before: tuple[int, int, int, int] | None = None
         self._held: held_state.HeldState | None = None
         self._next: Start | GiveUp | None = None
+        #: Where a worker that is to go on from a state notes that it has it back.
+        self._claim: int | None = None
         #: What a worker has in its environment, but for the state that it is to go on from.
         self.environ = self._prepared(environ)
 
@@ -118,11 +122,17 @@ class Launcher:
         workers.unregister(self._at.folder, self._pid)
         self._debug(f"[Launcher] Worker exited with code {status}")
         now = private_files.identity(self._state)
+        has_gone_on = self._take_word()
         if status == 0 and self.has_new_state():
             raise Refused(
                 f"{self.command[0]} ended with 0, and a training in it has left its state, {self._state}",
                 f"have {self.command[0]} exec the training, so that its {self._at.exit_code} is seen; the state stays",
             )
+        if status == 0 and not has_gone_on:
+            message = f"{self.command[0]} ended with 0, and no training in it has gone on from {self._state}"
+            hint = f"see what it printed; the file stays, to go on from with HEGM_CHECKPOINT_PATH={self._state}"
+            self._next = GiveUp(message, hint)
+            return True
         if status == 0:
             self._debug("[Launcher] Training complete.")
             self._forget()
@@ -152,10 +162,12 @@ class Launcher:
     def left_to_daemon(self) -> None:
         """It has ended, and what comes next is another's to say."""
         workers.unregister(self._at.folder, self._pid)
+        self._take_word()
         self._before = private_files.identity(self._state)
 
     def close(self) -> None:
         """The end: nobody waits behind the lock any more."""
+        self._take_word()
         if self._held is not None:
             warn(f"the state of the training stays in {self._state}")
             self._held.close()
@@ -202,7 +214,19 @@ class Launcher:
         environ = dict(self.environ)
         if private_files.identity(self._state) is not None:
             environ["HEGM_STATE"] = str(self._state)
-        return Start(self.command, environ)
+            self._claim = os.memfd_create("hegm-claim")
+            environ[LOCK_FD] = str(self._claim)
+        return Start(self.command, environ, lock=self._claim)
+
+    def _take_word(self) -> bool:
+        """Whether the worker that has ended had its state back, as far as it had one. Nothing of it stays open."""
+        claim, self._claim = self._claim, None
+        if claim is None:
+            return True
+        try:
+            return claim_notes.is_back(claim)
+        finally:
+            os.close(claim)
 
     def _prepared(self, environ: Mapping[str, str]) -> dict[str, str]:
         made = dict(environ)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,8 +63,10 @@ class _Both:
 
 
 @pytest.fixture
-def both(tmp_path: Path) -> _Both:
-    return _Both(tmp_path, _Daemon())
+def both(tmp_path: Path) -> Iterator[_Both]:
+    made = _Both(tmp_path, _Daemon())
+    yield made
+    made.desks.close()
 
 
 def test_both_hear_of_a_start_and_the_sooner_look_counts(both: _Both) -> None:
@@ -127,7 +130,13 @@ def test_where_the_daemon_has_it_started_it_also_goes_on_from_its_file(tmp_path:
     wanted = both.desks.wanted()
     assert isinstance(wanted, Start)
     assert list(wanted.command) == ["python-for-amd", "train.py"]
-    assert dict(wanted.environ) == {"HIP_VISIBLE_DEVICES": "GPU-1", "HEGM_STATE": str(both.state)}
+    lock = str(wanted.keep[0])
+    assert dict(wanted.environ) == {
+        "HIP_VISIBLE_DEVICES": "GPU-1",
+        "HEGM_STATE": str(both.state),
+        "HEGM_STATE_LOCK_FD": lock,
+    }
+    both.desks.close()
 
 
 def test_a_state_in_the_file_counts_whatever_the_daemon_expects(tmp_path: Path) -> None:

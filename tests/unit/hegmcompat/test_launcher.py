@@ -22,6 +22,7 @@ if [ -z "$HEGM_STATE" ]; then
     echo the state > "$HEGM_CHECKPOINT_PATH.new"; mv "$HEGM_CHECKPOINT_PATH.new" "$HEGM_CHECKPOINT_PATH"
     exit 99
 fi
+printf back > /proc/self/fd/"$HEGM_STATE_LOCK_FD"
 echo "goes on with $(cat "$HEGM_STATE")\""""
 
 
@@ -208,6 +209,20 @@ def test_a_state_is_not_thrown_away_where_a_shell_hides_the_exit_code(tmp_path: 
         assert (launcher.folder / "latest.pt").read_text() == "the state\n"
     assert status == 6
     assert "has left its state" in errors
+
+
+def test_a_worker_that_ended_well_without_its_state_took_the_file_with_it(tmp_path: Path) -> None:
+    """As of a script that found nothing to do: that was taken for the end of the training, and its state was gone."""
+    path = tmp_path / "state.pt"
+    script = LEAVES_ONCE.replace("printf back", "true")
+    with launched(tmp_path, script, "--debug", HEGM_CHECKPOINT_PATH=str(path)) as launcher:
+        launcher.lines_until("Waiting for controller")
+        (tmp_path / "lock").unlink()
+        launcher.lines_until("goes on with the state")
+        status, errors = launcher.end()
+    assert status == 98
+    assert f"no training in it has gone on from {path}" in errors
+    assert path.read_text() == "the state\n"
 
 
 def test_a_folder_in_the_place_of_the_lock_is_told_of_and_starts_nothing(tmp_path: Path) -> None:
