@@ -20,7 +20,7 @@ from hegmd.migration.operation import Operation
 from hegmd.pool import read_available_bytes
 from hegmd.processes.surroundings import nearest_ancestor, parent_of, read_outside
 from hegmd.protocol.snapshots import Gpu
-from hegmd.supervisors import Supervisor
+from hegmd.supervisors import Supervisor, Supervisors
 from hegmd.workers import Worker, Workers
 
 FRESH_S = 0.0
@@ -54,7 +54,7 @@ class Lookout:
         standing: Callable[[], Iterable[Worker]] = tuple,
         rates: Callable[[], Rates] = Rates,
         outlives: Callable[[], bool] = lambda: True,
-        supervisor: Callable[[int, str | None], Supervisor | None] = lambda _uid, _run: None,
+        supervisors: Supervisors,
     ) -> None:
         self._inventory = inventory
         self._workers = workers
@@ -64,7 +64,7 @@ class Lookout:
         self._standing = standing
         self._rates = rates
         self._outlives = outlives
-        self._supervisor = supervisor
+        self._supervisors = supervisors
 
     async def snapshot(self, pids: Collection[int], *, weighed: bool = False) -> Snapshot:
         """The node for a plan on those processes, with what they hold now as far as they say so in time.
@@ -80,6 +80,7 @@ class Lookout:
         return Snapshot(
             gpus=tuple(_room(gpu, node.gpus) for gpu in node.gpus),
             candidates=candidates,
+            beginning=tuple(pid for pid in pids if self._begins(pid)),
             pool=pool,
             running=running,
             rates=self._rates(),
@@ -121,8 +122,15 @@ class Lookout:
                 if is_one and worker.connected and not worker.parked and self._supervised(worker):
                     tasks.start_soon(_weigh_one, worker)
 
+    def _begins(self, pid: int) -> bool:
+        """Whether it is of a job that is on its way to its first batch; its supervisor is as well."""
+        worker = self._workers.find(pid)
+        if worker is not None:
+            return worker.connected and not worker.boundary
+        return any(one.offer.pid and pid in (one.pid, one.offer.pid) and one.lives for one in self._supervisors)
+
     def _supervised(self, worker: Worker) -> Supervisor | None:
-        return self._supervisor(worker.identity.uid, worker.about.run)
+        return self._supervisors.find(worker.identity.uid, worker.about.run)
 
     def _candidates(self, node: NodeSnapshot) -> Iterable[Candidate]:
         attending: set[int] = set()

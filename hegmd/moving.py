@@ -140,7 +140,7 @@ class Moving:
             standing=self._standing.standing,
             rates=self._paces.rates,
             outlives=lambda: self.memory.store is not None,
-            supervisor=self.supervisors.find,
+            supervisors=self.supervisors,
         )
         self._make_desks(lookout, handoff, restart_always=restart_always)
         self.periodic = self._make_periodic(events)

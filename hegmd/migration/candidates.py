@@ -130,6 +130,7 @@ class Snapshot(Record):
 
     gpus: tuple[GpuRoom, ...] = field("all of them")
     candidates: tuple[Candidate, ...] = field("the processes on them, and the ranks of their jobs that are on none yet")
+    beginning: tuple[int, ...] = field("of those that were named, who has not come to a first batch yet", default=())
     pool: PoolRoom = field("the pool")
     running: tuple[Operation, ...] = field("operations that are not over", default=())
     rates: Rates = field("how fast bytes go", default=Rates())

@@ -34,6 +34,11 @@ def members_named(draft: Draft) -> Iterator[Candidate]:
     seen: set[int] = set()
     for pid in draft.request.pids:
         candidate = candidate_of(draft.snapshot, pid)
+        if candidate is None and pid in draft.snapshot.beginning:
+            hint = "wait until hegmctl ps has it on one, and ask again; a loop without a loader calls hegm.boundary()"
+            message = f"process {pid} is still beginning, and on no GPU before its first batch"
+            draft.against(REFUSED, message, hint, pid=pid)
+            continue
         if candidate is None:
             draft.against(NOT_FOUND, f"process {pid} is on no GPU", "see who is with: hegmctl ps", pid=pid)
             continue

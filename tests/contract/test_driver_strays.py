@@ -64,7 +64,12 @@ async def test_a_checkpointed_process_is_its_owners_alone_to_adopt(
     async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path) as strays:
         moving, standing = daemon.moving, StandingStrays(daemon.workers, lambda _: False, strays)
         lookout = Lookout(
-            daemon.inventory, daemon.workers, moving.resting.pool_room, count=moving.attendance.count, running=tuple
+            daemon.inventory,
+            daemon.workers,
+            moving.resting.pool_room,
+            count=moving.attendance.count,
+            running=tuple,
+            supervisors=moving.supervisors,
         )
         operations = Operations(
             daemon.inventory,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
 import pytest
 
 from hegmd.errors import HegmError
+from hegmd.protocol.messages import Supervise, SupervisorOrder
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import running
 
@@ -101,3 +104,26 @@ async def test_a_process_that_holds_no_storages_is_refused_for_that(tmp_path: Pa
         with pytest.raises(HegmError, match="holds nothing that could be moved"):
             await node.operations.migrate([process.pid], "gpu1", node.asked())
         assert "park" not in agent.seen
+
+
+async def test_a_job_before_its_first_batch_was_refused_for_being_on_no_gpu(tmp_path: Path, process: Child) -> None:
+    """As if it had to be started otherwise. Its supervisor is on its way as well, which may be named in its place."""
+    async with running(tmp_path) as node:
+        agent = ModelAgent(node.workers, process.pid, b"")
+        agent.about = {"boundary": 0, "run": "1"}
+        agent.slow.add("survey")
+        await agent.attend(node.tasks)
+        offer = Supervise(run="1", python=True, pid=process.pid)
+        node.tasks.start_soon(node.moving.supervisors.attend, agent, os.getpid(), os.getuid(), offer, _never)
+        await anyio.wait_all_tasks_blocked()
+        for pid in (process.pid, os.getpid()):
+            with pytest.raises(HegmError) as refused:
+                await node.operations.migrate([pid], "gpu1", node.asked())
+            assert refused.value.message == f"process {pid} is still beginning, and on no GPU before its first batch"
+            assert "ask again" in refused.value.hint
+        agent.go_on.set()
+        node.moving.supervisors.close()
+
+
+async def _never(_order: SupervisorOrder, _fds: Sequence[int]) -> None:
+    raise AssertionError("nothing is asked of it")

@@ -142,6 +142,7 @@ def _op(phase: str = "refilling") -> Operation:
         (_snapshot(_process(agent=None)), _to(), "refused", "4711 has no agent", "hegmctl run"),
         (_snapshot(_process(agent=_agent(size_bytes=None))), _to(), "refused", "has not said yet", "in a moment"),
         (_snapshot(), _to("gpu1", 9), "not-found", "process 9 is on no GPU", "hegmctl ps"),
+        (_snapshot(beginning=(9,)), _to("gpu1", 9), "refused", "process 9 is still beginning", "ask again"),
         (_snapshot(), _to("gpu7"), "not-found", "there is no GPU gpu7", "gpu0 and gpu1"),
         (_snapshot(), _to("gpu0"), "refused", "4711 is on gpu0 already", "--to"),
         (_snapshot(running=(_op(),)), _to(), "busy", "operation op7 (migrate, refilling)", "hegmctl op op7"),
