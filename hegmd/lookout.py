@@ -6,6 +6,7 @@ so that a plan's bytes are of now and no rank is left out. Decides nothing about
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -16,11 +17,11 @@ from hegmd.detached import run_detached
 from hegmd.errors import NOT_FOUND, HegmError
 from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, PoolRoom, Rates, Snapshot, Surroundings
-from hegmd.migration.operation import Operation
+from hegmd.migration.operation import Operation, Respawn
 from hegmd.pool import read_available_bytes
 from hegmd.processes.surroundings import nearest_ancestor, parent_of, read_outside
 from hegmd.protocol.snapshots import Gpu
-from hegmd.supervisors import Supervisor, Supervisors
+from hegmd.supervisors import Supervisor, SupervisorAway, Supervisors
 from hegmd.workers import Worker, Workers
 
 FRESH_S = 0.0
@@ -30,6 +31,8 @@ SURVEY_S = 1.0
 AGENT_SHARE = 0.8
 # What its state comes to is looked at in the job's own thread, between two batches: that may take a batch.
 WEIGH_S = 5.0
+# How long a program may take to say which Python it is: what a supervisor gives it, and a little for the way.
+ASK_S = 6.0
 # Looking at a process from outside waits for it; one that does not let itself be looked at in time stays unknown.
 OUTSIDE_S = 2.0
 NVIDIA = "nvidia"
@@ -66,17 +69,21 @@ class Lookout:
         self._outlives = outlives
         self._supervisors = supervisors
 
-    async def snapshot(self, pids: Collection[int], *, weighed: bool = False) -> Snapshot:
+    async def snapshot(
+        self, pids: Collection[int], *, weighed: bool = False, respawn: Respawn | None = None
+    ) -> Snapshot:
         """The node for a plan on those processes, with what they hold now as far as they say so in time.
 
-        `weighed`, they say as well what a restart would carry, where one is possible.
+        `weighed`, they say as well what a restart would carry, where one is possible. Where they are to be started with
+        another Python that one says which it is.
         """
         await self._survey(pids)
         if weighed:
             await self._weigh(pids)
+        pythons = {} if respawn is None or respawn.python is None else await self._ask_python(pids, respawn)
         node = await self._inventory.settled()
         running, pool = self._running(), self._pool()  # before anything is waited for: of the same moment
-        candidates = await _seen_from_outside(_without_idle(tuple(self._candidates(node))), node)
+        candidates = await _seen_from_outside(_without_idle(tuple(self._candidates(node, pythons))), node)
         return Snapshot(
             gpus=tuple(_room(gpu, node.gpus) for gpu in node.gpus),
             candidates=candidates,
@@ -132,7 +139,27 @@ class Lookout:
     def _supervised(self, worker: Worker) -> Supervisor | None:
         return self._supervisors.find(worker.identity.uid, worker.about.run)
 
-    def _candidates(self, node: NodeSnapshot) -> Iterable[Candidate]:
+    async def _ask_python(self, pids: Collection[int], respawn: Respawn) -> dict[int, tuple[str, bool]]:
+        """Have the supervisors of those processes ask it: theirs are the job's user, its environment and its files.
+
+        By supervisor what it says, and whether that is a Python. Who cannot ask, or does not answer, is not in it.
+        """
+        found: dict[int, tuple[str, bool]] = {}
+
+        async def ask(supervisor: Supervisor, python: str) -> None:
+            with contextlib.suppress(SupervisorAway):
+                found[supervisor.pid] = await supervisor.ask_python(python, respawn.set, respawn.unset)
+
+        supervisors = {worker.pid: self._supervised(worker) for worker in self._workers if worker.pid in pids}
+        with anyio.move_on_after(ASK_S):
+            async with anyio.create_task_group() as tasks:
+                for one in {
+                    one.pid: one for one in supervisors.values() if one is not None and one.offer.asks
+                }.values():
+                    tasks.start_soon(ask, one, respawn.python or "")
+        return found
+
+    def _candidates(self, node: NodeSnapshot, pythons: Mapping[int, tuple[str, bool]]) -> Iterable[Candidate]:
         attending: set[int] = set()
         for process in node.processes:
             if process.start_ticks is None:
@@ -143,6 +170,7 @@ class Lookout:
             if worker is not None:
                 attending.add(worker.pid)
             supervisor = None if worker is None else self._supervised(worker)
+            said, is_python = ("", True) if supervisor is None else pythons.get(supervisor.pid, ("", True))
             yield Candidate(
                 pid=process.pid,
                 start_ticks=process.start_ticks,
@@ -159,6 +187,8 @@ class Lookout:
                 apart=supervisor is not None and parent_of(process.pid) not in (None, supervisor.pid),
                 ranks=supervisor is not None and supervisor.offer.ranks,
                 python=supervisor is not None and supervisor.offer.python,
+                other_python=said if is_python else "",
+                no_python="" if is_python else said,
                 agent=None if worker is None else _told(worker),
             )
         for worker in self._standing():  # off its GPU, and in no operation that would have it shown there

@@ -310,7 +310,8 @@ class Operations:
             raise HegmError(BAD_REQUEST, f"{request.kind} was asked of no process", "name one or more pids")
         request = request.replace(pids=self._named(request.pids))
         self.check(asked, request.pids)
-        snapshot = await self._lookout.snapshot(request.pids, weighed=request.allow_restart)
+        weighed = request.allow_restart
+        snapshot = await self._lookout.snapshot(request.pids, weighed=weighed, respawn=request.respawn)
         return await self.carry_out(plan_or_raise(planned(snapshot, request)), snapshot, asked, spill=spill)
 
     async def carry_out(

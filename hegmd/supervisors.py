@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -21,6 +21,7 @@ from hegmd.news import News
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 
 DONE, FAILED, ENDED = "done", "failed", "ended"
+ASK = "ask"
 # Of so many that have ended it is known that they have.
 MOST_ENDED = 1000
 
@@ -122,6 +123,18 @@ class Supervisor:
 
     async def order(self, do: str, operation: str, *, fds: Sequence[int] = (), **how: Any) -> SuperviseReport:
         """Give an order and wait for what becomes of it. Raises OrderFailed, SupervisorAway."""
+        report = await self._answered(do, operation, fds, how)
+        if report.result != DONE:
+            raise OrderFailed(self.pid, do, report)
+        return report
+
+    async def ask_python(self, python: str, changed: Mapping[str, str], without: tuple[str, ...]) -> tuple[str, bool]:
+        """Which Python that program is, or why it is none, and whether it is one. Raises SupervisorAway."""
+        how = {"python": python, "set": changed, "unset": without}
+        report = await self._answered(ASK, "", (), how)
+        return report.message, report.result == DONE
+
+    async def _answered(self, do: str, operation: str, fds: Sequence[int], how: Mapping[str, Any]) -> SuperviseReport:
         link, given = self._link, _Given(do, operation, str(how.get("key", "")))
         if link is None:
             raise SupervisorAway(self.run, operation, f"it cannot be told to {do}")
@@ -137,8 +150,6 @@ class Supervisor:
             link.given.pop(number, None)
         if given.report is None:
             raise SupervisorAway(self.run, operation, f"it left while it was told to {do}")
-        if given.report.result != DONE:
-            raise OrderFailed(self.pid, do, given.report)
         return given.report
 
     async def tell(self, do: str, operation: str, **how: Any) -> None:
@@ -175,7 +186,9 @@ class Supervisor:
         if report.result == ENDED:
             self.offer = self.offer.replace(pid=None, started=False, left=self.offer.operation is not None)
         given = None if report.order is None else link.given.get(report.order)
-        if report.result == FAILED:
+        if given is not None and given.do == ASK:
+            pass  # says nothing of its command
+        elif report.result == FAILED:
             self.failure = report.message
             self.offer = self.offer.replace(pid=None, started=False, left=True)
         elif report.result == DONE and given is not None:

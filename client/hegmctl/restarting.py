@@ -29,6 +29,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from hegmctl.python_probe import Probe
     from hegmctl.wire import Descriptors
 
 FIRST_PAUSE_S = 0.25
@@ -81,6 +82,8 @@ class DaemonDesk:
         self._starts = 0
         self._due = False
         self._give_up: GiveUp | None = None
+        #: Programs that are asked which Python they are.
+        self._probes: list[Probe] = []
         self._line: Line | None = None
         self._order_line: Line | None = None
         self._pause_s = FIRST_PAUSE_S
@@ -101,7 +104,8 @@ class DaemonDesk:
                 self._line.read(self._hear)
             except (OSError, HegmError) as error:
                 self._hang_up(error)
-        return None if self._line is not None else self._again_at
+        look_at = self._look_at_probes(now)
+        return look_at if self._line is not None else self._again_at
 
     def ended(self, status: int, *, told: int | None) -> bool:
         """Whether a restart is expected, and nobody wanted the end of the command itself."""
@@ -140,8 +144,7 @@ class DaemonDesk:
         order = self._order
         if order is None or not self._due:
             return None
-        environ = {name: value for name, value in self._environ.items() if name not in order.unset}
-        environ.update(order.set)
+        environ = self._surroundings(order)
         for name in (STATE, STATE_FD, LOCK_FD, STATES):
             environ.pop(name, None)  # of an earlier start, or by `--env`: the script would begin anew
         environ.update({OPERATION: order.operation})
@@ -171,6 +174,7 @@ class DaemonDesk:
         """Leave the daemon; a state that is held stays held."""
         self._close_state()
         self._close_ranks()
+        self._close_probes()
         if self._line is not None:
             self._line.close()
 
@@ -192,6 +196,8 @@ class DaemonDesk:
             self._forget()
         elif order.do == "give-up" and self._left:
             self._give_up = GiveUp(order.message, order.hint)
+        elif order.do == "ask":
+            self._ask(order)
         elif order.do == "note":
             self._say(f"{order.message}; {order.hint}")
 
@@ -243,10 +249,35 @@ class DaemonDesk:
     def _has_left(self, status: int) -> bool:
         return status == left_status(self._environ)
 
+    def _surroundings(self, order: SupervisorOrder) -> dict[str, str]:
+        kept = {name: value for name, value in self._environ.items() if name not in order.unset}
+        return {**kept, **order.set}
+
+    def _ask(self, order: SupervisorOrder) -> None:
+        """Ask the program that the command is to be started with what it is."""
+        from hegmctl.python_probe import NoPython, Probe
+
+        try:
+            python = order.python or self._command[0]
+            self._probes.append(Probe(order.order, python, self._surroundings(order), monotonic()))
+        except (NoPython, OSError) as error:
+            self._report(SuperviseReport(order=order.order, result="failed", message=str(error)))
+
+    def _look_at_probes(self, now: float) -> float | None:
+        """Tell what those that are asked have said; when to look again at the latest."""
+        for probe in tuple(self._probes):
+            said = probe.look(now) if probe in self._probes else None  # a report that fails ends all
+            if said is None:
+                continue
+            self._probes.remove(probe)
+            probe.close()
+            result = "done" if said.is_python else "failed"
+            self._report(SuperviseReport(order=probe.number, result=result, message=said.text))
+        return min([probe.deadline for probe in self._probes], default=None)
+
     def _settle(self, order: SupervisorOrder) -> None:
         """The surroundings of that start are the job's own from now on."""
-        self._environ = {name: value for name, value in self._environ.items() if name not in order.unset}
-        self._environ.update(order.set)
+        self._environ = self._surroundings(order)
         if order.python is not None:
             self._command = (order.python, *self._command[1:])
 
@@ -296,6 +327,11 @@ class DaemonDesk:
         if ranks is not None:
             ranks.close()
 
+    def _close_probes(self) -> None:
+        for probe in self._probes:
+            probe.close()
+        self._probes.clear()
+
     # ---- the connection ----------------------------------------------------------------------------------------------
 
     def _number(self) -> int | None:
@@ -314,6 +350,7 @@ class DaemonDesk:
             resumes=self._resumes,
             gpu=self._gpu,
             ranks=True,
+            asks=True,
             key=self._key if self._started else "",
         )
         try:
@@ -328,6 +365,7 @@ class DaemonDesk:
         line, self._line = self._line, None
         if line is not None:
             line.close()
+        self._close_probes()
         self._again_at = (monotonic() if now is None else now) + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         declined = isinstance(error, HegmError) and line is not None and line.declined

@@ -86,6 +86,8 @@ class Candidate(Record):
     apart: bool = field("whether that is not its parent: who is would take its leaving for its end", default=False)
     ranks: bool = field("whether that can start several ranks from a state of each", default=False)
     python: bool = field("whether that would take another Python for it", default=False)
+    other_python: str = field("what the other one that was asked for says that it is; empty if not known", default="")
+    no_python: str = field("why that is no Python; empty if it is one or if that is not known", default="")
     agent: AgentSurvey | None = field("its agent, if one is connected", default=None)
 
 

@@ -31,6 +31,8 @@ START_S = 8.0
 UNSEEN = "not looked at: "
 # A message has 16 descriptors, and one of them is the right to go on from the states.
 MOST_RANKS = 15
+# The agent, and what finds a script's loops.
+OLDEST_PYTHON = (3, 9)
 _DIRECT = "have whatever starts it become it (in a shell: exec python3 train.py), or name it to hegmctl run directly"
 _SUPERVISED = "start the job with: hegmctl run --allow-restart -- COMMAND"
 
@@ -70,10 +72,27 @@ def place(draft: Draft, candidate: Candidate) -> None:
     if request.respawn.python is not None and not candidate.python:
         hint = "leave --python out, or start the job with: hegmctl run --allow-restart -- PYTHON SCRIPT"
         draft.against(REFUSED, f"the command of process {pid} does not begin with a Python", hint, pid=pid)
+    _judge_python(draft, candidate)
     if to == CPU and source != CPU and agent.state_bytes is not None:
         _judge_memory(draft, pid, agent.state_bytes)
     if len(draft.reasons) == before:
         _enter(draft, candidate, source, to, agent)
+
+
+def _judge_python(draft: Draft, candidate: Candidate) -> None:
+    """What would take the place of the Python of its command has to be one, and one that the agent can be in."""
+    python, said = draft.request.respawn.python, candidate.other_python
+    if python is None or not (said or candidate.no_python):
+        return
+    kind, _, version = said.partition(" ")
+    numbers = tuple([int(number) for number in version.split(".")[:2] if number.isdecimal()])
+    if candidate.no_python:
+        hint = "name one that the job's user can run there: PYTHON -c 'import sys; print(sys.version)'"
+        draft.against(REFUSED, f"{python} is no Python: {candidate.no_python}", hint, pid=candidate.pid)
+    elif kind != "cpython" or numbers < OLDEST_PYTHON:
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        hint = f"name a CPython of {oldest} or newer, with the job's packages"
+        draft.against(REFUSED, f"{python} is {said}, in which no state can be put back", hint, pid=candidate.pid)
 
 
 def _judge_memory(draft: Draft, pid: int, state_bytes: int) -> None:
@@ -190,7 +209,8 @@ def not_kept(members: Sequence[Candidate], request: Request) -> Iterator[str]:
             yield f"process {candidate.pid}: {anew}"
     if request.respawn.set or request.respawn.unset or request.respawn.python is not None:
         changed = [*request.respawn.set, *request.respawn.unset]
-        changed += [] if request.respawn.python is None else [f"the Python {request.respawn.python}"]
+        said = next((f" ({candidate.other_python})" for candidate in members if candidate.other_python), "")
+        changed += [] if request.respawn.python is None else [f"the Python {request.respawn.python}{said}"]
         yield f"started with another {', '.join(changed)}: numbers may differ where libraries do"
 
 

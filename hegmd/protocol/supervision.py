@@ -30,18 +30,19 @@ class SupervisorOrder(Record):
         "expect: its command may end with the exit code of a restart, and is then to be waited for, and not started "
         "again before that is said; start: start it again, from the state in the descriptor that comes along, or ranks "
         "from theirs; forget: the operation is over, nothing is expected any more; give-up: it cannot be started "
-        "again, and its state stays where the operation has it; note: whoever watches is to read its message and its "
+        "again, and its state stays where the operation has it; ask: have the program `python` say which Python it is, "
+        "with the environment of a start, and start nothing else; note: whoever watches is to read its message and its "
         "hint. What it does not know it leaves be"
     )
-    operation: str = field("the operation that it is about; empty for a note")
+    operation: str = field("the operation that it is about; empty for a note and for ask")
     launches: bool = field(
         "expect: whether its command is the launcher of ranks, which may end with any exit code then", default=False
     )
     ranks: tuple[int, ...] = field("start: of which ranks the states are that come along, in their order", default=())
     key: str = field("start: which start of the operation it is; the next `supervise` says it again", default="")
-    set: Mapping[str, str] = field("start: variables of its environment to set, beside those it had", default={})
-    unset: tuple[str, ...] = field("start: variables to leave out", default=())
-    python: str | None = field("start: the interpreter to take in the place of its own", default=None)
+    set: Mapping[str, str] = field("start, ask: variables of its environment to set, beside those it had", default={})
+    unset: tuple[str, ...] = field("start, ask: variables to leave out", default=())
+    python: str | None = field("start, ask: the interpreter to take in the place of its own", default=None)
     message: str = field("give-up: why; note: what", default="")
     hint: str = field("give-up, note: the next step", default="")
 
@@ -75,6 +76,7 @@ class Supervise(Request, op="supervise", reply=SupervisionEnded, event=Superviso
     resumes: str | None = field("an operation at rest that it wants to go on with its command", default=None)
     gpu: str | None = field("with that, the GPU to go on at; nil for where it was", default=None)
     key: str = field("which start of the operation that was, as the order said", default="")
+    asks: bool = field("whether it can ask an interpreter which Python it is", default=False)
     ranks: bool = field("whether it can start several ranks from a state of each", default=False)
 
 
@@ -88,5 +90,5 @@ class SuperviseReport(Request, op="supervise.report", reply=Noted):
     pid: int | None = field("start: the new process", default=None)
     status: int | None = field("ended: its exit status, or minus the signal that ended it", default=None)
     starts: int = field("failed, ended: how often it was started from that state by now", default=0)
-    message: str = field("failed: what and why", default="")
+    message: str = field("failed: what and why; of ask: which Python it is, or why it is none", default="")
     hint: str = field("failed: the next step", default="")

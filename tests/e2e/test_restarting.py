@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -154,6 +155,9 @@ def test_a_training_goes_from_vendor_to_vendor_with_another_python_and_environme
         plan = job.answer("migrate", str(first), *words, "--dry-run")["plan"]
         assert plan["workers"][0]["method"] == "restart"
         assert "another goes on in its place" in plan["hazards"][0]
+        assert f"bin/python3 (cpython {platform.python_version()})" in plan["hazards"][-1]
+        refused = job.refusal("migrate", str(first), *words[:-1], "true")
+        assert "true is no Python: asked for its version, it says nothing" in refused["message"]
         moved = job.operation("migrate", str(first), *words)
         assert (moved["phase"], moved["processes"][0]["gpu"]) == ("done", "gpu1")
         job.read_steps(4)

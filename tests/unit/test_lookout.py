@@ -11,7 +11,8 @@ import anyio
 import pytest
 
 from hegmd.errors import HegmError
-from hegmd.protocol.messages import Supervise, SupervisorOrder
+from hegmd.operations import Restarting
+from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import running
 
@@ -123,6 +124,27 @@ async def test_a_job_before_its_first_batch_was_refused_for_being_on_no_gpu(tmp_
             assert "ask again" in refused.value.hint
         agent.go_on.set()
         node.moving.supervisors.close()
+
+
+async def test_a_plan_asks_the_supervisor_what_the_other_python_is(tmp_path: Path, process: Child) -> None:
+    """It is its job's user, in whose place hegmd would run any program that it is told of."""
+    line = object()
+    async with running(tmp_path) as node:
+        supervisors = node.moving.supervisors
+
+        async def answer(order: SupervisorOrder, _fds: Sequence[int]) -> None:
+            says = SuperviseReport(order=order.order, result="failed", message=f"{order.do} {order.python} {order.set}")
+            supervisors.report(line, says)
+
+        await node.attend(process.pid, run="1")
+        offer = Supervise(run="1", python=True, pid=process.pid, asks=True)
+        node.tasks.start_soon(supervisors.attend, line, os.getpid(), os.getuid(), offer, answer)
+        await anyio.wait_all_tasks_blocked()
+        wanted = Restarting(via="restart", python="/bin/true", set={"A": "1"})
+        with pytest.raises(HegmError) as refused:
+            await node.operations.migrate([process.pid], "gpu1", node.asked(), wanted)
+        assert "/bin/true is no Python: ask /bin/true {'A': '1'}" in str(refused.value.facts["reasons"])
+        supervisors.close()
 
 
 async def _never(_order: SupervisorOrder, _fds: Sequence[int]) -> None:

@@ -76,6 +76,25 @@ async def test_a_start_that_failed_after_it_was_done_is_known_of(supervisors: Su
     assert (supervisor.offer.started, supervisor.failure) == (False, "it ended with 5")
 
 
+@pytest.mark.parametrize(("result", "is_one"), [("done", True), ("failed", False)])
+async def test_what_a_program_is_changes_nothing_about_the_command(
+    supervisors: Supervisors, result: str, is_one: bool
+) -> None:
+    line, answers = Line(), list[object]()
+
+    async def ask(supervisor: Supervisor) -> None:
+        answers.append(await supervisor.ask_python("/bin/true", {"A": "1"}, ("B",)))
+
+    async with attending(supervisors, line) as supervisor, anyio.create_task_group() as tasks:
+        before = supervisor.offer
+        tasks.start_soon(ask, supervisor)
+        order = await line.next()
+        assert (order.do, order.python, order.set, order.unset) == ("ask", "/bin/true", {"A": "1"}, ("B",))
+        supervisors.report(line, SuperviseReport(order=order.order, result=result, message="what it says"))
+    assert answers == [("what it says", is_one)]
+    assert (supervisor.offer, supervisor.failure) == (before, "")
+
+
 async def test_an_order_that_fails_says_why(supervisors: Supervisors) -> None:
     line = Line()
     failures: list[HegmError] = []

@@ -5,9 +5,11 @@ The supervisor itself sleeps until a signal tells it of news; here the desk is s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
@@ -184,6 +186,19 @@ def test_another_python_for_a_command_that_is_none_is_refused(socket_path: Path,
         assert "begins with bash" in attended.reports()[-1].message
         assert attended.desk.wanted() is None
         attended.desk.close()
+
+
+@pytest.mark.parametrize("python", [sys.executable, "true", "/nowhere/python3"])
+def test_it_is_said_which_python_a_program_is_before_anything_ends(attended: Attended, python: str) -> None:
+    assert attended.attend().asks
+    attended.order("ask", operation="", python=python, set={"PATH": "/usr/bin:/bin"})
+    attended.until(lambda: bool(attended.reports()))
+    report = attended.reports()[0]
+    assert (report.order, report.result) == (1, "done" if python == sys.executable else "failed")
+    assert report.message.startswith(f"{sys.implementation.name} ") == (python == sys.executable)
+    assert attended.desk.wanted() is None
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(-1, 0)
 
 
 def test_a_start_that_ends_at_once_is_tried_again_and_then_told_of(attended: Attended) -> None:

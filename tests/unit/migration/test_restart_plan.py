@@ -107,6 +107,20 @@ def test_everything_that_stands_against_it_is_said() -> None:
     assert "of the pool are needed" in said(planned(large, via))
 
 
+def test_a_program_that_is_no_python_was_found_out_by_the_start() -> None:
+    """`--python /bin/true` was in the plan, and the job had left before anybody saw."""
+    other = ask("gpu2", via=RESTART, respawn=Respawn(python="/bin/true"))
+    refused = said(planned(node(no_python="asked for its version, it says nothing"), other))
+    assert "/bin/true is no Python: asked for its version, it says nothing" in refused
+    for kind in ("pypy 3.10.14", "cpython 3.8.20", "cpython 2.7.18"):
+        assert f"/bin/true is {kind}, in which no state can be put back" in said(
+            planned(node(other_python=kind), other)
+        )
+    plan = plan_of(planned(node(other_python="cpython 3.14.0"), other))
+    assert any("the Python /bin/true (cpython 3.14.0)" in hazard for hazard in plan.hazards)
+    assert any("the Python /bin/true:" in hazard for hazard in plan_of(planned(node(), other)).hazards)
+
+
 def on_cpu(agent: dict[str, Any] | None = None, **candidate: Any) -> Snapshot:
     return node({"size_bytes": 0, **(agent or {})}, **{"gpus": (), "on_cpu": True, "vram_bytes": None, **candidate})
 

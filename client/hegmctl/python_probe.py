@@ -1,0 +1,105 @@
+"""Asking a program which Python it is, before a job is started with it: as this user, and as the job would start it.
+
+Nothing is waited for: what it says, and its end, come as signals to this process, which looks at it again then. It is
+ended once its time is over, or nobody wants to know any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+from contextlib import suppress
+from errno import ENOENT, ENOTDIR
+
+from hegmctl.become import places_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+WITHIN_S = 5.0
+_MARK = "hegm-python"
+_ASK = f"import sys; print('{_MARK}', sys.implementation.name, '.'.join(map(str, sys.version_info[:3])))"
+_ANSWER = re.compile(rf"{_MARK} ([a-z]+ [0-9]+(?:\.[0-9]+)+)")
+# Its own words alone: without the environment's modules, and without what site-packages would run at a start.
+_WORDS = ("-I", "-S", "-c", _ASK)
+_MOST_BYTES = 1 << 14
+_LONGEST_LINE = 200
+
+
+class NoPython(Exception):
+    """The program cannot be asked, and why."""
+
+
+class Said:
+    """What came of asking: which Python it is, such as «cpython 3.12.4», or why it is none."""
+
+    __slots__ = ("is_python", "text")
+
+    def __init__(self, text: str, *, is_python: bool) -> None:
+        self.text = text
+        self.is_python = is_python
+
+
+class Probe:
+    """One program that is asked. `number` is what the answer is wanted for."""
+
+    def __init__(self, number: int, python: str, environ: Mapping[str, str], now: float) -> None:
+        """Raises NoPython where it cannot be started at all."""
+        self.number = number
+        self.deadline = now + WITHIN_S
+        self._said = b""
+        self._output, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            fcntl.fcntl(self._output, fcntl.F_SETOWN, os.getpid())
+            flags = fcntl.fcntl(self._output, fcntl.F_GETFL)
+            fcntl.fcntl(self._output, fcntl.F_SETFL, flags | fcntl.FASYNC)
+            self._pidfd = os.pidfd_open(_started(python, environ, theirs))
+        except BaseException:
+            os.close(self._output)
+            raise
+        finally:
+            os.close(theirs)
+
+    def look(self, now: float) -> Said | None:
+        """What has come of it; None before that."""
+        try:
+            while said := os.read(self._output, 4096):
+                self._said = (self._said + said)[-_MOST_BYTES:]
+        except BlockingIOError:
+            is_late = now >= self.deadline
+            return Said(f"it does not answer within {WITHIN_S:g} s", is_python=False) if is_late else None
+        lines = [line.strip() for line in self._said.decode(errors="replace").splitlines() if line.strip()]
+        for line in lines:
+            if (found := _ANSWER.fullmatch(line)) is not None:
+                return Said(found[1], is_python=True)
+        last = repr(lines[-1][:_LONGEST_LINE]) if lines else "nothing"
+        return Said(f"asked for its version, it says {last}", is_python=False)
+
+    def close(self) -> None:
+        """End it, if it has not ended, and take up its end, if nobody has."""
+        os.close(self._output)
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        with suppress(ChildProcessError):  # one that the kernel lets go of later is taken up like any other child
+            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+        os.close(self._pidfd)
+
+
+def _started(python: str, environ: Mapping[str, str], output: int) -> int:
+    """Its pid. Raises NoPython."""
+    actions = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_DUP2, output, 1),
+        (os.POSIX_SPAWN_DUP2, output, 2),
+    ]
+    number = ENOENT
+    for path in places_of(python, environ):
+        try:
+            return os.posix_spawn(path, [path, *_WORDS], environ, file_actions=actions, setsigmask=())
+        except OSError as error:
+            if error.errno not in (ENOENT, ENOTDIR):
+                number = error.errno or ENOENT
+    raise NoPython(f"it cannot be started: {os.strerror(number)}")

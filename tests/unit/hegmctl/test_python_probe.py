@@ -1,0 +1,88 @@
+"""Asking a program which Python it is: what answers, what does not, and what is none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from hegmctl.python_probe import NoPython, Probe, Said
+
+PATIENCE_S = 20.0
+ENVIRON = {"PATH": "/usr/bin:/bin"}
+
+
+@pytest.fixture(autouse=True)
+def without_signals() -> Iterator[None]:
+    """Whatever comes raises SIGIO, which a supervisor waits for."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGIO, before)
+
+
+def said(python: str) -> Said:
+    """What it comes to, and that nothing of it is left."""
+    probe = Probe(1, python, ENVIRON, monotonic())
+    deadline = monotonic() + PATIENCE_S
+    while (found := probe.look(0.0)) is None:
+        assert monotonic() < deadline
+        select.poll().poll(5)
+    _end(probe)
+    return found
+
+
+def _end(probe: Probe) -> None:
+    """As a supervisor does, which takes up whoever ends."""
+    probe.close()
+    with contextlib.suppress(ChildProcessError):  # it was quick
+        os.waitpid(-1, 0)
+
+
+def _script(folder: Path, text: str) -> str:
+    path = folder / "python3"
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_python_says_which_it_is(tmp_path: Path) -> None:
+    found = said(sys.executable)
+    assert (found.is_python, found.text) == (True, f"{sys.implementation.name} {platform.python_version()}")
+    wrapped = said(_script(tmp_path, f'#!/bin/sh\necho welcome\nexec {sys.executable} "$@"\n'))
+    assert (wrapped.is_python, wrapped.text) == (True, found.text)
+
+
+def test_a_program_that_is_no_python_was_taken_for_one(tmp_path: Path) -> None:
+    """The job had left by then, and came back from its state after a start that could not be."""
+    assert said("true").text == "asked for its version, it says nothing"
+    complains = said(_script(tmp_path, "#!/bin/sh\necho libpython3.12.so is missing >&2\nexit 127\n"))
+    assert complains.text == "asked for its version, it says 'libpython3.12.so is missing'"
+    assert not complains.is_python
+
+
+@pytest.mark.parametrize(("name", "why"), [("no-such-python", "No such file"), ("", "Permission denied")])
+def test_what_cannot_be_started_is_told(tmp_path: Path, name: str, why: str) -> None:
+    with pytest.raises(NoPython, match=why):
+        Probe(1, str(tmp_path / name), ENVIRON, 0.0)
+
+
+def test_one_that_does_not_answer_is_ended(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.set_inheritable(writer, True)
+    probe = Probe(1, _script(tmp_path, "#!/bin/sh\nexec sleep 1000\n"), ENVIRON, 0.0)
+    os.close(writer)
+    assert probe.look(probe.deadline - 1) is None
+    found = probe.look(probe.deadline)
+    assert found is not None
+    assert found.text == "it does not answer within 5 s"
+    _end(probe)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
