@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ from hegmd.errors import BAD_REQUEST, HegmError
 from hegmd.helper import cuda
 
 OUT, IN = "out", "in"
+#: Gives some memory back to the GPUs, for a call that has found none there; whether there was any.
+Spend = Callable[[], bool]
 
 
 class Place(NamedTuple):
@@ -39,7 +41,14 @@ class Done(NamedTuple):
 class Allocations:
     """Those handles. May be used from several threads; `close` once no copy is under way any more."""
 
-    def __init__(self, context: Any, handles: Sequence[bytes], elsewhere: Mapping[int, Any] | None = None) -> None:
+    def __init__(
+        self,
+        context: Any,
+        handles: Sequence[bytes],
+        elsewhere: Mapping[int, Any] | None = None,
+        *,
+        spend: Spend | None = None,
+    ) -> None:
         """`context` is of the GPU that the process is on; `elsewhere` are contexts of others, by their ordinals.
 
         Memory of a process that was moved counts as its first GPU's for good. Opened on the GPU that it is on, it is
@@ -49,6 +58,7 @@ class Allocations:
         self._context = context
         self._elsewhere = elsewhere or {}
         self._handles = handles
+        self._spend = spend
         self._guard = threading.Lock()
         self._opened: list[int] = []
         self._known: dict[bytes, tuple[int, int]] = {}  # where each begins here, and its bytes
@@ -79,17 +89,25 @@ class Allocations:
             return self._known[handle]
 
     def _open_here(self, handle: bytes) -> int:
-        cuda.use(self._context)
-        address = cuda.open_ipc(handle)
+        address = self._open_in(self._context, handle)
         if self._elsewhere:
             counts_as = self._elsewhere.get(cuda.ordinal_of(address))
             self._elsewhere = {}  # the process has one GPU, so the first one tells
             if counts_as is not None:
                 cuda.close_ipc(address)
                 self._context = counts_as
-                cuda.use(counts_as)
-                address = cuda.open_ipc(handle)
+                address = self._open_in(counts_as, handle)
         return address
+
+    def _open_in(self, context: Any, handle: bytes) -> int:
+        """On a GPU without any memory for page tables, with what there is in reserve. Raises CudaError."""
+        while True:
+            cuda.use(context)
+            try:
+                return cuda.open_ipc(handle)
+            except cuda.CudaError as error:
+                if error.code != cuda.OUT_OF_MEMORY or self._spend is None or not self._spend():
+                    raise
 
     def close(self) -> None:
         """Let go of all of them. Raises CudaError when one could not be, after the others."""

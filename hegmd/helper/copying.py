@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from hegmd.errors import BAD_REQUEST, HegmError
 from hegmd.helper import cuda
-from hegmd.helper.allocations import IN, OUT, Allocations, Done, Place, joined
+from hegmd.helper.allocations import IN, OUT, Allocations, Done, Place, Spend, joined
+from hegmd.helper.provisions import settle
 from hegmd.helper.spaces import VideoSpace
+
+# One is filled while the other works.
+_GROUPS = 2
 
 
 class Pace(NamedTuple):
@@ -26,6 +30,11 @@ class Pace(NamedTuple):
     #: As much is queued before the group before is waited for.
     batch_bytes: int = 4 << 30
     streams_a_group: int = 2
+
+    @property
+    def streams(self) -> int:
+        """How many it takes in all."""
+        return _GROUPS * self.streams_a_group
 
 
 PACE = Pace()
@@ -57,9 +66,17 @@ class Copy:
     """One copy of many places, in one direction, between the process on a GPU and a space. For one thread, once."""
 
     def __init__(
-        self, context: Any, space: VideoSpace, direction: str, handles: Sequence[bytes], pace: Pace = PACE
+        self,
+        context: Any,
+        space: VideoSpace,
+        direction: str,
+        handles: Sequence[bytes],
+        streams: Sequence[Any],
+        *,
+        spend: Spend | None = None,
+        pace: Pace = PACE,
     ) -> None:
-        """`context` is of the GPU that the process is on."""
+        """`context` is of the GPU that the process is on, `streams` of the one that the bytes are on."""
         if direction not in {OUT, IN}:
             raise HegmError(BAD_REQUEST, f"{direction!r} is no direction of a copy", "it is `out` or `in`")
         self._context = context
@@ -67,7 +84,8 @@ class Copy:
         self._direction = direction
         # Where both are on one GPU it is the fastest to open them there, whatever they count as.
         far = {space.ordinal: space.context} if space.context is not context else {}
-        self._allocations = Allocations(context, handles, far)
+        self._allocations = Allocations(context, handles, far, spend=spend)
+        self._streams = streams[: pace.streams]
         self._pace = pace
 
     def run(self, places: Iterable[Sequence[int]], tell: Callable[[int], None]) -> Done:
@@ -75,17 +93,18 @@ class Copy:
         wanted = joined(places, len(self._allocations))
         with ExitStack() as undo:
             undo.callback(self._allocations.close)
+            undo.callback(settle, self._streams)
             started = time.monotonic()
-            copied_bytes = self._copy(wanted, undo, tell)
+            copied_bytes = self._copy(wanted, tell)
             copy_s = time.monotonic() - started
             started = time.monotonic()
             undo.close()
         return Done(copied_bytes, self._allocations.open_s, copy_s, time.monotonic() - started)
 
-    def _copy(self, wanted: Iterable[Place], undo: ExitStack, tell: Callable[[int], None]) -> int:
+    def _copy(self, wanted: Iterable[Place], tell: Callable[[int], None]) -> int:
         # Queued from where the bytes are: the copy engine then writes over the link.
-        source = self._space.context if self._direction == IN else self._context
-        groups = [_Group(source, self._pace.streams_a_group, undo) for _ in range(2)]
+        cuda.use(self._space.context if self._direction == IN else self._context)
+        groups = [_Group(self._streams[turn::_GROUPS]) for turn in range(_GROUPS)]
         done_bytes = queued_bytes = 0
         waiting = [0, 0]
         pieces = chunks(wanted, self._pace.chunk_bytes)
@@ -116,13 +135,8 @@ class Copy:
 class _Group:
     """Some streams of one context that are filled in turn and waited for together."""
 
-    def __init__(self, context: Any, streams: int, undo: ExitStack) -> None:
-        cuda.use(context)
-        self._streams: list[Any] = []
-        for _ in range(streams):
-            stream = cuda.create_stream()
-            undo.callback(end_stream, stream)
-            self._streams.append(stream)
+    def __init__(self, streams: Sequence[Any]) -> None:
+        self._streams = streams
         self._turn = 0
 
     def next_stream(self) -> Any:
@@ -132,10 +146,3 @@ class _Group:
     def wait(self) -> None:
         for stream in self._streams:
             cuda.synchronize(stream)
-
-
-def end_stream(stream: Any) -> None:
-    """Let go of a stream. After a failure something may still be under way in it; nothing is closed before that."""
-    with suppress(cuda.CudaError):
-        cuda.synchronize(stream)
-    cuda.destroy_stream(stream)

@@ -21,6 +21,7 @@ INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 NOT_INITIALIZED = 3  # of the caller, or of a target that does not use CUDA
 NO_DEVICE = 100
+UNKNOWN = 999
 OPERATING_SYSTEM = 304  # of a target: gone, or not ours to touch
 ILLEGAL_STATE = 401
 NOT_READY = 600
@@ -166,6 +167,16 @@ def memory(ordinal: int) -> tuple[int, int]:
     finally:
         release(ordinal)
     return int(free), int(total)
+
+
+def allocate(size_bytes: int) -> int:
+    """Video memory of the thread's context, at an address of its own."""
+    return int(_call("cuMemAlloc", size_bytes))
+
+
+def free(address: int) -> None:
+    """Give back what `allocate` gave, once nothing is under way in that context."""
+    _call("cuMemFree", address)
 
 
 # ---- video memory as handles, and as addresses -----------------------------------------------------------------------

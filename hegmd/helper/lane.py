@@ -17,8 +17,9 @@ from typing import Any
 from hegmd.crew import share_out
 from hegmd.errors import Refused
 from hegmd.helper import cuda
-from hegmd.helper.allocations import Done
-from hegmd.helper.copying import Copy
+from hegmd.helper.allocations import IN, Done
+from hegmd.helper.copying import PACE, Copy
+from hegmd.helper.provisions import Provisions
 from hegmd.helper.spaces import VideoSpace
 from hegmd.helper.staging import HostSpace, StagedCopy
 
@@ -87,6 +88,8 @@ class Lane:
             undo.callback(contexts.let_go, ordinals)
             #: Whether all its GPUs reach each other's memory directly.
             self.peer = self._enable_peers()
+            self._provisions = Provisions(self._contexts)
+            undo.callback(self._provisions.close)
             self._undo = undo.pop_all()
 
     def _enable_peers(self) -> bool:
@@ -102,11 +105,25 @@ class Lane:
     def attach_video(self, ordinal: int, pieces: Sequence[tuple[int, int]], start: int = 0) -> None:
         """Have held video memory of one of its GPUs as the space, by descriptor and size. Raises CudaError, Refused."""
         self._context(ordinal)
-        self._attach(lambda: VideoSpace(ordinal, self._contexts, pieces, start=start, peer=self.peer))
+
+        def make() -> VideoSpace:
+            self._provisions.provide(PACE.streams)
+            return VideoSpace(ordinal, self._contexts, pieces, start=start, peer=self.peer)
+
+        self._attach(make)
 
     def attach_host(self, fd: int, size_bytes: int) -> None:
         """Have a piece of the host pool as the space. Raises CudaError, OSError, Refused."""
-        self._attach(lambda: HostSpace(next(iter(self._contexts.values())), fd, size_bytes))
+
+        def make() -> HostSpace:
+            space = HostSpace(next(iter(self._contexts.values())), fd, size_bytes)
+            with ExitStack() as undo:
+                undo.callback(space.close)
+                self._provisions.provide(space.ring.pace.streams, space.ring.slots(0)[0])
+                undo.pop_all()
+            return space
+
+        self._attach(make)
 
     def _attach(self, make: Callable[[], Space]) -> None:
         with self._guard:
@@ -135,15 +152,36 @@ class Lane:
         places: Sequence[Sequence[int]],
         tell: Callable[[int], None],
     ) -> Done:
-        """Copy between the storages of a process on that GPU and the space. Raises CudaError, Refused."""
-        context = self._context(ordinal)
+        """Copy between the storages of a process on that GPU and the space. Raises CudaError, Refused.
+
+        Where a call of the driver found no memory for itself, all is copied once more with a piece of the reserve.
+        """
+        self._context(ordinal)
         with self._guard:
             self._refuse_closed()
-            if self._space is None:
-                raise Refused("the lane has no space to copy to or from", "attach video or host memory first")
-            if isinstance(self._space, HostSpace):
-                return StagedCopy(context, self._space, direction, handles).run(places, tell)
-            return Copy(context, self._space, direction, handles).run(places, tell)
+            try:
+                while True:
+                    try:
+                        return self._copy(ordinal, direction, handles).run(places, tell)
+                    except cuda.CudaError as error:
+                        if error.code != cuda.OUT_OF_MEMORY or not self._provisions.spend():
+                            raise
+            finally:
+                self._provisions.restock()
+
+    def _copy(self, ordinal: int, direction: str, handles: Sequence[bytes]) -> Copy | StagedCopy:
+        context, spend = self._contexts[ordinal], self._provisions.spend
+        if self._space is None:
+            raise Refused("the lane has no space to copy to or from", "attach video or host memory first")
+        if isinstance(self._space, HostSpace):
+            streams = self._provisions.streams(ordinal)
+            return StagedCopy(context, self._space, direction, handles, streams, spend=spend)
+        streams = self._provisions.streams(self._space.ordinal if direction == IN else ordinal)
+        return Copy(context, self._space, direction, handles, streams, spend=spend)
+
+    def spend(self) -> bool:
+        """Give some of what is in reserve back to each of its GPUs; whether there was any."""
+        return self._provisions.spend()
 
     def close(self) -> None:
         """Let go of everything, after whatever is under way. Closing twice is fine."""

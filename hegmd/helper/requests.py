@@ -100,8 +100,25 @@ class Requests:
         return Answer({})
 
     def _checkpoint(self, request: Request) -> Answer:
-        cuda.checkpoint(request.args["pid"])
-        return Answer({})
+        """On a GPU that somebody else has filled the driver does not find what it needs itself, and says 999 (580.159).
+
+        Then it is asked again with some of what copies have in reserve, as long as that lasts.
+        """
+        pid: int = request.args["pid"]
+        while True:
+            try:
+                cuda.checkpoint(pid)
+            except cuda.CudaError as error:
+                is_crowded = error.code in (cuda.OUT_OF_MEMORY, cuda.UNKNOWN) and cuda.state(pid) == "locked"
+                if not is_crowded or not self._spend():
+                    raise
+            else:
+                return Answer({})
+
+    def _spend(self) -> bool:
+        """Whether any lane had something in reserve; all that have give of it."""
+        spent = [lane.spend() for lane in list(self._lanes.values())]
+        return any(spent)
 
     def _restore(self, request: Request) -> Answer:
         cuda.restore(request.args["pid"], [(old, new) for old, new in request.args["pairs"]])

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 from hegmd.crew import share_out
 from hegmd.errors import BAD_REQUEST, HegmError
 from hegmd.helper import cuda
-from hegmd.helper.allocations import IN, OUT, Allocations, Done, Place, joined
-from hegmd.helper.copying import chunks, end_stream
+from hegmd.helper.allocations import IN, OUT, Allocations, Done, Place, Spend, joined
+from hegmd.helper.copying import chunks
+from hegmd.helper.provisions import settle
 from hegmd.helper.spaces import outside
 
 _POPULATED_BYTES = 1 << 28
@@ -43,6 +44,11 @@ class Pace(NamedTuple):
     def strands(self) -> int:
         """How many threads copy at once on this machine."""
         return max(1, min(self.most_strands, len(os.sched_getaffinity(0))))
+
+    @property
+    def streams(self) -> int:
+        """One for each slot."""
+        return self.strands * self.slots_a_strand
 
 
 PACE = Pace()
@@ -172,14 +178,24 @@ def loads(places: Iterable[Place], slot_bytes: int) -> Iterator[list[Part]]:
 class StagedCopy:
     """One copy of many places, in one direction, between the process on a GPU and the pool. Once."""
 
-    def __init__(self, context: Any, host: HostSpace, direction: str, handles: Sequence[bytes]) -> None:
-        """`context` is of the GPU that the process is on."""
+    def __init__(
+        self,
+        context: Any,
+        host: HostSpace,
+        direction: str,
+        handles: Sequence[bytes],
+        streams: Sequence[Any],
+        *,
+        spend: Spend | None = None,
+    ) -> None:
+        """`context` is of the GPU that the process is on, and so are the streams, one for each slot."""
         if direction not in {OUT, IN}:
             raise HegmError(BAD_REQUEST, f"{direction!r} is no direction of a copy", "it is `out` or `in`")
         self._context = context
         self._host = host
         self._direction = direction
-        self._allocations = Allocations(context, handles)
+        self._streams = streams
+        self._allocations = Allocations(context, handles, spend=spend)
         self._guard = threading.Lock()
         self._left: Iterator[list[Part]] = iter(())
         self._done_bytes = 0
@@ -191,6 +207,7 @@ class StagedCopy:
         self._left = loads(joined(places, len(self._allocations)), pace.slot_bytes)
         with ExitStack() as undo:
             undo.callback(self._allocations.close)
+            undo.callback(settle, self._streams)
             started = time.monotonic()
             share_out(
                 range(pace.strands),
@@ -207,19 +224,20 @@ class StagedCopy:
     def _work(self, strand: int, tell: Callable[[int], None]) -> None:
         """One load after the other, in the slots of this strand by turns: one is copied while the other is moved on."""
         cuda.use(self._context)
-        with ExitStack() as undo:
-            slots = [_Slot(address, undo) for address in self._host.ring.slots(strand)]
-            try:
-                turn = 0
-                while (load := self._next()) is not None:
-                    self._finish(slots[turn], tell)
-                    self._begin(slots[turn], load)
-                    turn = (turn + 1) % len(slots)
-                for slot in (*slots[turn:], *slots[:turn]):
-                    self._finish(slot, tell)
-            except BaseException:
-                self._failed = True
-                raise
+        addresses = self._host.ring.slots(strand)
+        streams = self._streams[strand * len(addresses) : (strand + 1) * len(addresses)]
+        slots = [_Slot(address, stream) for address, stream in zip(addresses, streams, strict=True)]
+        try:
+            turn = 0
+            while (load := self._next()) is not None:
+                self._finish(slots[turn], tell)
+                self._begin(slots[turn], load)
+                turn = (turn + 1) % len(slots)
+            for slot in (*slots[turn:], *slots[:turn]):
+                self._finish(slot, tell)
+        except BaseException:
+            self._failed = True
+            raise
 
     def _next(self) -> list[Part] | None:
         with self._guard:
@@ -264,8 +282,7 @@ class StagedCopy:
 class _Slot:
     """A part of the ring, with its stream and what is under way in it."""
 
-    def __init__(self, address: int, undo: ExitStack) -> None:
+    def __init__(self, address: int, stream: Any) -> None:
         self.address = address
-        self.stream = cuda.create_stream()
+        self.stream = stream
         self.load: list[Part] = []
-        undo.callback(end_stream, self.stream)

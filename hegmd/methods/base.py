@@ -23,6 +23,7 @@ from hegmd.places import shared_out
 from hegmd.workers import Worker
 
 __all__ = [
+    "Crowded",
     "Carrier",
     "Left",
     "Making",
@@ -45,6 +46,10 @@ Making = Callable[[], AbstractAsyncContextManager[Callable[[], object]]]
 
 class NoRoom(Refused):
     """The room that is needed is not there now. Nothing has changed, and it can be asked again when there is some."""
+
+
+class Crowded(NoRoom):
+    """A call of the driver found no memory for itself. Nothing has changed, the process's own room included."""
 
 
 class Outgrown(Refused):

@@ -19,7 +19,7 @@ from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost, Link
 from hegmd.helper.route import Place, Route
 from hegmd.log import fields
-from hegmd.methods.base import Making, Progress, Subject
+from hegmd.methods.base import Crowded, Making, Progress, Subject
 from hegmd.methods.gpus import Gpus
 from hegmd.pieces import MIB, round_bytes
 from hegmd.protocol.messages import AgentReport
@@ -34,6 +34,7 @@ T = TypeVar("T")
 _ATTEMPTS = 3
 _ALIGNED_BYTES = 512
 _OPEN_CALL = "cuIpcOpenMemHandle"
+_OUT_OF_MEMORY = 2
 
 
 class CopyingCarrier:
@@ -154,6 +155,14 @@ class CopyingCarrier:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return await work(await self._route(subject))
+            except DriverFailed as error:
+                if error.number != _OUT_OF_MEMORY:
+                    raise
+                raise Crowded(
+                    f"the driver has no memory left to copy for process {subject.pid}: {error.message}",
+                    "free video memory on its GPU; it has its bytes, or they are held, and it is tried again by itself",
+                    {**error.facts, "pid": subject.pid},
+                ) from error
             except HelperLost as error:
                 self._routes.pop(_lane(subject), None)
                 if attempt == _ATTEMPTS:

@@ -18,11 +18,13 @@ import anyio
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost, Link
 from hegmd.log import fields
-from hegmd.methods.base import Subject
+from hegmd.methods.base import Crowded, Subject
 from hegmd.methods.gpus import Gpus
 from hegmd.methods.neighbours import Neighbours
 from hegmd.methods.sight import Patience
 from hegmd.methods.watching import watch
+from hegmd.pieces import LAST_BYTES
+from hegmd.places import gpus_of
 
 __all__ = ["CHECKPOINTED", "FAILED", "LOCKED", "RUNNING", "Steps", "Untrue", "step_s"]
 
@@ -40,7 +42,7 @@ IN_BYTES_PER_S = 8e9
 LONGEST_S = 300.0
 LONGEST_BYTES_PER_S = 2.5e8
 _LOOK_AGAIN_S = 0.05
-_NOT_READY = 600
+_OUT_OF_MEMORY, _NOT_READY, _UNKNOWN = 2, 600, 999
 
 
 class Untrue(HegmError):
@@ -85,7 +87,17 @@ class Steps:
             ) from error
 
     async def checkpoint(self, subject: Subject) -> None:
-        await self._call("checkpoint", subject, expected_s=step_s(subject.rest_bytes, OUT_BYTES_PER_S))
+        """Raises Crowded where it has found no memory: the driver says so, or that it does not know, on a full GPU."""
+        try:
+            await self._call("checkpoint", subject, expected_s=step_s(subject.rest_bytes, OUT_BYTES_PER_S))
+        except DriverFailed as error:
+            if error.number != _OUT_OF_MEMORY and not (error.number == _UNKNOWN and await self._is_full(subject)):
+                raise
+            raise Crowded(
+                f"process {subject.pid} cannot be taken off {subject.gpu}, which somebody has filled: {error.message}",
+                f"free some memory on {subject.gpu}: the driver needs a little itself; it runs on, or is tried again",
+                {**error.facts, "pid": subject.pid, "gpu": subject.gpu},
+            ) from error
 
     async def restore(self, subject: Subject, pairs: list[list[str]]) -> None:
         await self._call("restore", subject, {"pairs": pairs}, expected_s=step_s(subject.rest_bytes, IN_BYTES_PER_S))
@@ -152,6 +164,15 @@ class Steps:
         )
         logger.info("%s of process %d", op, subject.pid, extra=fields(pid=subject.pid, values=dict(answer.values)))
         return answer.values
+
+    async def _is_full(self, subject: Subject) -> bool:
+        """Whether next to nothing is free on one of its GPUs, as far as their driver says it now."""
+        try:
+            free = [(await self._gpus.gpu(gpu)).memory_free_bytes for gpu in gpus_of(subject.gpu)]
+        except HegmError as error:
+            logger.warning("what is free on %s is not known: %s", subject.gpu, error.message)
+            return False
+        return any(size_bytes is not None and size_bytes < LAST_BYTES for size_bytes in free)
 
     async def _free_bytes(self) -> int | None:
         """On all GPUs together, as far as their driver says it now."""

@@ -379,7 +379,7 @@ def checkpointed(op: Operation, worker: Worker, pending: Pending, event: events.
     rest_bytes = worker.rest_bytes if event.rest_bytes is None else event.rest_bytes
     shares_bytes = event.shares_bytes or worker.shares_bytes
     off = worker.replace(at=None, left=worker.at, rooms=rooms, rest_bytes=rest_bytes, shares_bytes=shares_bytes)
-    return op.with_worker(off)
+    return op.replace(lacks=None).with_worker(off)
 
 
 def held(op: Operation, worker: Worker, pending: Pending, event: events.Held) -> Operation:
@@ -502,7 +502,7 @@ def failed(op: Operation, worker: Worker, pending: Pending, event: events.Failed
     in_worker = Effect.register[pending.effect].in_worker
     if in_worker and event.fault == events.DISCONNECTED:
         return op.with_worker(worker.replace(unsure=True, waits=FOR_AGENT))
-    if event.fault == events.NO_ROOM and op.heading == BACK and (worker.at is None or worker.out):
+    if event.fault in (events.NO_ROOM, events.CROWDED) and op.heading == BACK and (worker.at is None or worker.out):
         return _waiting_for_room(op, worker, pending, event)
     if pending.effect == effects.Dump.tag:
         return _astray(_without_image(op), event)
@@ -543,10 +543,11 @@ def _split(op: Operation, name: str, event: events.Failed) -> Operation:
 
 
 def _waiting_for_room(op: Operation, worker: Worker, pending: Pending, event: events.Failed) -> Operation:
-    """It stands with all its bytes until there is room. None that was believed in is counted upon: nobody is restored
-    without any held, nor are storages asked for, but for those that are made in rounds, some of which may be there."""
-    is_whole = pending.effect != effects.Refill.tag or not worker.overlap_bytes
-    rooms = {**worker.rooms, str(pending.gpu or worker.at): 0} if is_whole else worker.rooms
+    """It stands with all its bytes until there is room. None that was believed in is counted upon, unless the driver
+    only lacked some for itself: nobody is restored without any held, nor are storages asked for, but for those that are
+    made in rounds, some of which may be there."""
+    is_lost = event.fault == events.NO_ROOM and (pending.effect != effects.Refill.tag or not worker.overlap_bytes)
+    rooms = {**worker.rooms, str(pending.gpu or worker.at): 0} if is_lost else worker.rooms
     by_itself = f"free video memory on {worker.at}: it comes back by itself when there is room"
     lacks = Failure(code=event.code, message=event.message, hint=by_itself if worker.at else event.hint)
     return op.replace(lacks=lacks).with_worker(worker.replace(rooms=rooms, unsure=True, waits=FOR_RETRY))

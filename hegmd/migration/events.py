@@ -15,6 +15,8 @@ from hegmd.protocol.record import field
 
 # Why an effect failed, as far as the machine has to tell them apart.
 REFUSED, DISCONNECTED, BROKEN, NO_ROOM = "refused", "disconnected", "broken", "no-room"
+# The driver found no memory for a call of its own; the worker's room is as it was.
+CROWDED = "crowded"
 
 
 class Event(Tagged):

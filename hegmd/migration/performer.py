@@ -21,6 +21,7 @@ from hegmd.errors import INTERNAL, TIMEOUT, UNAVAILABLE, Bug, HegmError, Refused
 from hegmd.log import error_ref, fields
 from hegmd.methods.base import (
     Carrier,
+    Crowded,
     Method,
     NoRoom,
     Outgrown,
@@ -154,6 +155,8 @@ class Performer:
         fault = events.BROKEN
         if isinstance(error, AgentAway):
             fault = events.DISCONNECTED
+        elif isinstance(error, Crowded):
+            fault = events.CROWDED
         elif isinstance(error, NoRoom) or (isinstance(error, OrderFailed) and error.lacks_bytes is not None):
             fault = events.NO_ROOM
         elif isinstance(error, Refused):

@@ -17,7 +17,7 @@ import anyio.abc
 import pytest
 
 from hegmd.helper.link import Link
-from hegmd.methods.base import Carrier, Making, Progress, Subject
+from hegmd.methods.base import Carrier, Crowded, Making, Progress, Subject
 from hegmd.methods.driver_carrier import DriverCarrier
 from hegmd.methods.gpus import Gpus
 from hegmd.methods.host import HostCarrier
@@ -156,6 +156,38 @@ async def test_who_has_the_helper_copy_keeps_the_contract(
             while_out=lose_the_helper,
         )
         assert rig.owner.ask("digest") == rig.owner.digest
+
+
+@pytest.mark.parametrize("make", [peer, host], ids=lambda make: make.__name__)
+async def test_a_driver_without_memory_for_itself_is_no_fault_of_the_job_s_and_the_next_attempt_goes_on(
+    tmp_path: Path,
+    owner: tuple[CudaNode, Owner],
+    make: Callable[[Rig], Carrier],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was taken for memory that nobody else may open, and for a driver that is broken: the job stayed away."""
+
+    @asynccontextmanager
+    async def making() -> AsyncIterator[Callable[[], object]]:
+        yield lambda: None
+
+    async with rigged(tmp_path, *owner, monkeypatch) as rig:
+        node, carrier = owner[0], make(rig)
+        subject = await rig.subject_of(ShowingAgent(rig.workers, rig.owner))
+        await carrier.hold(subject, SIZE_BYTES)
+        node.order("error cuIpcOpenMemHandle_v2 2")
+        with pytest.raises(Crowded, match="no memory left to copy"):
+            await carrier.take_out(subject, lambda _: None)
+        assert rig.owner.ask("digest") == rig.owner.digest
+        node.mend()
+        await carrier.take_out(subject, lambda _: None)
+        node.order("error cuIpcOpenMemHandle_v2 2")
+        with pytest.raises(Crowded, match="no memory left to copy"):
+            await carrier.put_back(subject, lambda _: None, making)
+        node.mend()
+        await carrier.put_back(subject, lambda _: None, making)
+        assert rig.owner.ask("digest") == rig.owner.digest
+        await carrier.give(subject)
 
 
 async def test_what_the_process_copies_by_itself_keeps_the_contract(tmp_path: Path) -> None:

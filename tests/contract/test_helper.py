@@ -376,7 +376,8 @@ async def test_two_lanes_copy_at_once_and_a_lane_is_closed_after_what_it_is_doin
             for lane in ("7", "8"):
                 await ask(link, "open", lane=lane, gpus=[gpu])
                 await ask(link, "attach-video", lane=lane, gpu=gpu, sizes=sizes, fds=held.view())
-            node.order(f"hold cuMemcpyDtoDAsync_v2 {fifo} 1 1")
+            first = len(node.calls("cuMemcpyDtoDAsync_v2")) + 1  # beyond those that the streams were tried with
+            node.order(f"hold cuMemcpyDtoDAsync_v2 {fifo} {first} {first}")
             copied = {"gpu": gpu, "direction": "out", "handles": handles, "places": places()}
             ended: list[str] = []
 

@@ -25,7 +25,8 @@ async def test_a_copy_that_fails_leaves_nothing_open_and_the_bytes_where_they_we
         with held:
             await ask(link, "open", lane="7", gpus=[here, there])
             await ask(link, "attach-video", lane="7", gpu=there, sizes=sizes, fds=held.view())
-            node.order(f"error cuMemcpyPeerAsync {number} 2 2")
+            second = len(node.calls("cuMemcpyPeerAsync")) + 2  # beyond those that the streams were tried with
+            node.order(f"error cuMemcpyPeerAsync {number} {second} {second}")
             with pytest.raises(DriverFailed, match=f"cuMemcpyPeerAsync failed with {number}"):
                 await carry(link, here, "out", owner, places())
             opened = len(node.calls("cuIpcOpenMemHandle_v2"))
@@ -44,12 +45,12 @@ async def test_a_copy_that_hangs_is_ended_and_done_again(node: CudaNode, owner: 
     async with linked(node) as link:
         held, sizes = await hold(link, there, [SIZE_BYTES])
         with held:
-            node.order("hang cuStreamSynchronize")
             args = {"lane": "7", "gpu": here, "direction": "out", "handles": owner.handles(), "places": places()}
             for deadline_s in (0.5, SOON_S):
                 await ask(link, "open", lane="7", gpus=[here, there])
                 await ask(link, "attach-video", lane="7", gpu=there, sizes=sizes, fds=held.view())
                 if deadline_s != SOON_S:
+                    node.order("hang cuStreamSynchronize")
                     with pytest.raises(HelperLost, match=r"`copy` was not done after 0\.5 s"):
                         await link.call("copy", args, deadline_s=deadline_s)
                     node.mend()

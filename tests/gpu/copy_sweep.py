@@ -13,6 +13,7 @@ from hegmd.helper import cuda
 from hegmd.helper.allocations import Done
 from hegmd.helper.copying import Copy, Pace
 from hegmd.helper.lane import Contexts
+from hegmd.helper.provisions import Provisions
 from hegmd.helper.spaces import VideoSpace
 from hegmd.helper.staging import HostSpace, StagedCopy
 from hegmd.helper.staging import Pace as Staging
@@ -58,6 +59,8 @@ def main() -> None:
         for other in ordinals:
             if one != other:
                 cuda.enable_peer(held[one], held[other])
+    provisions = Provisions(held)
+    provisions.provide(max(*(pace.streams for pace in PACES), *(staging.streams for staging in STAGED)))
     argv = [sys.executable, str(OWNER), "0", str(PIECES), str(size_bytes // PIECES)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdin is not None
@@ -70,7 +73,8 @@ def main() -> None:
         space = video(contexts, ordinals, size_bytes)
         for pace in PACES:
             for direction in ("out", "in"):
-                done = Copy(held[0], space, direction, handles, pace).run(places, lambda _: None)
+                streams = provisions.streams(ordinals[-1] if direction == "in" else ordinals[0])
+                done = Copy(held[0], space, direction, handles, streams, pace=pace).run(places, lambda _: None)
                 cut = f"{pace.chunk_bytes // MIB} MiB, {pace.streams_a_group} streams a group"
                 show(f"video {direction:3} {cut}", done)
         space.close()
@@ -79,7 +83,8 @@ def main() -> None:
         for staging in STAGED:
             host = HostSpace(held[0], fd, size_bytes, staging)
             for direction in ("out", "in"):
-                done = StagedCopy(held[0], host, direction, handles).run(places, lambda _: None)
+                streams = provisions.streams(ordinals[0])[: staging.streams]
+                done = StagedCopy(held[0], host, direction, handles, streams).run(places, lambda _: None)
                 cut = f"{staging.slots_a_strand} slots of {staging.slot_bytes // MIB} MiB"
                 show(f"host {direction:3} {staging.strands} strands, {cut}", done)
             host.close()

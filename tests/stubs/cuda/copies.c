@@ -84,6 +84,7 @@ CUresult cuStreamCreate(CUstream *stream, unsigned int flags) {
     ENTER();
     (void)flags;
     if (!current_context) LEAVE(CUDA_ERROR_INVALID_CONTEXT);
+    if (!process_has_free(current_context->gpu, scenario_facts().stream_bytes)) LEAVE(CUDA_ERROR_OUT_OF_MEMORY);
     *stream = calloc(1, sizeof **stream);
     LEAVE(CUDA_SUCCESS);
 }

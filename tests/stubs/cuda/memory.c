@@ -186,6 +186,7 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *pointer, CUipcMemHandle handle, unsi
     if (!current_context) LEAVE(CUDA_ERROR_INVALID_CONTEXT);
     if (flags != 1 || strcmp(ipc.mark, "hegmipc")) LEAVE(CUDA_ERROR_INVALID_VALUE);
     if (ipc.pid == getpid()) LEAVE(CUDA_ERROR_INVALID_CONTEXT);
+    if (!process_has_free(current_context->gpu, scenario_facts().open_bytes)) LEAVE(CUDA_ERROR_OUT_OF_MEMORY);
     struct node_piece piece;
     node_lock();
     int fd = node_hold_piece(ipc.id, &piece);

@@ -61,6 +61,10 @@ class CudaNode:
     driver_version: int = 13000
     context_bytes: int = 512 * MIB
     restore_bytes: int = 0  # what a restore needs for a moment beside the memory itself
+    # What a new stream, opening another's memory, and a checkpoint need for a moment of what is free.
+    stream_bytes: int = 0
+    open_bytes: int = 0
+    checkpoint_bytes: int = 0
     orders: list[str] = field(default_factory=list)
 
     @classmethod
@@ -96,6 +100,9 @@ class CudaNode:
             f"driver_version {self.driver_version}",
             f"context_bytes {self.context_bytes}",
             f"restore_bytes {self.restore_bytes}",
+            f"stream_bytes {self.stream_bytes}",
+            f"open_bytes {self.open_bytes}",
+            f"checkpoint_bytes {self.checkpoint_bytes}",
             f"log {self.log}",
         ]
         for index in range(self.gpus):

@@ -79,8 +79,20 @@ static CUresult step_lock(unsigned int timeout_ms) {
     return CUDA_SUCCESS;
 }
 
+int process_has_free(int gpu, uint64_t bytes) {
+    struct facts facts = scenario_facts();
+    node_lock();
+    int has = node_used_bytes(gpu) + bytes <= facts.gpus[gpu].bytes;
+    node_unlock();
+    return has;
+}
+
+/* Without memory for itself on a GPU of the process it answers 999, and the process stays locked (580.159.04). */
 static CUresult step_checkpoint(void) {
     if (state != LOCKED) return CUDA_ERROR_ILLEGAL_STATE;
+    for (int i = 0; i < context_count; i++)
+        if (contexts[i].users && !process_has_free(contexts[i].gpu, scenario_facts().checkpoint_bytes))
+            return CUDA_ERROR_UNKNOWN;
     CUresult saved = memory_save();
     if (saved) return saved;
     node_lock();

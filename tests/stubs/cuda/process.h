@@ -51,6 +51,9 @@ extern int regions_top;
 extern pthread_mutex_t process_guard;
 extern _Thread_local CUcontext current_context;
 
+/* Whether so much is free on that GPU. */
+int process_has_free(int gpu, uint64_t bytes);
+
 /* ---- the gate ---- */
 
 /* Every call but the few that touch nothing: notes it, waits while this process is locked, gives back an ordered error.

@@ -101,6 +101,12 @@ static void read_line(const char *line) {
         facts.context_bytes = strtoull(rest, NULL, 10);
     else if (!strcmp(what, "restore_bytes"))
         facts.restore_bytes = strtoull(rest, NULL, 10);
+    else if (!strcmp(what, "stream_bytes"))
+        facts.stream_bytes = strtoull(rest, NULL, 10);
+    else if (!strcmp(what, "open_bytes"))
+        facts.open_bytes = strtoull(rest, NULL, 10);
+    else if (!strcmp(what, "checkpoint_bytes"))
+        facts.checkpoint_bytes = strtoull(rest, NULL, 10);
     else if (!strcmp(what, "log"))
         snprintf(log_path, sizeof log_path, "%s", rest);
     else if (!strcmp(what, "error") || !strcmp(what, "delay") || !strcmp(what, "hang") || !strcmp(what, "hold") ||

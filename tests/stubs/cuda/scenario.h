@@ -21,6 +21,8 @@ struct gpu {
 struct facts {
     int gpu_count, driver_version;
     uint64_t context_bytes, restore_bytes; /* of a context; what a restore needs beside the memory itself, for a moment */
+    /* What calls need for a moment of what is free: a new stream, opening another's memory, a checkpoint on its GPUs. */
+    uint64_t stream_bytes, open_bytes, checkpoint_bytes;
     int is_another_node; /* than processes were checkpointed on */
     struct gpu gpus[NODE_GPUS];
 };

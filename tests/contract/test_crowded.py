@@ -1,0 +1,137 @@
+"""Calls of the driver that find no memory for themselves, on GPUs that somebody else has filled meanwhile.
+
+On two H200 a program took all that was free beside a job that was away: no stream was to be had for bringing its bytes
+back, so that it stayed suspended until somebody resumed it, and it could not be taken off that GPU again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hegmd.helper.link import DriverFailed
+from hegmd.helper.provisions import PIECE_BYTES, PIECES
+from hegmd.methods.base import Crowded
+from tests.contract.driven import REST_BYTES, Parts, rigged
+from tests.contract.helped import MIB, SIZE_BYTES, Owner, ask, carry, hold, linked, places
+from tests.stubs.cuda.node import CudaNode
+
+
+def fill(owner: Owner) -> None:
+    """Have it take all that is free on its GPU."""
+    assert owner.ask("grab").startswith("grabbed")
+
+
+@pytest.mark.parametrize("way", ["video", "host"])
+async def test_on_a_gpu_that_was_filled_after_arming_copies_have_streams_and_open_what_they_copy(
+    node: CudaNode, owner: Owner, watcher: Owner, tmp_path: Path, way: str
+) -> None:
+    """Streams were made for each copy, and nothing was there for the page tables of what is opened."""
+    here, there = node.uuids
+    fillers = watcher, Owner(node, 0, 1)
+    async with linked(node) as link:
+        held, sizes = await hold(link, there, [SIZE_BYTES])
+        with held, (tmp_path / "pool").open("w+b") as pool:
+            pool.truncate(SIZE_BYTES)
+            await ask(link, "open", lane="7", gpus=[here, there])
+            if way == "video":
+                await ask(link, "attach-video", lane="7", gpu=there, sizes=sizes, fds=held.view())
+            else:
+                await ask(link, "attach-host", lane="7", size_bytes=SIZE_BYTES, fds=[pool.fileno()])
+            node.stream_bytes, node.open_bytes = MIB, PIECE_BYTES // 2
+            node.write()
+            for filler in fillers:
+                fill(filler)
+            await carry(link, here, "out", owner, places())
+            owner.come_back()
+            await carry(link, here, "in", owner, places())
+            assert owner.ask("digest") == owner.digest
+            await ask(link, "close", lane="7")
+    fillers[1].close()
+
+
+async def test_a_lane_gives_its_reserve_bit_by_bit_and_has_it_again(
+    node: CudaNode, owner: Owner, watcher: Owner
+) -> None:
+    here, there = node.uuids
+    async with linked(node) as link:
+        held, sizes = await hold(link, there, [SIZE_BYTES])
+        with held:
+            await ask(link, "open", lane="7", gpus=[here, there])
+            before_bytes = watcher.free_bytes()
+            await ask(link, "attach-video", lane="7", gpu=there, sizes=sizes, fds=held.view())
+            assert watcher.free_bytes() == before_bytes - PIECES * PIECE_BYTES
+            opened = len(node.calls("cuIpcOpenMemHandle_v2"))
+            node.order("error cuIpcOpenMemHandle_v2 2")
+            with pytest.raises(DriverFailed, match="cuIpcOpenMemHandle failed with 2"):
+                await carry(link, here, "out", owner, places())
+            assert len(node.calls("cuIpcOpenMemHandle_v2")) == opened + PIECES + 1
+            assert watcher.free_bytes() == before_bytes - PIECES * PIECE_BYTES, "it is there for the next one"
+            node.mend()
+            await ask(link, "close", lane="7")
+            assert watcher.free_bytes() > before_bytes
+
+
+@pytest.mark.parametrize("code", [2, 999])
+async def test_a_checkpoint_on_a_full_gpu_is_asked_for_again_with_what_copies_have_in_reserve(
+    node: CudaNode, owner: Owner, code: int
+) -> None:
+    filler = Owner(node, 0, 1)
+    async with linked(node) as link:
+        held, sizes = await hold(link, node.uuids[0], [SIZE_BYTES])
+        with held:
+            await ask(link, "open", lane="7", gpus=node.uuids[:1])
+            await ask(link, "attach-video", lane="7", gpu=node.uuids[0], sizes=sizes, fds=held.view())
+            node.checkpoint_bytes = 2 * PIECE_BYTES
+            node.write()
+            if code == 2:
+                node.order("error step:checkpoint 2 1 2")
+            fill(filler)
+            await ask(link, "lock", pid=owner.pid, timeout_s=1.0)
+            await ask(link, "checkpoint", pid=owner.pid)
+            assert (await ask(link, "state", pid=owner.pid))["state"] == "checkpointed"
+            filler.close()
+            await ask(link, "restore", pid=owner.pid, pairs=[])
+            await ask(link, "unlock", pid=owner.pid)
+            assert owner.ask("digest") == owner.digest
+            await ask(link, "close", lane="7")
+
+
+async def test_a_checkpoint_that_fails_for_another_reason_is_not_asked_for_again(node: CudaNode, owner: Owner) -> None:
+    async with linked(node) as link:
+        with pytest.raises(DriverFailed, match="401"):
+            await ask(link, "checkpoint", pid=owner.pid)
+        node.order("error step:checkpoint 999")
+        await ask(link, "lock", pid=owner.pid, timeout_s=1.0)
+        with pytest.raises(DriverFailed, match="999"):
+            await ask(link, "checkpoint", pid=owner.pid)
+        assert len(node.calls("step:checkpoint")) == 2, "there is no reserve without a lane"
+        await ask(link, "unlock", pid=owner.pid)
+
+
+async def test_a_process_that_cannot_be_taken_off_a_full_gpu_runs_on_and_it_is_said_why(parts: Parts) -> None:
+    parts.node.checkpoint_bytes = 8 * MIB
+    parts.node.write()
+    filler = Owner(parts.node, 0, 1)
+    async with rigged(parts) as rig:
+        await rig.method.hold_room(rig.subject, "gpu1", REST_BYTES)
+        fill(filler)
+        with pytest.raises(Crowded, match=r"which somebody has filled: .* failed with 999"):
+            await rig.method.checkpoint(rig.subject)
+        assert await rig.state(rig.moved) == "running"
+        filler.close()
+        await rig.method.checkpoint(rig.subject)
+        off = replace(rig.subject, gpu=None, left="gpu0")
+        await rig.method.restore(off, "gpu1")
+        assert rig.moved.ask("digest") == rig.moved.digest
+
+
+async def test_an_unknown_error_on_a_gpu_with_memory_left_is_not_called_crowded(parts: Parts) -> None:
+    async with rigged(parts) as rig:
+        rig.node.order("error step:checkpoint 999")
+        with pytest.raises(DriverFailed, match="999"):
+            await rig.method.checkpoint(rig.subject)
+        assert await rig.state(rig.moved) == "running"
+        rig.node.mend()
