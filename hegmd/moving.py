@@ -188,7 +188,7 @@ class Moving:
             by_worker,
             by_state,
             DriverCarrier(),
-            HostCarrier(self.helper, gpus, self.pool),
+            HostCarrier(self.helper, gpus, self.pool, self.memory),
             PeerCarrier(self.helper, gpus, self.memory),
         )
         methods: tuple[Method, ...] = (method, self._restarting(method))

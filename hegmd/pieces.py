@@ -25,6 +25,12 @@ ROUND_BYTES = 1 << 30
 # What the driver carries of a process whose agent carries the rest, room for the way back included: contexts, modules
 # and cuBLAS. It is in the driver's fixed times.
 NEXT_TO_NOTHING_BYTES = 768 * MIB
+# Where somebody cannot be held still while room changes hands, so much has to be free besides: what one process takes
+# at once (a context has 0.5 GiB, and allocators of frameworks grow by less than the rest) then does no harm.
+CALM_BYTES = 2048 * MIB
+# How much further than their sizes storages can reach in the flat space: each begins at a multiple of 512 bytes, and a
+# copy has 65,536 of them at the most.
+FLAT_BYTES = 32 * MIB
 # What a context of the helper takes on each GPU where it copies.
 CONTEXT_BYTES = 512 * MIB
 
@@ -46,3 +52,20 @@ def round_bytes(storage_room_bytes: int) -> int:
 def rounds_of(size_bytes: int, overlap_bytes: int) -> int:
     """In how many rounds storages are made of which so much has no room of its own at first; 1 where all have."""
     return 1 if overlap_bytes <= 0 else -(-size_bytes // round_bytes(size_bytes - overlap_bytes))
+
+
+def passing_room_bytes(size_bytes: int, *, at_rest: bool) -> int:
+    """What has to be free on a GPU for video memory beside it that bytes on their way to the pool go through.
+
+    As long as the job still trains, as much again is left to it; then the moment is short.
+    """
+    own_bytes = size_bytes + FLAT_BYTES
+    return own_bytes + CALM_BYTES + (0 if at_rest else size_bytes)
+
+
+def ahead_room_bytes(size_bytes: int) -> int:
+    """What has to be free on a GPU, beside all that is held there for a process, for a copy that goes ahead of it.
+
+    A restore asks for some calm by itself, which is not to be taken from it.
+    """
+    return size_bytes + FLAT_BYTES + 2 * CALM_BYTES

@@ -13,7 +13,7 @@ from typing import Protocol
 from hegmd.errors import NOT_FOUND, HegmError, Refused
 from hegmd.events import EventLog
 from hegmd.log import fields
-from hegmd.methods.gpus import BYTES
+from hegmd.methods.gpus import BYTES, PASSING
 from hegmd.migration.adoption import Driven, Standing, on_real_gpu
 from hegmd.pool import Key, Pool
 from hegmd.pool import Source as PieceSource
@@ -103,7 +103,7 @@ class VideoStrays:
         for (who, gpu), size_bytes in self._memory.by_owner().items():
             operation, _, rest = who.partition(".")
             worker, _, kind = rest.rpartition(".")
-            if kind == BYTES and not self._owned(Key(operation, worker)):
+            if kind in (BYTES, PASSING) and not self._owned(Key(operation, worker)):
                 yield who, gpu, Key(operation, worker), size_bytes
 
     def strays(self) -> Iterable[Stray]:

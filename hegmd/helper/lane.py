@@ -1,4 +1,6 @@
-"""What one operation has in the helper: contexts on its GPUs, and one space that its bytes go to and come from.
+"""What one operation has in the helper: contexts on its GPUs, and the spaces that its bytes go to and come from.
+
+One is video memory and one a piece of the host pool; where there are both, bytes go from one to the other as well.
 
 A context costs half a gigabyte on its GPU, so it is there only while some lane uses the GPU. Requests to one lane are
 done one after the other, and two lanes know nothing of each other: a lane that copies out and one that copies in have
@@ -17,17 +19,19 @@ from typing import Any
 from hegmd.crew import share_out
 from hegmd.errors import Refused
 from hegmd.helper import cuda
-from hegmd.helper.allocations import IN, Done
+from hegmd.helper.allocations import IN, Allocations, Done, Place, joined
 from hegmd.helper.copying import PACE, Copy
+from hegmd.helper.mark import Mark
 from hegmd.helper.provisions import Provisions
 from hegmd.helper.spaces import VideoSpace
-from hegmd.helper.staging import HostSpace, StagedCopy
+from hegmd.helper.staging import HostMemory, HostSpace, NearSpace, StagedCopy, make_ring_memory
 
 # CUDA's word for two GPUs that cannot reach each other's memory; copies between them then go through the host.
 _PEER_ACCESS_UNSUPPORTED = 217
 
 
-Space = VideoSpace | HostSpace
+#: The spaces that copies go through, as they are called on the wire.
+VIDEO, HOST = "video", "host"
 
 
 class Contexts:
@@ -78,19 +82,34 @@ class Contexts:
 class Lane:
     """One operation's part of the helper. Its methods may be called from any thread."""
 
-    def __init__(self, contexts: Contexts, ordinals: Sequence[int]) -> None:
-        """Raises CudaError, with nothing held then."""
+    def __init__(
+        self, contexts: Contexts, ordinals: Sequence[int], map_host: Callable[[], HostMemory] | None = None
+    ) -> None:
+        """With a piece of the host pool as its space, if there is one to map, which goes on beside making contexts.
+
+        Raises CudaError, OSError, with nothing held then.
+        """
         self._guard = threading.Lock()
         self._closed = False
-        self._space: Space | None = None
+        self._video: VideoSpace | None = None
+        self._host: HostSpace | None = None
         with ExitStack() as undo:
-            self._contexts = contexts.hold(ordinals)
-            undo.callback(contexts.let_go, ordinals)
+            self._contexts, memory = _opened(contexts, ordinals, map_host, undo)
             #: Whether all its GPUs reach each other's memory directly.
             self.peer = self._enable_peers()
             self._provisions = Provisions(self._contexts)
             undo.callback(self._provisions.close)
+            if memory is not None:
+                self._host = self._host_space(memory)
             self._undo = undo.pop_all()
+
+    def _host_space(self, memory: HostMemory) -> HostSpace:
+        space = HostSpace(next(iter(self._contexts.values())), memory)
+        with ExitStack() as undo:
+            undo.callback(space.ring.close)
+            self._provisions.provide(space.ring.pace.streams, space.ring.slots(0)[0])
+            undo.pop_all()
+        return space
 
     def _enable_peers(self) -> bool:
         try:
@@ -103,94 +122,121 @@ class Lane:
         return True
 
     def attach_video(self, ordinal: int, pieces: Sequence[tuple[int, int]], start: int = 0) -> None:
-        """Have held video memory of one of its GPUs as the space, by descriptor and size. Raises CudaError, Refused."""
+        """Have held video memory of one of its GPUs as a space, by descriptor and size. Raises CudaError, Refused."""
         self._context(ordinal)
-
-        def make() -> VideoSpace:
-            self._provisions.provide(PACE.streams)
-            return VideoSpace(ordinal, self._contexts, pieces, start=start, peer=self.peer)
-
-        self._attach(make)
-
-    def attach_host(self, fd: int, size_bytes: int) -> None:
-        """Have a piece of the host pool as the space. Raises CudaError, OSError, Refused."""
-
-        def make() -> HostSpace:
-            space = HostSpace(next(iter(self._contexts.values())), fd, size_bytes)
-            with ExitStack() as undo:
-                undo.callback(space.close)
-                self._provisions.provide(space.ring.pace.streams, space.ring.slots(0)[0])
-                undo.pop_all()
-            return space
-
-        self._attach(make)
-
-    def _attach(self, make: Callable[[], Space]) -> None:
         with self._guard:
             self._refuse_closed()
-            if self._space is not None:
-                raise Refused("the lane has a space already", "let go of all of it first")
-            self._space = make()
+            if self._video is not None:
+                raise Refused("the lane has video memory already", "let go of all of it first")
+            self._provisions.provide(PACE.streams)
+            self._video = VideoSpace(ordinal, self._contexts, pieces, start=start, peer=self.peer)
 
     def detach(self, pieces: int | None) -> int:
-        """Let go of the first pieces of its video memory, or of the whole space (None); bytes of video memory."""
+        """Let go of the first pieces of its video memory, or of all of it (None); bytes."""
         with self._guard:
-            if isinstance(self._space, VideoSpace) and pieces is not None:
-                return self._space.detach(pieces)
+            if self._video is None:
+                raise Refused("the lane has no video memory to let go of", "look at the lane again")
             if pieces is not None:
-                raise Refused("the lane has no video memory to let go of in pieces", "let go of all of it")
-            space, self._space = self._space, None
-            if space is not None:
-                space.close()
-            return 0
+                return self._video.detach(pieces)
+            space, self._video = self._video, None
+            size_bytes = space.left_bytes
+            space.close()
+            return size_bytes
+
+    def mark(self, mark: Mark | None) -> None:
+        """Write into its piece of the host pool where the bytes are. Raises Refused."""
+        with self._guard:
+            self._piece().memory.mark(mark)
 
     def copy(
         self,
         ordinal: int,
         direction: str,
+        through: str | None,
         handles: Sequence[bytes],
         places: Sequence[Sequence[int]],
         tell: Callable[[int], None],
     ) -> Done:
-        """Copy between the storages of a process on that GPU and the space. Raises CudaError, Refused.
+        """Copy between the storages of a process on that GPU and one of its spaces: the only one, or the one named.
 
-        Where a call of the driver found no memory for itself, all is copied once more with a piece of the reserve.
+        Raises CudaError, Refused.
         """
         self._context(ordinal)
         with self._guard:
             self._refuse_closed()
-            try:
-                while True:
-                    try:
-                        return self._copy(ordinal, direction, handles).run(places, tell)
-                    except cuda.CudaError as error:
-                        if error.code != cuda.OUT_OF_MEMORY or not self._provisions.spend():
-                            raise
-            finally:
-                self._provisions.restock()
+            return self._tried_again(lambda: self._copy(ordinal, direction, through, handles, places, tell))
 
-    def _copy(self, ordinal: int, direction: str, handles: Sequence[bytes]) -> Copy | StagedCopy:
-        context, spend = self._contexts[ordinal], self._provisions.spend
-        if self._space is None:
-            raise Refused("the lane has no space to copy to or from", "attach video or host memory first")
-        if isinstance(self._space, HostSpace):
-            streams = self._provisions.streams(ordinal)
-            return StagedCopy(context, self._space, direction, handles, streams, spend=spend)
-        streams = self._provisions.streams(self._space.ordinal if direction == IN else ordinal)
-        return Copy(context, self._space, direction, handles, streams, spend=spend)
+    def _copy(
+        self,
+        ordinal: int,
+        direction: str,
+        through: str | None,
+        handles: Sequence[bytes],
+        places: Sequence[Sequence[int]],
+        tell: Callable[[int], None],
+    ) -> Done:
+        space, context, spend = self._space(through), self._contexts[ordinal], self._provisions.spend
+        if isinstance(space, HostSpace):
+            near = Allocations(context, handles, spend=spend)
+            copy = StagedCopy(context, space, direction, near, self._provisions.streams(ordinal))
+            return copy.run(joined(places, len(near)), tell)
+        streams = self._provisions.streams(space.ordinal if direction == IN else ordinal)
+        return Copy(context, space, direction, handles, streams, spend=spend).run(places, tell)
+
+    def shift(self, direction: str, size_bytes: int, tell: Callable[[int], None]) -> Done:
+        """Copy so much of its video memory `out` to its piece of the host pool, or `in`. Raises CudaError, Refused."""
+        with self._guard:
+            host, video = self._piece(), self._video
+            if video is None:
+                raise Refused("the lane has no video memory to copy to or from", "attach it first")
+            streams = self._provisions.streams(video.ordinal)
+
+            def shift() -> Done:
+                copy = StagedCopy(video.context, host, direction, NearSpace(video), streams)
+                return copy.run([Place(0, 0, size_bytes, 0)], tell)
+
+            return self._tried_again(shift)
+
+    def _tried_again(self, copy: Callable[[], Done]) -> Done:
+        """Where a call of the driver found no memory for itself, all is copied anew with a piece of the reserve."""
+        try:
+            while True:
+                try:
+                    return copy()
+                except cuda.CudaError as error:
+                    if error.code != cuda.OUT_OF_MEMORY or not self._provisions.spend():
+                        raise
+        finally:
+            self._provisions.restock()
 
     def spend(self) -> bool:
         """Give some of what is in reserve back to each of its GPUs; whether there was any."""
         return self._provisions.spend()
 
+    def _space(self, through: str | None) -> VideoSpace | HostSpace:
+        spaces = {name: space for name, space in ((VIDEO, self._video), (HOST, self._host)) if space is not None}
+        named = spaces if through is None else {through: spaces.get(through)}
+        (space, *others) = named.values() or (None,)
+        if space is None or others:
+            raise Refused(f"the lane has no space to copy to or from, or not one: {', '.join(spaces)}", "name one")
+        return space
+
+    def _piece(self) -> HostSpace:
+        self._refuse_closed()
+        if self._host is None:
+            raise Refused("the lane has no piece of the host pool", "open it with one")
+        return self._host
+
     def close(self) -> None:
         """Let go of everything, after whatever is under way. Closing twice is fine."""
         with self._guard:
             self._closed = True
-            space, self._space = self._space, None
+            video, self._video = self._video, None
+            host, self._host = self._host, None
             with self._undo:  # the contexts go last, and in any case
-                if space is not None:
-                    space.close()
+                for space in (video, host):
+                    if space is not None:
+                        self._undo.callback(space.close)
 
     def _context(self, ordinal: int) -> Any:
         if ordinal not in self._contexts:
@@ -200,3 +246,29 @@ class Lane:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise Refused("the lane is closed", "open it again")
+
+
+def _call(work: Callable[[], None]) -> None:
+    work()
+
+
+def _opened(
+    contexts: Contexts, ordinals: Sequence[int], map_host: Callable[[], HostMemory] | None, undo: ExitStack
+) -> tuple[Mapping[int, Any], HostMemory | None]:
+    """Contexts, and the piece of the host pool, side by side. What is there by then is undone when either fails."""
+    held: dict[int, Any] = {}
+    mapped: list[HostMemory] = []
+
+    def hold() -> None:
+        held.update(contexts.hold(ordinals))
+        undo.callback(contexts.let_go, ordinals)
+
+    def prepare() -> None:
+        if map_host is not None:
+            mapped.append(map_host())
+            undo.callback(mapped[0].close)
+            make_ring_memory()
+
+    works = [hold] if map_host is None else [hold, prepare]
+    share_out(works, lambda: _call, threads=len(works), name="opening")
+    return held, mapped[0] if mapped else None

@@ -2,7 +2,7 @@
 
     devices, state, lock, checkpoint, restore, unlock           the node's GPUs; other processes
     hold                                                        video memory that outlives the helper
-    open, attach-video, detach-video, attach-host, copy, close  lanes
+    open, attach-video, detach-video, copy, shift, mark, close  lanes
 
 Times are in seconds, GPUs go by UUID. Decides nothing but that video memory is held whole or not at all.
 """
@@ -18,6 +18,8 @@ from hegmd.descriptors import Descriptors
 from hegmd.errors import Refused
 from hegmd.helper import cuda
 from hegmd.helper.lane import Contexts, Lane
+from hegmd.helper.mark import Mark
+from hegmd.helper.staging import HostMemory
 from hegmd.helper.wire import Answer, DriverFailed, Handler, Request
 
 MIB = 1 << 20
@@ -65,8 +67,9 @@ class Requests:
             "open": self._open,
             "attach-video": self._attach_video,
             "detach-video": self._detach_video,
-            "attach-host": self._attach_host,
             "copy": self._copy,
+            "shift": self._shift,
+            "mark": self._mark,
             "close": self._close,
         }
         return {name: _driven(handler) for name, handler in named.items()}
@@ -155,12 +158,17 @@ class Requests:
     # -- lanes ---------------------------------------------------------------------------------------------------------
 
     def _open(self, request: Request) -> Answer:
+        """Contexts on these GPUs; with a descriptor, that piece of the host pool as its space."""
         name = str(request.args["lane"])
         ordinals = [self._ordinal(uuid) for uuid in dict.fromkeys(request.args["gpus"])]
+        map_host: Callable[[], HostMemory] | None = None
+        if request.fds:
+            (fd,), size_bytes = request.fds.view(), int(request.args["host_bytes"])
+            map_host = functools.partial(_mapped, fd, size_bytes)
         with self._guard:
             if name in self._lanes:
                 raise Refused(f"the lane {name} is open already", "close it first")
-            lane = self._lanes[name] = Lane(self._contexts, ordinals)
+            lane = self._lanes[name] = Lane(self._contexts, ordinals, map_host)
         return Answer({"peer": lane.peer})
 
     def _attach_video(self, request: Request) -> Answer:
@@ -174,29 +182,31 @@ class Requests:
     def _detach_video(self, request: Request) -> Answer:
         return Answer({"detached_bytes": self._lane(request).detach(request.args["pieces"])})
 
-    def _attach_host(self, request: Request) -> Answer:
-        (fd,) = request.fds.view()
-        size_bytes: int = request.args["size_bytes"]
-        try:
-            self._lane(request).attach_host(fd, size_bytes)
-        except OSError as error:
-            raise Refused(
-                f"{size_bytes // MIB} MiB of the host pool cannot be mapped: {error.strerror or error}",
-                "look at the node's free memory and huge pages, and at MemoryMax= of hegmd.service",
-                {"size_bytes": size_bytes, "errno": error.errno},
-            ) from error
-        return Answer({})
-
     def _copy(self, request: Request) -> Answer:
         args = request.args
         done = self._lane(request).copy(
             self._ordinal(args["gpu"]),
             args["direction"],
+            args.get("through"),
             args["handles"],
             args["places"],
             lambda copied_bytes: request.tell({"copied_bytes": copied_bytes}),
         )
         return Answer(done._asdict())
+
+    def _shift(self, request: Request) -> Answer:
+        done = self._lane(request).shift(
+            request.args["direction"],
+            request.args["size_bytes"],
+            lambda copied_bytes: request.tell({"copied_bytes": copied_bytes}),
+        )
+        return Answer(done._asdict())
+
+    def _mark(self, request: Request) -> Answer:
+        """Say in the piece of the host pool who has its bytes, or that it has them itself (no owner)."""
+        owner = request.args["owner"]
+        self._lane(request).mark(None if owner is None else Mark(str(owner), int(request.args["size_bytes"])))
+        return Answer({})
 
     def _close(self, request: Request) -> Answer:
         """Everything of the lane is gone after it; fine when there is no such lane."""
@@ -212,6 +222,19 @@ class Requests:
         if lane is None:
             raise Refused(f"there is no lane {name}", "open it first; it goes with the helper that it was opened in")
         return lane
+
+
+def _mapped(fd: int, size_bytes: int) -> HostMemory:
+    try:
+        return HostMemory(fd, size_bytes)
+    except (OSError, ValueError) as error:  # Python looks by itself whether the file is as large
+        errno = error.errno if isinstance(error, OSError) else None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise Refused(
+            f"{size_bytes // MIB} MiB of the host pool cannot be mapped: {why or error}",
+            "look at the node's free memory and huge pages, and at MemoryMax= of hegmd.service",
+            {"size_bytes": size_bytes, "errno": errno},
+        ) from error
 
 
 def _exported(ordinal: int, size_bytes: int) -> int:

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple, Protocol
 from hegmd.errors import Refused
 from hegmd.helper.link import Answer, HelperLost, Link
 
-__all__ = ["Copied", "HelperLost", "Route"]
+__all__ = ["HOST", "VIDEO", "Copied", "HelperLost", "Route"]
+
+#: The spaces of a lane, as the helper calls them.
+VIDEO, HOST = "video", "host"
 
 # A context takes 0.1 s; page tables of a pool in small pages some 0.1 s for each gigabyte.
 _OPEN_S = 20.0
@@ -57,33 +60,47 @@ class Route:
         self._size_bytes = size_bytes
         #: Whether its GPUs reach each other's memory directly; copies between them go through the host otherwise.
         self.peer = peer
+        #: Whose video memory its carrier has attached, and how much.
+        self.attached: tuple[str, int] | None = None
 
     @classmethod
-    async def open(cls, link: Link, lane: str, gpus: Sequence[str]) -> Route:
-        """Have contexts on these GPUs, by UUID. A lane of that name that was left over is closed first.
+    async def open(
+        cls, link: Link, lane: str, gpus: Sequence[str], host_fd: int | None = None, host_bytes: int = 0
+    ) -> Route:
+        """Have contexts on these GPUs, by UUID, and that piece of the host pool as a space, if there is one.
 
-        Raises HelperLost, DriverFailed, Refused.
+        A lane of that name that was left over is closed first. Raises HelperLost, DriverFailed, Refused.
         """
         await link.call("close", {"lane": lane}, deadline_s=_CLOSE_S)
-        answer = await link.call("open", {"lane": lane, "gpus": list(gpus)}, deadline_s=_OPEN_S)
-        return cls(link, lane, answer.helper, peer=bool(answer.values["peer"]))
+        args = {"lane": lane, "gpus": list(gpus), "host_bytes": host_bytes}
+        fds = () if host_fd is None else (host_fd,)
+        answer = await link.call("open", args, deadline_s=_OPEN_S + host_bytes / _MAP_BYTES_PER_S, fds=fds)
+        return cls(link, lane, answer.helper, peer=bool(answer.values["peer"]), size_bytes=host_bytes)
 
     async def attach_video(self, gpu: str, pieces: Sequence[Held]) -> None:
         """Have that held video memory as the space, each piece at its own place. Raises as `open` does."""
         if not pieces:
             raise Refused("no video memory is held that bytes could go to", "hold some first")
-        self._size_bytes = sum(piece.size_bytes for piece in pieces)
         args = {"gpu": gpu, "sizes": [piece.size_bytes for piece in pieces], "start": pieces[0].at}
         await self._call("attach-video", args, _OPEN_S, [piece.fd for piece in pieces])
-
-    async def attach_host(self, fd: int, size_bytes: int) -> None:
-        """Have that piece of the host pool as the space. Raises as `open` does."""
-        self._size_bytes = size_bytes
-        await self._call("attach-host", {"size_bytes": size_bytes}, _OPEN_S + size_bytes / _MAP_BYTES_PER_S, [fd])
 
     async def detach_first(self, pieces: int) -> int:
         """Let go of the first pieces of video memory; bytes. They are free once the daemon has given them back too."""
         return int((await self._call("detach-video", {"pieces": pieces}, _CLOSE_S)).values["detached_bytes"])
+
+    async def detach_video(self) -> None:
+        """Let go of all of its video memory, which is free once the daemon has given it back too."""
+        await self._call("detach-video", {"pieces": None}, _CLOSE_S)
+
+    async def mark(self, owner: str | None, size_bytes: int = 0) -> None:
+        """Say in its piece of the host pool under whose name video memory has so many of its bytes; None for nobody."""
+        await self._call("mark", {"owner": owner, "size_bytes": size_bytes}, _CLOSE_S)
+
+    async def shift(self, direction: str, size_bytes: int) -> Copied:
+        """Copy so much `out` of its video memory to its piece of the host pool, or `in`. Raises as `open` does."""
+        deadline_s = _COPY_S + size_bytes / _COPY_BYTES_PER_S
+        answer = await self._call("shift", {"direction": direction, "size_bytes": size_bytes}, deadline_s)
+        return _copied(answer)
 
     async def copy(
         self,
@@ -92,17 +109,25 @@ class Route:
         handles: Sequence[bytes],
         places: Sequence[Place],
         on_progress: Progress = lambda _: None,
+        through: str | None = None,
     ) -> Copied:
         """Copy `out` of a process's allocations on that GPU, or `in`, each place (handle, offset, bytes, at in space).
 
-        The allocations are closed again when it returns or fails. Raises as `open` does.
+        `through` says by which of its spaces, VIDEO or HOST, where it has both. The allocations are closed when it
+        returns or fails. Raises as `open` does.
         """
         deadline_s = _COPY_S + sum(place[2] for place in places) / _COPY_BYTES_PER_S
-        args = {"gpu": gpu, "direction": direction, "handles": list(handles), "places": list(places)}
+        args = {
+            "gpu": gpu,
+            "direction": direction,
+            "through": through,
+            "handles": list(handles),
+            "places": list(places),
+        }
         answer = await self._call(
             "copy", args, deadline_s, on_progress=lambda event: on_progress(int(event["copied_bytes"]))
         )
-        return Copied(**{name: answer.values[name] for name in Copied._fields})
+        return _copied(answer)
 
     async def close(self) -> None:
         """Nothing of it is left in the helper, contexts included. Fine when the helper is gone."""
@@ -127,3 +152,7 @@ class Route:
             on_progress=on_progress,
             helper=self._helper,
         )
+
+
+def _copied(answer: Answer) -> Copied:
+    return Copied(**{name: answer.values[name] for name in Copied._fields})

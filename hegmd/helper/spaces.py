@@ -69,6 +69,11 @@ class VideoSpace:
             self._gone_bytes += self._sizes.pop(0)
         return self._gone_bytes - before_bytes
 
+    @property
+    def left_bytes(self) -> int:
+        """What of it has not been let go of."""
+        return sum(self._sizes)
+
     def address(self, at: int, size_bytes: int) -> int:
         """Where that part is. Raises Bug outside of what is mapped: the driver would end every copy of this process."""
         if at < self._gone_bytes or at + size_bytes > self._size_bytes:

@@ -1,9 +1,12 @@
-"""Copies between a process's storages and the host pool, by way of a little pinned memory that is used over and over.
+"""Copies between video memory and the host pool, by way of a little pinned memory that is used over and over.
 
 Pinning the whole of a pool costs about as much as copying it: 1.1 s for 32 GiB, whatever the threads, 0.6 s to let go,
 and the driver's own restore takes twice as long beside it. So only a ring of slots is pinned, 256 MiB of it; the copy
 engine fills one slot while threads empty others into the pool, or the other way round. Two H200 gave 53 GB/s so, each
 way, of the link's 55.4. The pool may be of any pages, in small ones or huge ones.
+
+The video memory is a process's storages, or held beside them: then a copy within one GPU is all that a process waits
+for, and the way over the link is gone while the driver has it in hand (`methods/host`).
 """
 
 from __future__ import annotations
@@ -15,15 +18,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from hegmd.crew import share_out
 from hegmd.errors import BAD_REQUEST, HegmError
 from hegmd.helper import cuda
-from hegmd.helper.allocations import IN, OUT, Allocations, Done, Place, Spend, joined
+from hegmd.helper.allocations import IN, OUT, Done, Place
 from hegmd.helper.copying import chunks
+from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
 from hegmd.helper.provisions import settle
-from hegmd.helper.spaces import outside
+from hegmd.helper.spaces import VideoSpace, outside
 
 _POPULATED_BYTES = 1 << 28
 # Telling of every slot costs the copies a fifth of their speed.
@@ -39,6 +43,10 @@ class Pace(NamedTuple):
     slots_a_strand: int = 2
     #: Smaller slots cost more calls than they save, larger ones leave the caches (24 to 53 GB/s were seen).
     slot_bytes: int = 8 << 20
+    #: A slot is filled and emptied in pieces of this size. What the C library copies at once from about a MiB on goes
+    #: past the caches: good for the pool, which nobody reads soon, and bad for a slot, which the engine reads at once.
+    out_piece_bytes: int = 8 << 20
+    in_piece_bytes: int = 512 << 10
 
     @property
     def strands(self) -> int:
@@ -49,6 +57,11 @@ class Pace(NamedTuple):
     def streams(self) -> int:
         """One for each slot."""
         return self.strands * self.slots_a_strand
+
+    @property
+    def ring_bytes(self) -> int:
+        """What is pinned in all."""
+        return self.streams * self.slot_bytes
 
 
 PACE = Pace()
@@ -61,14 +74,12 @@ class Ring:
         """Raises CudaError or OSError, with nothing held then."""
         self._context = context
         self.pace = pace
-        size_bytes = pace.strands * pace.slots_a_strand * pace.slot_bytes
-        self._map = _kept_or_new(size_bytes)
+        self._map = _kept_or_new(pace.ring_bytes)
         self._anchor: Any = ctypes.c_char.from_buffer(self._map)
         self._start = ctypes.addressof(self._anchor)
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(self._start), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
         cuda.use(context)
         try:
-            cuda.register(self._start, size_bytes)
+            cuda.register(self._start, pace.ring_bytes)
         except BaseException:
             self._unmap()
             raise
@@ -94,8 +105,13 @@ class Ring:
 _KEPT: list[mmap.mmap] = []
 
 
+def make_ring_memory(pace: Pace = PACE) -> None:
+    """Have memory for the next ring with its pages present: this needs no context, and goes on beside making one."""
+    _KEPT.append(_kept_or_new(pace.ring_bytes))
+
+
 def _kept_or_new(size_bytes: int) -> mmap.mmap:
-    """Memory for a ring. Lists give up their last item to one thread alone."""
+    """Memory for a ring, its pages present. Lists give up their last item to one thread alone."""
     while _KEPT:
         with suppress(IndexError):
             kept = _KEPT.pop()
@@ -104,54 +120,103 @@ def _kept_or_new(size_bytes: int) -> mmap.mmap:
             kept.close()
     made = mmap.mmap(-1, size_bytes)
     made.madvise(mmap.MADV_HUGEPAGE)
+    anchor = ctypes.c_char.from_buffer(made)
+    _populate(ctypes.addressof(anchor), size_bytes)
     return made
 
 
-class HostSpace:
-    """A piece of the host pool as one flat range of addresses, and the ring that its bytes go through.
+def _populate(at: int, size_bytes: int) -> None:
+    """Have those pages and their tables, others running meanwhile. An older kernel leaves that to the first touch."""
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(at), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
+
+
+class HostMemory:
+    """A piece of the host pool in this process's addresses, page tables made: for that no context is needed.
 
     The piece belongs to a descriptor that the daemon holds: what is filled stays, whatever becomes of this process.
     """
 
-    def __init__(self, context: Any, fd: int, size_bytes: int, pace: Pace = PACE) -> None:
-        """The descriptor stays the caller's. Raises CudaError or OSError, with nothing mapped then."""
-        self._size_bytes = size_bytes
-        with ExitStack() as undo:
-            self._map = mmap.mmap(fd, size_bytes)
-            undo.callback(self._unmap)
-            self._anchor: Any = ctypes.c_char.from_buffer(self._map)
-            self._start = ctypes.addressof(self._anchor)
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        """The descriptor stays the caller's. Raises OSError, with nothing mapped then."""
+        self.size_bytes = size_bytes
+        self._map = mmap.mmap(fd, size_bytes)
+        self._anchor: Any = ctypes.c_char.from_buffer(self._map)
+        self._start = ctypes.addressof(self._anchor)
+        try:
             self._make_page_tables()
-            self.ring = Ring(context, pace)
-            undo.pop_all()
+        except BaseException:
+            self.close()
+            raise
 
     def _make_page_tables(self) -> None:
-        """Here rather than one page after the other while a job stands. An older kernel just leaves it."""
-        libc = ctypes.CDLL(None)
+        """Here rather than one page after the other while a job stands."""
 
         def populate(at: int) -> None:
-            size_bytes = min(_POPULATED_BYTES, self._size_bytes - at)
-            libc.madvise(ctypes.c_void_p(self._start + at), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
+            _populate(self._start + at, min(_POPULATED_BYTES, self.size_bytes - at))
 
         share_out(
-            range(0, self._size_bytes, _POPULATED_BYTES), lambda: populate, threads=PACE.strands, name="page tables"
+            range(0, self.size_bytes, _POPULATED_BYTES), lambda: populate, threads=PACE.strands, name="page tables"
         )
 
     def address(self, at: int, size_bytes: int) -> int:
         """Where that part is. Raises Bug outside."""
-        if at < 0 or at + size_bytes > self._size_bytes:
-            raise outside(at, size_bytes, 0, self._size_bytes)
+        if at < 0 or at + size_bytes > self.size_bytes:
+            raise outside(at, size_bytes, 0, self.size_bytes)
         return self._start + at
+
+    def mark(self, mark: Mark | None) -> None:
+        """Say at its end where its bytes are; None for here. The first byte of a mark makes it one."""
+        at = self.address(self.size_bytes - MARK_BYTES, MARK_BYTES)
+        if mark is not None:
+            written = packed_mark(mark)
+            ctypes.memmove(at + 1, written[1:], MARK_BYTES - 1)
+            ctypes.memmove(at, written, 1)
+        else:
+            ctypes.memset(at, 0, 1)
+
+    def close(self) -> None:
+        """Closing twice is fine."""
+        self._anchor = None  # the map cannot be closed while something points into it
+        self._map.close()
+
+
+class HostSpace:
+    """Such a piece as one flat range of addresses, and the ring that its bytes go through."""
+
+    def __init__(self, context: Any, memory: HostMemory, pace: Pace = PACE) -> None:
+        """The memory is closed with it. Raises CudaError or OSError; the memory is the caller's still then."""
+        self.memory = memory
+        self.ring = Ring(context, pace)
 
     def close(self) -> None:
         try:
             self.ring.close()
         finally:
-            self._unmap()
+            self.memory.close()
 
-    def _unmap(self) -> None:
-        self._anchor = None  # the map cannot be closed while something points into it
-        self._map.close()
+
+class Near(Protocol):
+    """The video memory at one end of a copy: allocations of a process, or held memory."""
+
+    open_s: float
+
+    def address(self, place: Place) -> int: ...
+    def close(self) -> None: ...
+
+
+class NearSpace:
+    """Held video memory as that end: what is at a place there is at the same place in the pool."""
+
+    open_s = 0.0
+
+    def __init__(self, space: VideoSpace) -> None:
+        self._space = space
+
+    def address(self, place: Place) -> int:
+        return self._space.address(place.at, place.size_bytes)
+
+    def close(self) -> None:
+        """The space is the lane's."""
 
 
 class Part(NamedTuple):
@@ -176,37 +241,31 @@ def loads(places: Iterable[Place], slot_bytes: int) -> Iterator[list[Part]]:
 
 
 class StagedCopy:
-    """One copy of many places, in one direction, between the process on a GPU and the pool. Once."""
+    """One copy of many places, in one direction, between video memory on a GPU and the pool. Once."""
 
-    def __init__(
-        self,
-        context: Any,
-        host: HostSpace,
-        direction: str,
-        handles: Sequence[bytes],
-        streams: Sequence[Any],
-        *,
-        spend: Spend | None = None,
-    ) -> None:
-        """`context` is of the GPU that the process is on, and so are the streams, one for each slot."""
+    def __init__(self, context: Any, host: HostSpace, direction: str, near: Near, streams: Sequence[Any]) -> None:
+        """`context` is of the GPU that the video memory is on, and so are the streams, one for each slot.
+
+        What is near is closed with the copy.
+        """
         if direction not in {OUT, IN}:
             raise HegmError(BAD_REQUEST, f"{direction!r} is no direction of a copy", "it is `out` or `in`")
         self._context = context
         self._host = host
         self._direction = direction
         self._streams = streams
-        self._allocations = Allocations(context, handles, spend=spend)
+        self._near = near
         self._guard = threading.Lock()
         self._left: Iterator[list[Part]] = iter(())
         self._done_bytes = 0
         self._failed = False
 
-    def run(self, places: Iterable[Sequence[int]], tell: Callable[[int], None]) -> Done:
+    def run(self, places: Iterable[Place], tell: Callable[[int], None]) -> Done:
         """Copy it all; `tell` hears how many bytes are done. Raises CudaError; nothing stays open or queued then."""
         pace = self._host.ring.pace
-        self._left = loads(joined(places, len(self._allocations)), pace.slot_bytes)
+        self._left = loads(places, pace.slot_bytes)
         with ExitStack() as undo:
-            undo.callback(self._allocations.close)
+            undo.callback(self._near.close)
             undo.callback(settle, self._streams)
             started = time.monotonic()
             share_out(
@@ -219,7 +278,7 @@ class StagedCopy:
             copy_s = time.monotonic() - started
             started = time.monotonic()
             undo.close()
-        return Done(self._done_bytes, self._allocations.open_s, copy_s, time.monotonic() - started)
+        return Done(self._done_bytes, self._near.open_s, copy_s, time.monotonic() - started)
 
     def _work(self, strand: int, tell: Callable[[int], None]) -> None:
         """One load after the other, in the slots of this strand by turns: one is copied while the other is moved on."""
@@ -248,7 +307,7 @@ class StagedCopy:
         if self._direction == IN:
             self._move(slot, load)
         for part in load:
-            there, here = self._allocations.address(part.place), slot.address + part.within
+            there, here = self._near.address(part.place), slot.address + part.within
             if self._direction == OUT:
                 cuda.copy_async(here, None, there, self._context, part.place.size_bytes, slot.stream)
             else:
@@ -270,13 +329,19 @@ class StagedCopy:
 
     def _move(self, slot: _Slot, load: list[Part]) -> None:
         """Between the slot and the pool. Lets go of the interpreter meanwhile."""
+        pace = self._host.ring.pace
         for part in load:
-            pool = self._host.address(part.place.at, part.place.size_bytes)
+            pool = self._host.memory.address(part.place.at, part.place.size_bytes)
             here = slot.address + part.within
             if self._direction == OUT:
-                ctypes.memmove(pool, here, part.place.size_bytes)
+                _move(pool, here, part.place.size_bytes, pace.out_piece_bytes)
             else:
-                ctypes.memmove(here, pool, part.place.size_bytes)
+                _move(here, pool, part.place.size_bytes, pace.in_piece_bytes)
+
+
+def _move(to: int, start: int, size_bytes: int, piece_bytes: int) -> None:
+    for done_bytes in range(0, size_bytes, piece_bytes):
+        ctypes.memmove(to + done_bytes, start + done_bytes, min(piece_bytes, size_bytes - done_bytes))
 
 
 class _Slot:

@@ -24,6 +24,7 @@ from hegmd.workers import Worker
 
 __all__ = [
     "Crowded",
+    "Meanwhile",
     "Carrier",
     "Left",
     "Making",
@@ -199,6 +200,14 @@ class Standing:
     failed: str = ""
 
 
+@dataclass(slots=True)
+class Meanwhile:
+    """What was copied beside a step of the driver, as far as it is over."""
+
+    size_bytes: int = 0
+    took_s: float = 0.0
+
+
 class Method(Protocol):
     """One way of taking a process off its GPU and of bringing it back."""
 
@@ -281,6 +290,28 @@ class Carrier(Protocol):
 
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
         """Have the bytes in that memory and no longer in the process; how many."""
+        ...
+
+    def is_passing(self, subject: Subject) -> bool:
+        """Whether bytes that were taken out have still to come to where they may stay: `settling` does it."""
+        ...
+
+    def is_near(self, subject: Subject) -> bool:
+        """Whether bytes that are out are on the GPU that the process has come to."""
+        ...
+
+    def settling(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
+        """Meanwhile the block, in which the process is taken off its GPU, its bytes come to where they may stay.
+
+        They are there when the block is over. Raises HegmError, and they are where they were. Fine when they are there.
+        """
+        ...
+
+    def nearing(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
+        """Meanwhile the block, in which the process is restored, its bytes come nearer to it, as far as that can be.
+
+        What of that comes to nothing is no failure, and nothing of it is in the way of the block.
+        """
         ...
 
     async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
 
 from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost, Link
-from hegmd.helper.route import Place, Route
+from hegmd.helper.route import VIDEO, Place, Route
 from hegmd.log import fields
-from hegmd.methods.base import Crowded, Making, Progress, Subject
+from hegmd.methods.base import Crowded, Making, Meanwhile, Progress, Subject
+from hegmd.methods.beside import beside
 from hegmd.methods.gpus import Gpus
 from hegmd.pieces import MIB, round_bytes
 from hegmd.protocol.messages import AgentReport
 
-__all__ = ["CopyingCarrier", "note_short"]
+__all__ = ["CopyingCarrier", "lane_of", "note_short"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +46,13 @@ class CopyingCarrier:
 
     def __init__(self, helper: Link, gpus: Gpus) -> None:
         self._helper = helper
-        self._gpus = gpus
-        self._routes: dict[str, Route] = {}
+        self.gpus = gpus
+        self.routes: dict[str, Route] = {}
 
     # -- for the carriers ----------------------------------------------------------------------------------------------
 
     async def attach(self, subject: Subject, route: Route) -> None:
-        """Have the memory that is held for it as the route's space."""
-        raise NotImplementedError
+        """Have the video memory that is held for it as the route's, if that is to be there from the first."""
 
     async def reach(self, subject: Subject) -> list[str]:
         """The UUIDs of the GPUs that the copies touch, that of the process first."""
@@ -65,6 +66,20 @@ class CopyingCarrier:
         """How far the space reaches."""
         raise NotImplementedError
 
+    def piece(self, subject: Subject) -> tuple[int, int] | None:
+        """The piece of the host pool that the route is opened with, by descriptor and size, if it has one."""
+        return None
+
+    async def while_opening(self, subject: Subject) -> None:
+        """What is taken on GPUs while contexts are made there, in the same turn. Raises nothing."""
+
+    async def before_copy_out(self, subject: Subject, end_bytes: int) -> None:
+        """Where the bytes are to go, which reach so far, is settled here; nothing of them has been copied."""
+
+    async def through(self, subject: Subject, route: Route, end_bytes: int) -> str:
+        """By which space of the route those bytes are to be had, or go."""
+        return VIDEO
+
     async def passed(self, subject: Subject, route: Route, at_bytes: int) -> None:
         """Everything before that place in the space is in the process again."""
 
@@ -72,7 +87,7 @@ class CopyingCarrier:
 
     async def arm(self, subject: Subject) -> None:
         """Have the helper ready to copy, before the process is asked to stop."""
-        await self._with_route(subject, _nothing)
+        await self.with_route(subject, _nothing)
 
     async def arm_or_give(self, subject: Subject) -> None:
         """Arm; where that fails, nothing is held either: whoever asked is told that it has nothing."""
@@ -84,7 +99,7 @@ class CopyingCarrier:
 
     async def disarm(self, subject: Subject) -> None:
         """Let the helper have nothing more to do with it."""
-        route = self._routes.pop(_lane(subject), None)
+        route = self.routes.pop(lane_of(subject), None)
         if route is not None:
             await route.close()
 
@@ -92,7 +107,7 @@ class CopyingCarrier:
         """Raises HegmError; before the storages are freed, nothing has changed then."""
         report = await subject.worker.order("export")
         places = _places(report)
-        end_bytes = max((at + size_bytes for _, _, size_bytes, at in places), default=0)
+        end_bytes = _end_of(places)
         if end_bytes > self.space_bytes(subject):
             held_bytes = self.space_bytes(subject)
             raise Refused(
@@ -100,9 +115,24 @@ class CopyingCarrier:
                 "ask again: it has grown since it was counted",
                 {"needed_bytes": end_bytes, "held_bytes": held_bytes},
             )
+        await self.before_copy_out(subject, end_bytes)
         await self._copy(subject, "out", report, places, on_progress)
         freed = await subject.worker.order("free")
         return freed.size_bytes or 0
+
+    def is_passing(self, subject: Subject) -> bool:
+        return False
+
+    def is_near(self, subject: Subject) -> bool:
+        return False
+
+    def settling(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
+        """They are where they may stay."""
+        return nullcontext(Meanwhile())
+
+    def nearing(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
+        """They are where they are carried from."""
+        return nullcontext(Meanwhile())
 
     async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
         """Raises HegmError; what is not filled by then is still held, and the next call goes on from there."""
@@ -123,7 +153,7 @@ class CopyingCarrier:
         await self._copy(subject, "in", report, places, on_progress)
         await subject.worker.order("filled", first=report.first or 0, count=len(places))
         if report.left:
-            await self._with_route(subject, lambda route: self.passed(subject, route, _end_of(places)))
+            await self.with_route(subject, lambda route: self.passed(subject, route, _end_of(places)))
         return sum(place[2] for place in places)
 
     # -- copying -------------------------------------------------------------------------------------------------------
@@ -131,16 +161,17 @@ class CopyingCarrier:
     async def _copy(
         self, subject: Subject, direction: str, report: AgentReport, places: list[Place], on_progress: Progress
     ) -> None:
-        gpu = await self._gpus.uuid_of(subject.gpu or "")
+        gpu = await self.gpus.uuid_of(subject.gpu or "")
 
         async def copy(route: Route) -> None:
-            done = await route.copy(gpu, direction, report.handles, places, on_progress)
-            logger.info("copied %s: %s", direction, done)
+            through = await self.through(subject, route, _end_of(places))
+            done = await route.copy(gpu, direction, report.handles, places, on_progress, through)
+            logger.info("copied %s through %s: %s", direction, through, done)
 
         if not places:
             return
         try:
-            await self._with_route(subject, copy)
+            await self.with_route(subject, copy)
         except DriverFailed as error:
             if error.call != _OPEN_CALL:
                 raise
@@ -150,7 +181,7 @@ class CopyingCarrier:
                 {**error.facts, "pid": subject.pid},
             ) from error
 
-    async def _with_route(self, subject: Subject, work: Callable[[Route], Awaitable[T]]) -> T:
+    async def with_route(self, subject: Subject, work: Callable[[Route], Awaitable[T]]) -> T:
         """Do it over the route, which is opened if it is not, and again if its helper has gone."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -164,7 +195,7 @@ class CopyingCarrier:
                     {**error.facts, "pid": subject.pid},
                 ) from error
             except HelperLost as error:
-                self._routes.pop(_lane(subject), None)
+                self.routes.pop(lane_of(subject), None)
                 if attempt == _ATTEMPTS:
                     raise
                 logger.warning("copying for process %d begins anew: %s", subject.pid, error.message)
@@ -172,12 +203,13 @@ class CopyingCarrier:
 
     async def _route(self, subject: Subject) -> Route:
         """The route, ready to copy. Its contexts take room, so they are made in the turn on each GPU."""
-        route = self._routes.get(_lane(subject))
+        route = self.routes.get(lane_of(subject))
         if route is None:
             uuids = await self.reach(subject)
-            async with self._gpus.turns(self._gpus.name_of(uuid) for uuid in uuids):
-                route = await Route.open(self._helper, _lane(subject), uuids)
-            self._routes[_lane(subject)] = route
+            turns = self.gpus.turns(self.gpus.name_of(uuid) for uuid in uuids)
+            async with turns, beside(lambda: self.while_opening(subject)):
+                route = await Route.open(self._helper, lane_of(subject), uuids, *(self.piece(subject) or ()))
+            self.routes[lane_of(subject)] = route
             await self.attach(subject, route)
         return route
 
@@ -202,7 +234,7 @@ async def _nothing(_: Route) -> None:
     """To have the route is all that is wanted."""
 
 
-def _lane(subject: Subject) -> str:
+def lane_of(subject: Subject) -> str:
     return f"{subject.operation}.{subject.name}"
 
 

@@ -35,16 +35,12 @@ from hegmd.methods.gpus import Gpus, VideoMemory, pairs_from, rest_of, storages_
 from hegmd.methods.held_room import MIB, HeldRoom, no_room
 from hegmd.methods.neighbours import Neighbours
 from hegmd.methods.steps import CHECKPOINTED, FAILED, LOCKED, QUICK_S, RUNNING, Steps, Untrue, longest_s
-from hegmd.pieces import RESTORE_MARGIN_BYTES
+from hegmd.pieces import CALM_BYTES, RESTORE_MARGIN_BYTES
 from hegmd.places import exchange, gpus_of, is_several, place_of
 
 logger = logging.getLogger(__name__)
 
 NAME = "driver"
-# Where somebody cannot be held still while the room changes hands, so much has to be free besides: what one process
-# takes at once (a context has 0.5 GiB, and allocators of frameworks grow by less than the rest) then does no harm.
-CALM_BYTES = 2048 * MIB
-
 _LOOK_AGAIN_S = 0.05
 # Between looks at what was let go of; others stand still meanwhile.
 _FREED_AFTER_S = (0.003, 0.006, 0.012, 0.025, 0.05, 0.1, 0.2, 0.0)

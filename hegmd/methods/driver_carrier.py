@@ -5,7 +5,9 @@ The bytes go into the process's own memory, with the driver's checkpoint, which 
 
 from __future__ import annotations
 
-from hegmd.methods.base import Making, Progress, Subject
+from contextlib import AbstractAsyncContextManager, nullcontext
+
+from hegmd.methods.base import Making, Meanwhile, Progress, Subject
 from hegmd.methods.driver import NAME
 
 
@@ -31,6 +33,20 @@ class DriverCarrier:
 
     async def disarm(self, subject: Subject) -> None:
         """Nothing is."""
+
+    def is_passing(self, subject: Subject) -> bool:
+        return False
+
+    def is_near(self, subject: Subject) -> bool:
+        return False
+
+    def settling(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
+        """They are where they may stay."""
+        return nullcontext(Meanwhile())
+
+    def nearing(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
+        """They are where they are carried from."""
+        return nullcontext(Meanwhile())
 
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
         return 0

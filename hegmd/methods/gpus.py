@@ -17,11 +17,21 @@ from hegmd.methods.base import Subject
 from hegmd.protocol.snapshots import Gpu, GpuProcess, Vendor
 from hegmd.vram import Piece
 
-__all__ = ["Gpus", "Node", "VideoMemory", "bytes_of", "pairs_from", "rest_of", "storages_of"]
+__all__ = [
+    "Gpus",
+    "Node",
+    "VideoMemory",
+    "ahead_of",
+    "bytes_of",
+    "pairs_from",
+    "passing_of",
+    "rest_of",
+    "storages_of",
+]
 
 
-# What the name of memory ends with that bytes are in.
-BYTES = "bytes"
+# What the name of memory ends with that bytes are in, or may be: for peer, and for host on their way to the pool.
+BYTES, PASSING = "bytes", "passing"
 
 
 class Node(Protocol):
@@ -112,6 +122,16 @@ def storages_of(subject: Subject) -> str:
 def bytes_of(subject: Subject) -> str:
     """Under what name the memory is held that its bytes are in while they are out."""
     return f"{subject.operation}.{subject.name}.{BYTES}"
+
+
+def passing_of(subject: Subject) -> str:
+    """Under what name the memory is held that its bytes go through on their way to the pool."""
+    return f"{subject.operation}.{subject.name}.{PASSING}"
+
+
+def ahead_of(subject: Subject) -> str:
+    """Under what name memory is held for a copy of its bytes that goes ahead of it; the pool has them as well."""
+    return f"{subject.operation}.{subject.name}.ahead"
 
 
 def pairs_from(elsewhere: Sequence[str], to: Sequence[str], here: Sequence[str]) -> list[list[str]]:

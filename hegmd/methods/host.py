@@ -1,38 +1,74 @@
 """The host carrier: the helper copies the storages to a piece of the pool and back, through CUDA IPC, over PCIe.
 
 What is pinned for that is in the helper and not in the process, where it would cost the driver's checkpoint a second.
+
+Where a GPU has room for it (`near`), the bytes go over the link while the driver has the process in hand. On the way
+out they are copied to video memory beside the storages, which takes next to nothing, and from there to the pool during
+the checkpoint (`settling`). On the way back they go ahead into video memory on the target during the restore
+(`nearing`), and from there into the storages. Without that room they are copied over the link, before and after.
+
+Where the bytes are is never guessed. While they are in video memory and not in the pool, a mark in their piece says so
+(`helper/mark`), from before the first is copied until the pool has them all; what passes is kept by the store as peer's
+bytes are. So whoever is killed on the way leaves a mark that names the memory with the bytes, and they are brought to
+the pool from there, or into the process; and without that memory, what is in the pool is not taken for them. What goes
+ahead is never the only copy, and only this daemon, by the very route that it was copied through, reads it.
 """
 
 from __future__ import annotations
 
-from hegmd.helper.link import Link
-from hegmd.helper.route import Route
-from hegmd.methods.base import Progress, Subject
-from hegmd.methods.copying import CopyingCarrier
-from hegmd.methods.gpus import Gpus
+import logging
+import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import anyio
+
+from hegmd.errors import HegmError, Refused
+from hegmd.helper.link import HelperLost, Link
+from hegmd.helper.mark import MARK_BYTES, Mark, read_mark
+from hegmd.helper.route import HOST, VIDEO, Route
+from hegmd.methods.base import Making, Meanwhile, Progress, Subject
+from hegmd.methods.beside import beside
+from hegmd.methods.copying import CopyingCarrier, lane_of
+from hegmd.methods.gpus import Gpus, VideoMemory, ahead_of, passing_of
+from hegmd.methods.near import Near
 from hegmd.methods.pooled import key_of, source_of
+from hegmd.pieces import FLAT_BYTES, ahead_room_bytes, passing_room_bytes
 from hegmd.pool import Pool
 
+logger = logging.getLogger(__name__)
+
 NAME = "host"
+# For an operation that is cut off; what is left after it goes with the helper, and with the daemon.
+_LAST_WORD_S = 5.0
 
 
 class HostCarrier(CopyingCarrier):
-    """Copies in the pool's memory."""
+    """Copies in the pool's memory, by way of video memory where there is room."""
 
     name = NAME
 
-    def __init__(self, helper: Link, gpus: Gpus, pool: Pool) -> None:
+    def __init__(self, helper: Link, gpus: Gpus, pool: Pool, memory: VideoMemory) -> None:
         super().__init__(helper, gpus)
         self._pool = pool
+        self._near = Near(gpus, memory)
+        # By lane: the route whose video memory has a copy of all that is in the pool, and how far that reaches.
+        self._ahead: dict[str, tuple[Route, int]] = {}
+
+    # -- what is held --------------------------------------------------------------------------------------------------
 
     async def hold(self, subject: Subject, size_bytes: int) -> None:
         if self._pool.held_for(key_of(subject)) < size_bytes:
             await self.disarm(subject)  # a larger piece takes the place of the one that is attached
         await self._pool.take(key_of(subject), size_bytes, source_of(subject))
+        await self._take_passing(subject, size_bytes + FLAT_BYTES, passing_room_bytes(size_bytes, at_rest=False))
         await self.arm_or_give(subject)
 
     async def give(self, subject: Subject) -> None:
         await self.disarm(subject)
+        mark = self._mark(subject)
+        for owner in dict.fromkeys((passing_of(subject), *([] if mark is None else [mark.owner]))):
+            await self._near.give(owner)
         await self._pool.give(key_of(subject))
 
     def held_bytes(self, subject: Subject) -> int:
@@ -41,18 +77,227 @@ class HostCarrier(CopyingCarrier):
     async def fetch(self, subject: Subject, on_progress: Progress) -> None:
         await self._pool.fetch(key_of(subject), on_progress)
 
+    async def arm(self, subject: Subject) -> None:
+        await self.with_route(subject, lambda route: self._have_likely(subject, route))
+
+    async def disarm(self, subject: Subject) -> None:
+        self._ahead.pop(lane_of(subject), None)
+        await super().disarm(subject)
+        await self._near.give(ahead_of(subject))
+        if self._is_unmarked(subject):
+            await self._near.give(passing_of(subject))
+
+    def space_bytes(self, subject: Subject) -> int:
+        return self._pool.memory(key_of(subject)).size_bytes - MARK_BYTES
+
+    async def reach(self, subject: Subject) -> list[str]:
+        """Where it is and where it goes, and where its bytes are: a context is made while the process still runs."""
+        names = dict.fromkeys(name for name in (subject.gpu, subject.goal) if name is not None)
+        uuids = [await self.gpus.uuid_of(name) for name in names]
+        mark = self._mark(subject)
+        where = None if mark is None else self._near.where(mark.owner)
+        return list(dict.fromkeys([*uuids, *([] if where is None else [where])]))
+
+    def piece(self, subject: Subject) -> tuple[int, int] | None:
+        memory = self._pool.memory(key_of(subject))
+        return memory.fd, memory.size_bytes
+
+    # -- out -----------------------------------------------------------------------------------------------------------
+
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
         await self._pool.to_fill(key_of(subject))
         return await super().take_out(subject, on_progress)
 
-    def space_bytes(self, subject: Subject) -> int:
-        return self._pool.memory(key_of(subject)).size_bytes
+    async def before_copy_out(self, subject: Subject, end_bytes: int) -> None:
+        """By video memory that has been held, or is now that the job stands; otherwise straight to the pool."""
+        owner = passing_of(subject)
 
-    async def reach(self, subject: Subject) -> list[str]:
-        """Where it is and where it goes: a context is made while the process still runs."""
-        names = dict.fromkeys(name for name in (subject.gpu, subject.goal) if name is not None)
-        return [await self._gpus.uuid_of(name) for name in names]
+        async def begin(route: Route) -> None:
+            await self._have_near(route, subject, owner)
+            await route.mark(owner, end_bytes)
 
-    async def attach(self, subject: Subject, route: Route) -> None:
-        memory = self._pool.memory(key_of(subject))
-        await route.attach_host(memory.fd, memory.size_bytes)
+        if await self._take_passing(subject, end_bytes, passing_room_bytes(end_bytes, at_rest=True)):
+            try:
+                await self.with_route(subject, begin)
+                return
+            except HegmError as error:
+                logger.warning("process %d is copied straight to the pool: %s", subject.pid, error.message)
+        if self._mark(subject) is not None:
+            await self.with_route(subject, lambda route: route.mark(None))
+        await self._give_near(subject)
+
+    async def _take_passing(self, subject: Subject, size_bytes: int, room_bytes: int) -> bool:
+        """Whether so much is held for what passes. Never while some of it has the bytes."""
+        owner, gpu = passing_of(subject), subject.gpu
+        if gpu is None or not self._is_unmarked(subject):
+            return False
+        held_bytes = self._near.held_bytes(owner)
+        if 0 < held_bytes < size_bytes:
+            await self._give_near(subject)
+        async with self.gpus.turn(gpu):
+            return await self._near.take(owner, gpu, size_bytes, room_bytes, keep=True)
+
+    def is_passing(self, subject: Subject) -> bool:
+        return self._mark(subject) is not None
+
+    @asynccontextmanager
+    async def settling(self, subject: Subject) -> AsyncGenerator[Meanwhile]:
+        done = Meanwhile()
+        mark = self._mark(subject)
+        if mark is None:
+            yield done
+            return
+        async with beside(lambda: self._settle(subject, mark, done)):
+            yield done
+
+    async def _settle(self, subject: Subject, mark: Mark, done: Meanwhile) -> None:
+        began = anyio.current_time()
+
+        async def drain(route: Route) -> None:
+            await self._have_near(route, subject, mark.owner)
+            copied = await route.shift("out", mark.size_bytes)
+            logger.info("passed on to the pool: %s", copied)
+
+        await self.with_route(subject, drain)
+        done.size_bytes, done.took_s = mark.size_bytes, anyio.current_time() - began
+        await self.with_route(subject, lambda route: route.mark(None))
+        await self._give_near(subject, mark.owner)
+
+    # -- and back ------------------------------------------------------------------------------------------------------
+
+    async def while_opening(self, subject: Subject) -> None:
+        if subject.goal is not None and self._may_go_ahead(subject):
+            await self._take_ahead(subject, subject.goal)
+
+    def _may_go_ahead(self, subject: Subject) -> bool:
+        """Whether the bytes are in the pool, and it is known where they go."""
+        is_to_come = subject.gpu is None and subject.goal is not None and not subject.anywhere
+        return is_to_come and subject.size_bytes > 0 and self._mark(subject) is None
+
+    async def _take_ahead(self, subject: Subject, gpu: str) -> bool:
+        size_bytes = self._reach_bytes(subject)
+        return await self._near.take(ahead_of(subject), gpu, size_bytes, ahead_room_bytes(size_bytes), keep=False)
+
+    def _reach_bytes(self, subject: Subject) -> int:
+        """How far its storages can reach in the pool: where each of them is, its agent says only when it makes them."""
+        return min(subject.size_bytes + FLAT_BYTES, self.space_bytes(subject))
+
+    def is_near(self, subject: Subject) -> bool:
+        return self._mark(subject) is not None or lane_of(subject) in self._ahead
+
+    @asynccontextmanager
+    async def nearing(self, subject: Subject) -> AsyncGenerator[Meanwhile]:
+        done = Meanwhile()
+        gpu = subject.goal
+        if gpu is None or not self._may_go_ahead(subject) or lane_of(subject) not in self.routes:
+            yield done
+            return
+        async with self.gpus.turn(gpu):
+            is_held = await self._take_ahead(subject, gpu)
+        if not is_held:
+            yield done
+            return
+        async with beside(lambda: self._go_ahead(subject, self.routes[lane_of(subject)], done)):
+            yield done
+
+    async def _go_ahead(self, subject: Subject, route: Route, done: Meanwhile) -> None:
+        """By the route that there is: a new one would wait for its turn on the GPU, which the restore has."""
+        size_bytes, began = self._reach_bytes(subject), anyio.current_time()
+        try:
+            await self._have_near(route, subject, ahead_of(subject))
+            copied = await route.shift("in", size_bytes)
+        except HegmError as error:
+            logger.warning("nothing of process %d goes ahead of it: %s", subject.pid, error.message)
+            await self.disarm(subject)
+        except BaseException:  # it could not be restored, and what is held for this may be what was missing
+            with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S):
+                await self.disarm(subject)
+            raise
+        else:
+            logger.info("gone ahead: %s", copied)
+            self._ahead[lane_of(subject)] = (route, size_bytes)
+            done.size_bytes, done.took_s = size_bytes, anyio.current_time() - began
+
+    async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
+        """What is held on its GPU for that is given back as soon as its storages have the bytes: it needs the room."""
+        done_bytes = await super().put_back(subject, on_progress, making)
+        try:
+            mark = self._mark(subject)
+            if mark is not None:
+                await self.with_route(subject, lambda route: route.mark(None))
+            await self._give_near(subject, None if mark is None else mark.owner)
+        except HegmError as error:  # it is given back with the rest
+            logger.warning("video memory beside process %d is still held: %s", subject.pid, error.message)
+        return done_bytes
+
+    # -- video memory beside -------------------------------------------------------------------------------------------
+
+    async def through(self, subject: Subject, route: Route, end_bytes: int) -> str:
+        """By the video memory that the mark names, if there is one; else by what has gone ahead, or the pool itself."""
+        mark = self._mark(subject)
+        if mark is not None:
+            await self._have_near(route, subject, mark.owner)
+            return VIDEO
+        ahead_route, ahead_bytes = self._ahead.get(lane_of(subject), (None, 0))
+        return VIDEO if ahead_route is route and ahead_bytes >= end_bytes else HOST
+
+    def _mark(self, subject: Subject) -> Mark | None:
+        """Who has the bytes in place of the pool. Raises HegmError where that cannot be made out."""
+        piece = self._pool.by_owner().get(key_of(subject))
+        memory = None if piece is None else piece.memory
+        if memory is None:
+            return None
+        return read_mark(os.pread(memory.fd, MARK_BYTES, memory.size_bytes - MARK_BYTES))
+
+    def _is_unmarked(self, subject: Subject) -> bool:
+        """Whether it is certain that no video memory has the bytes; of a piece on disk its mark is not known."""
+        piece = self._pool.by_owner().get(key_of(subject))
+        return (piece is None or piece.memory is not None) and self._mark(subject) is None
+
+    async def _have_likely(self, subject: Subject, route: Route) -> None:
+        """Attach what will be copied through, as far as it is held: then it need not be done while the job stands."""
+        mark = self._mark(subject)
+        if mark is not None:
+            await self._have_near(route, subject, mark.owner)
+            return
+        for owner in (passing_of(subject), ahead_of(subject)):
+            if self._near.held_bytes(owner):
+                try:
+                    await self._have_near(route, subject, owner)
+                except HelperLost:
+                    raise
+                except HegmError as error:
+                    logger.warning("process %d is copied without %s: %s", subject.pid, owner, error.message)
+                    await self._near.give(owner)
+                return
+
+    async def _have_near(self, route: Route, subject: Subject, owner: str) -> None:
+        """Have all that is held for that owner as the route's video memory. Raises HegmError."""
+        where, held_bytes = self._near.where(owner), self._near.held_bytes(owner)
+        if where is None:
+            raise Refused(
+                f"the bytes of process {subject.pid} were in video memory on their way to the pool, and that is gone",
+                "what was in it cannot be had back; see the log of the service manager around hegmd's last restart",
+                {"pid": subject.pid, "owner": owner},
+            )
+        if route.attached == (owner, held_bytes):
+            return
+        if route.attached is not None:
+            await route.detach_video()
+            route.attached = None
+        await route.attach_video(where, self._near.pieces(owner))
+        route.attached = (owner, held_bytes)
+
+    async def _give_near(self, subject: Subject, *others: str | None) -> None:
+        """Give back what is held on GPUs beside it, which has nothing that is not elsewhere too. Raises HegmError."""
+        self._ahead.pop(lane_of(subject), None)
+        route = self.routes.get(lane_of(subject))
+        if route is not None and route.attached is not None:
+            route.attached = None
+            try:
+                await route.detach_video()
+            except HelperLost:
+                self.routes.pop(lane_of(subject), None)
+        for owner in (passing_of(subject), ahead_of(subject), *others):
+            if owner is not None:
+                await self._near.give(owner)

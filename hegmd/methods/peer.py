@@ -27,15 +27,15 @@ class PeerCarrier(CopyingCarrier):
 
     async def hold(self, subject: Subject, size_bytes: int) -> None:
         """On the GPU that it goes to, or wherever some is held for it already."""
-        where = self._where(subject) or await self._gpus.uuid_of(subject.goal or "")
+        where = self._where(subject) or await self.gpus.uuid_of(subject.goal or "")
         if self.held_bytes(subject) < size_bytes:
             await self.disarm(subject)
-        async with self._gpus.turn(self._gpus.name_of(where)):
+        async with self.gpus.turn(self.gpus.name_of(where)):
             try:
                 await self._memory.hold(bytes_of(subject), where, size_bytes)
             except Refused as error:
                 raise NoRoom(error.message, error.hint, error.facts) from error
-        self._gpus.changed()
+        self.gpus.changed()
         try:
             await self._memory.keep(bytes_of(subject), where)
         except HegmError:
@@ -48,7 +48,7 @@ class PeerCarrier(CopyingCarrier):
         where = self._where(subject)
         if where is not None:
             await self._memory.give(bytes_of(subject), where)
-            self._gpus.changed()
+            self.gpus.changed()
 
     def held_bytes(self, subject: Subject) -> int:
         return sum(self._memory.of(bytes_of(subject)).values())
@@ -64,7 +64,7 @@ class PeerCarrier(CopyingCarrier):
     async def reach(self, subject: Subject) -> list[str]:
         """Where it is, where it goes, and where its bytes are."""
         names = dict.fromkeys(name for name in (subject.gpu, subject.goal) if name is not None)
-        uuids = [await self._gpus.uuid_of(name) for name in names]
+        uuids = [await self.gpus.uuid_of(name) for name in names]
         where = self._where(subject)
         return list(dict.fromkeys([*uuids, *([] if where is None else [where])]))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hegmd.methods.base import Progress, Subject
+from contextlib import AbstractAsyncContextManager, nullcontext
+
+from hegmd.methods.base import Meanwhile, Progress, Subject
 from hegmd.pool import Key, Pool, Source
 
 __all__ = ["Pooled", "key_of", "source_of"]
@@ -31,6 +33,20 @@ class Pooled:
 
     async def disarm(self, subject: Subject) -> None:
         """Nothing is."""
+
+    def is_passing(self, subject: Subject) -> bool:
+        return False
+
+    def is_near(self, subject: Subject) -> bool:
+        return False
+
+    def settling(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
+        """They are where they may stay."""
+        return nullcontext(Meanwhile())
+
+    def nearing(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
+        """They are where they are carried from."""
+        return nullcontext(Meanwhile())
 
 
 def key_of(subject: Subject) -> Key:

@@ -114,6 +114,8 @@ class Rates(Record):
     driver_in_bytes_per_s: float = field("by the driver's restore", default=6.5e9)
     driver_out_s: float = field("a checkpoint with next to nothing to carry", default=0.33)
     driver_in_s: float = field("a restore with next to nothing to carry", default=0.25)
+    beside_s: float = field("how much longer the driver's checkpoint or restore is beside copies", default=0.1)
+    within_bytes_per_s: float = field("within the GPU, where copies are beside those of the driver", default=1.0e12)
     exchange_s: float = field("opening and freeing the storages, and opening them again, without any", default=0.04)
     make_bytes_per_s: float = field("making storages on a GPU that has just been left", default=4.3e11)
     round_s: float = field("each round but one of those in which storages are made", default=0.005)

@@ -14,7 +14,15 @@ from hegmd.migration.candidates import Candidate, GpuRoom, Rates, Request, Snaps
 from hegmd.migration.driver_rules import beside_of, devices_of, rest_of
 from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, RESUME, SUSPEND
 from hegmd.migration.wording import gigabytes
-from hegmd.pieces import CONTEXT_BYTES, NEXT_TO_NOTHING_BYTES, ROUND_BYTES, rounds_of, whole_size
+from hegmd.pieces import (
+    CONTEXT_BYTES,
+    NEXT_TO_NOTHING_BYTES,
+    ROUND_BYTES,
+    ahead_room_bytes,
+    passing_room_bytes,
+    rounds_of,
+    whole_size,
+)
 
 PEER, HOST, WORKER = "peer", "host", "worker"
 # Carriers for which the agent shows its storages and the helper copies.
@@ -173,8 +181,34 @@ def _against_peer(
         yield f"{to.id} has {free} free, and {gigabytes(needed_bytes)} are needed there for a moment"
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Whether there is room for a carrier's copies to go on beside the driver's steps: its checkpoint, its restore."""
+
+    out: bool = False
+    back: bool = False
+
+
+def copies_beside(snapshot: Snapshot, carrier: str, size_bytes: int, at: str | None, to: str | None) -> Beside:
+    """What the GPUs have room for beside all else, by what is free now. `to` is the GPU with its room not taken yet."""
+    if carrier != HOST:
+        return Beside()
+    free = {gpu.id: gpu.free_bytes or 0 for gpu in snapshot.gpus}
+    room_bytes = size_bytes if at != to else 0
+    return Beside(
+        out=at is not None and free.get(at, 0) >= passing_room_bytes(size_bytes, at_rest=True),
+        back=to is not None and free.get(to, 0) - room_bytes >= ahead_room_bytes(size_bytes),
+    )
+
+
 def estimate_s(
-    kind: str, carrier: str, size_bytes: int, rest_bytes: int, rates: Rates, overlap_bytes: int = 0
+    kind: str,
+    carrier: str,
+    size_bytes: int,
+    rest_bytes: int,
+    rates: Rates,
+    overlap_bytes: int = 0,
+    copies: Beside = Beside(),
 ) -> float:
     """How long one process stands, its wait for a boundary left out; one that is resumed stands while it is armed."""
     by_driver_bytes = max(0, rest_bytes - NEXT_TO_NOTHING_BYTES)
@@ -186,11 +220,20 @@ def estimate_s(
             HOST: (rates.host_out_bytes_per_s, rates.host_in_bytes_per_s),
             WORKER: (rates.cuda_out_bytes_per_s, rates.cuda_in_bytes_per_s),
         }[carrier]
-        out_s += size_bytes / out_bytes_per_s + rates.exchange_s / 2
-        in_s += size_bytes / in_bytes_per_s + rates.exchange_s / 2 + size_bytes / rates.make_bytes_per_s
+        out_s = _with_copy(out_s, size_bytes, out_bytes_per_s, rates, beside=copies.out) + rates.exchange_s / 2
+        in_s = _with_copy(in_s, size_bytes, in_bytes_per_s, rates, beside=copies.back) + rates.exchange_s / 2
+        in_s += size_bytes / rates.make_bytes_per_s
         in_s += (rounds_of(size_bytes, overlap_bytes) - 1) * rates.round_s
         if kind == RESUME and carrier in SHOWN:
             in_s += rates.arm_s
     if kind in (SUSPEND, CHECKPOINT):
         return out_s + rates.leave_s
     return in_s if kind == RESUME else out_s + in_s
+
+
+def _with_copy(step_s: float, size_bytes: int, bytes_per_s: float, rates: Rates, *, beside: bool) -> float:
+    """A step of the driver and a copy, one after the other, or side by side and then as long as the longer one."""
+    copy_s = size_bytes / bytes_per_s
+    if not beside:
+        return step_s + copy_s
+    return max(step_s + rates.beside_s, copy_s) + size_bytes / rates.within_bytes_per_s

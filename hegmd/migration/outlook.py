@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hegmd.migration import carriage, restarting
-from hegmd.migration.candidates import Candidate, Plan, Rates
+from hegmd.migration.candidates import Candidate, Plan, Rates, Snapshot
 from hegmd.migration.draft import Draft, candidate_of
 from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, MIGRATE, QUIESCE, RESTART, RESTORE, RESUME, SUSPEND
 from hegmd.migration.paces import IN, LEFT, OUT, image_s
@@ -58,17 +58,28 @@ def from_image(plan: Plan, rates: Rates, *, size_bytes: int) -> Plan:
     return plan.replace(kind=RESTORE, estimate_s=plan.estimate_s + read_s, image_s=read_s, steps=(first, *plan.steps))
 
 
-def estimate_s(moving: Sequence[PlannedProcess], kind: str, rates: Rates) -> float:
-    """How long the job will stand, beyond the wait for its boundary."""
+def estimate_s(moving: Sequence[PlannedProcess], kind: str, rates: Rates, snapshot: Snapshot | None = None) -> float:
+    """How long the job will stand, beyond the wait for its boundary. Without the node, nothing is thought to have room
+    to be copied beside the driver's steps."""
     by_driver = [worker for worker in moving if worker.method == DRIVER]
     size_bytes = sum(worker.size_bytes for worker in moving if worker.method != DRIVER)
     driver_s = sum(
-        carriage.estimate_s(kind, w.carrier, w.size_bytes, w.rest_bytes, rates, w.overlap_bytes) for w in by_driver
+        carriage.estimate_s(
+            kind, w.carrier, w.size_bytes, w.rest_bytes, rates, w.overlap_bytes, _copies(snapshot, kind, w)
+        )
+        for w in by_driver
     )
     out_s = size_bytes / rates.out_bytes_per_s if kind != RESUME else 0.0
     in_s = size_bytes / rates.in_bytes_per_s if kind not in (SUSPEND, CHECKPOINT) else 0.0
     start_s = restarting.START_S if _is_restart(moving) else 0.0
     return out_s + in_s + driver_s + start_s + (0.0 if by_driver else rates.fixed_s)
+
+
+def _copies(snapshot: Snapshot | None, kind: str, worker: PlannedProcess) -> carriage.Beside:
+    if snapshot is None:
+        return carriage.Beside()
+    at = None if kind == RESUME else worker.gpu
+    return carriage.copies_beside(snapshot, worker.carrier, worker.size_bytes, at, worker.to)
 
 
 def _is_restart(moving: Sequence[PlannedProcess]) -> bool:

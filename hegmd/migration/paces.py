@@ -44,6 +44,12 @@ class Paces:
         if name is not None and size_bytes >= TELLING_BYTES and copying_s > 0:
             self._mean(name, size_bytes / copying_s)
 
+    def note_beside(self, carrier: str, direction: str, size_bytes: int, took_s: float) -> None:
+        """A carrier copied so much beside a step of the driver, and nothing but that."""
+        name = _RATES.get((carrier, direction))
+        if name is not None and size_bytes >= TELLING_BYTES and took_s > 0:
+            self._mean(name, size_bytes / took_s)
+
     def note_arming(self, carrier: str, took_s: float) -> None:
         """A carrier took so long to be ready for a job that stood already."""
         if carrier in HELPED:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from hegmd.log import error_ref, fields
 from hegmd.methods.base import (
     Carrier,
     Crowded,
+    Meanwhile,
     Method,
     NoRoom,
     Outgrown,
@@ -241,17 +243,22 @@ class Performer:
         if worker.held_bytes:
             return events.Evacuated(**_ends(effect), size_bytes=worker.held_bytes)
         began = anyio.current_time()
-        size_bytes = await self._carrier(member).take_out(self._subject(op, member), tell)
-        self._note_pace(member, member.carrier, OUT, size_bytes, began)
+        subject, carrier = self._subject(op, member), self._carrier(member)
+        size_bytes = await carrier.take_out(subject, tell)
+        if not carrier.is_passing(subject):
+            self._note_pace(member, member.carrier, OUT, size_bytes, began)
         return events.Evacuated(**_ends(effect), size_bytes=size_bytes)
 
     async def _checkpoint(self, op: Operation, member: Member, effect: effects.Checkpoint, _: Progress) -> Event:
-        began = anyio.current_time()
+        """It has ended when the bytes that are out are where they may stay, too."""
+        subject, began = self._subject(op, member), anyio.current_time()
         try:
-            left = await self._method(member).checkpoint(self._subject(op, member))
+            async with self._settling(member, subject) as passed:
+                left = await self._method(member).checkpoint(subject)
+                took_s = anyio.current_time() - began
         except Outgrown as more:
             return events.Outgrown(**_ends(effect), rest_bytes=more.rest_bytes, shares_bytes=more.shares_bytes)
-        self._note_pace(member, BY_DRIVER, OUT, left.rest_bytes or 0, began)
+        self._note_step(member, OUT, left.rest_bytes or 0, took_s, passed)
         return events.Checkpointed(
             **_ends(effect), room_bytes=left.room_bytes, rest_bytes=left.rest_bytes, shares_bytes=left.shares_bytes
         )
@@ -264,6 +271,10 @@ class Performer:
 
     async def _dump(self, op: Operation, member: Member, effect: effects.Dump, tell: Progress) -> Event:
         imager = self._imager_for(member)
+        for each in op.live:  # what is written is what the pool has
+            if each.out:
+                async with self._carrier(each).settling(self._subject(op, each)):
+                    pass
         await (imager.find(op) if effect.find else imager.dump(op, tell))
         return events.Dumped(**_ends(effect))
 
@@ -284,7 +295,9 @@ class Performer:
         if member.out:
             await self._carrier(member).fetch(subject, tell)  # one that fails has changed nothing
         began = anyio.current_time()
-        landed = await self._method(member).restore(subject, effect.gpu)
+        async with self._carrier(member).nearing(subject) if member.out else nullcontext(Meanwhile()) as ahead:
+            landed = await self._method(member).restore(subject, effect.gpu)
+            took_s = anyio.current_time() - began
         if isinstance(landed, Over):
             return events.TrainingEnded(worker=effect.worker, cause=effect.tag)
         if isinstance(landed, Reborn):
@@ -298,17 +311,18 @@ class Performer:
                 boundary=landed.boundary,
             )
         if not member.anywhere:  # of whom it is only known that it is not more
-            self._note_pace(member, BY_DRIVER, IN, member.rest_bytes, began)
+            self._note_step(member, IN, member.rest_bytes, took_s, ahead)
         return events.Restored(**_ends(effect), landed=landed)
 
     async def _refill(self, op: Operation, member: Member, effect: effects.Refill, tell: Progress) -> Event:
         if self._worker(member).held_bytes:
             subject, carrier = self._subject(op, member), self._carrier(member)
             await carrier.fetch(subject, tell)
-            began = anyio.current_time()
+            began, is_near = anyio.current_time(), carrier.is_near(subject)
             size_bytes = await carrier.put_back(subject, tell, lambda: self._method(member).making(subject))
-            rounds = rounds_of(size_bytes, member.overlap_bytes)
-            self._note_pace(member, member.carrier, IN, size_bytes, began, rounds)
+            if not is_near:
+                rounds = rounds_of(size_bytes, member.overlap_bytes)
+                self._note_pace(member, member.carrier, IN, size_bytes, began, rounds)
         return events.Refilled(**_ends(effect))
 
     async def _release(self, op: Operation, member: Member, effect: effects.Release, _: Progress) -> Event:
@@ -341,6 +355,8 @@ class Performer:
             return events.WorkerGone(worker=member.name, cause=effect.tag, why="it runs another program now")
         worker = self._worker(member)
         standing = await self._method(member).inspect(subject)
+        if worker.held_bytes and standing.gpu is None and not standing.busy:
+            await self._settle(member, subject)
         stands = worker.parked or worker.held_bytes > 0
         if not worker.busy and not stands and not standing.busy:
             await worker.order("survey", limit_s=SURVEY_LIMIT_S)
@@ -359,6 +375,29 @@ class Performer:
             busy=standing.busy or (worker is not None and worker.busy),
             failed=standing.failed,
         )
+
+    def _settling(self, member: Member, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
+        return self._carrier(member).settling(subject) if member.out else nullcontext(Meanwhile())
+
+    async def _settle(self, member: Member, subject: Subject) -> None:
+        """Finish what an earlier caller left half way. What stays where it is can be brought back from there."""
+        carrier = self._carrier(member)
+        try:
+            async with carrier.settling(subject) as passed:
+                pass
+            if passed.size_bytes and member.goal is None:
+                await carrier.disarm(subject)
+        except HegmError as error:
+            logger.warning("the bytes of process %d stay where they are for now: %s", member.pid, error.message)
+
+    def _note_step(self, member: Member, direction: str, rest_bytes: int, took_s: float, copied: Meanwhile) -> None:
+        """A step of the driver, and the copy beside it. A step that had one says nothing of those without."""
+        if member.method in (SIMULATED, RESTART):
+            return
+        if copied.size_bytes:
+            self.paces.note_beside(member.carrier, direction, copied.size_bytes, copied.took_s)
+        else:
+            self.paces.note(BY_DRIVER, direction, rest_bytes, took_s)
 
     def _note_pace(
         self, member: Member, carrier: str, direction: str, size_bytes: int, began: float, rounds: int = 1

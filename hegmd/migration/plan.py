@@ -383,7 +383,7 @@ def _plan(draft: Draft, kind: str, members: tuple[Candidate, ...]) -> Plan:
         room_free_bytes=free,
         pool_needed_bytes=0 if kind == RESUME else _pool_needed(draft),
         pool_free_bytes=draft.snapshot.pool.free_bytes,
-        estimate_s=outlook.estimate_s(moving, kind, draft.snapshot.rates),
+        estimate_s=outlook.estimate_s(moving, kind, draft.snapshot.rates, draft.snapshot),
         lockstep=world > 1 or restarting.are_launched(draft, members),
         hazards=outlook.hazards(draft, members, world),
         steps=outlook.steps(moving, kind),

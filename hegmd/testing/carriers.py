@@ -49,6 +49,10 @@ async def check_carrier(
     held_bytes = carrier.held_bytes(subject)
     _must(held_bytes >= size_bytes, f"{size_bytes} bytes are out, and {held_bytes} are held")
     for _ in range(2):
+        async with carrier.settling(subject) as passed:
+            _must(passed.size_bytes <= size_bytes, "no more passes than there is")
+        _must(not carrier.is_passing(subject), "bytes that are out are where they may stay")
+    for _ in range(2):
         await carrier.disarm(subject)
     _must(carrier.held_bytes(subject) == held_bytes, "what is held stays held when nobody is ready to copy")
     if while_out is not None:
@@ -56,6 +60,9 @@ async def check_carrier(
     for _ in range(2):
         await carrier.fetch(subject, told.append)
         await carrier.arm(subject)
+    for _ in range(2):
+        async with carrier.nearing(subject):
+            _must(carrier.held_bytes(subject) == held_bytes, "what comes nearer is held as it was")
     await _check_return(carrier, subject, size_bytes, made, carries=carries)
     for _ in range(2):
         await carrier.give(subject)

@@ -129,7 +129,7 @@ def peer(rig: Rig) -> Carrier:
 
 
 def host(rig: Rig) -> Carrier:
-    return HostCarrier(rig.link, rig.gpus, rig.pool)
+    return HostCarrier(rig.link, rig.gpus, rig.pool, rig.memory)
 
 
 @pytest.mark.parametrize("make", [peer, host], ids=lambda make: make.__name__)

@@ -35,11 +35,11 @@ async def test_on_a_gpu_that_was_filled_after_arming_copies_have_streams_and_ope
         held, sizes = await hold(link, there, [SIZE_BYTES])
         with held, (tmp_path / "pool").open("w+b") as pool:
             pool.truncate(SIZE_BYTES)
-            await ask(link, "open", lane="7", gpus=[here, there])
             if way == "video":
+                await ask(link, "open", lane="7", gpus=[here, there])
                 await ask(link, "attach-video", lane="7", gpu=there, sizes=sizes, fds=held.view())
             else:
-                await ask(link, "attach-host", lane="7", size_bytes=SIZE_BYTES, fds=[pool.fileno()])
+                await ask(link, "open", lane="7", gpus=[here, there], host_bytes=SIZE_BYTES, fds=[pool.fileno()])
             node.stream_bytes, node.open_bytes = MIB, PIECE_BYTES // 2
             node.write()
             for filler in fillers:

@@ -172,13 +172,11 @@ async def test_bytes_go_to_host_memory_and_come_back(node: CudaNode, owner: Owne
     with Descriptors([os.memfd_create("pool")]) as pool:
         os.ftruncate(pool.view()[0], size_bytes)
         async with linked(node) as link:
-            await ask(link, "open", lane="7", gpus=[gpu])
-            await ask(link, "attach-host", lane="7", size_bytes=size_bytes, fds=pool.view())
+            await ask(link, "open", lane="7", gpus=[gpu], host_bytes=size_bytes, fds=pool.view())
             await carry(link, gpu, "out", owner, places())
             owner.come_back()
             await ask(link, "close", lane="7")
-            await ask(link, "open", lane="8", gpus=[gpu])
-            await ask(link, "attach-host", lane="8", size_bytes=size_bytes, fds=pool.view())
+            await ask(link, "open", lane="8", gpus=[gpu], host_bytes=size_bytes, fds=pool.view())
             handles = owner.handles()
             await ask(link, "copy", lane="8", gpu=gpu, direction="in", handles=handles, places=places())
             assert owner.ask("digest") == owner.digest
@@ -193,8 +191,7 @@ async def test_more_bytes_than_the_ring_has_slots_for_go_to_host_memory_and_come
         with Descriptors([os.memfd_create("pool")]) as pool:
             os.ftruncate(pool.view()[0], size_bytes)
             async with linked(node) as link:
-                await ask(link, "open", lane="7", gpus=[gpu])
-                await ask(link, "attach-host", lane="7", size_bytes=size_bytes, fds=pool.view())
+                await ask(link, "open", lane="7", gpus=[gpu], host_bytes=size_bytes, fds=pool.view())
                 assert (await carry(link, gpu, "out", owner, places(sizes_mib)))["copied_bytes"] == size_bytes
                 owner.come_back()
                 await carry(link, gpu, "in", owner, places(sizes_mib))
@@ -208,8 +205,7 @@ async def test_the_pool_is_not_pinned_only_the_ring_is(node: CudaNode, owner: Ow
     with Descriptors([os.memfd_create("pool")]) as pool:
         os.ftruncate(pool.view()[0], GIB)
         async with linked(node) as link:
-            await ask(link, "open", lane="7", gpus=[node.uuids[0]])
-            await ask(link, "attach-host", lane="7", size_bytes=GIB, fds=pool.view())
+            await ask(link, "open", lane="7", gpus=[node.uuids[0]], host_bytes=GIB, fds=pool.view())
             await ask(link, "close", lane="7")
     assert [len(node.calls(f"cuMemHost{what}")) for what in ("Register_v2", "Unregister")] == [1, 1]
 
@@ -316,8 +312,7 @@ async def test_storages_that_share_an_allocation_open_it_once(node: CudaNode, ow
     with Descriptors([os.memfd_create("pool")]) as pool:
         os.ftruncate(pool.view()[0], 2 * MIB)
         async with linked(node) as link:
-            await ask(link, "open", lane="7", gpus=[gpu])
-            await ask(link, "attach-host", lane="7", size_bytes=2 * MIB, fds=pool.view())
+            await ask(link, "open", lane="7", gpus=[gpu], host_bytes=2 * MIB, fds=pool.view())
             args = {"lane": "7", "gpu": gpu, "direction": "out", "handles": [first] * 1000, "places": small}
             done = (await link.call("copy", args, deadline_s=SOON_S)).values
         assert done["copied_bytes"] == 1000 * 1000

@@ -74,30 +74,32 @@ async def test_memory_that_cannot_be_mapped_leaves_the_lane_as_it_was(node: Cuda
                 await carry(link, here, "out", owner, places())
             node.mend()
             await ask(link, "attach-video", lane="7", gpu=there, sizes=sizes, fds=held.view())
-            with pytest.raises(Refused, match="has a space already"):
+            with pytest.raises(Refused, match="has video memory already"):
                 await ask(link, "attach-video", lane="7", gpu=there, sizes=sizes, fds=held.view())
             await carry(link, here, "out", owner, places())
 
 
-async def test_memory_that_cannot_be_pinned_leaves_the_lane_as_it_was(node: CudaNode) -> None:
+async def test_memory_that_cannot_be_pinned_leaves_no_lane(node: CudaNode) -> None:
     with Descriptors([os.memfd_create("pool")]) as pool:
         os.ftruncate(pool.view()[0], 2 * MIB)
         async with linked(node) as link:
-            await ask(link, "open", lane="7", gpus=node.uuids)
+
+            async def open_lane() -> None:
+                await ask(link, "open", lane="7", gpus=node.uuids, host_bytes=2 * MIB, fds=pool.view())
+
             node.order("error cuMemHostRegister_v2 2")
             with pytest.raises(DriverFailed, match="cuMemHostRegister"):
-                await ask(link, "attach-host", lane="7", size_bytes=2 * MIB, fds=pool.view())
+                await open_lane()
             node.mend()
-            await ask(link, "attach-host", lane="7", size_bytes=2 * MIB, fds=pool.view())
+            await open_lane()
 
 
 async def test_host_memory_that_cannot_be_mapped_is_a_refusal_and_no_fault_of_ours(node: CudaNode) -> None:
     """It was seen where huge pages were promised twice."""
     with Descriptors(list(os.pipe())) as pipe:
         async with linked(node) as link:
-            await ask(link, "open", lane="7", gpus=node.uuids)
             with pytest.raises(Refused, match="2 MiB of the host pool cannot be mapped"):
-                await ask(link, "attach-host", lane="7", size_bytes=2 * MIB, fds=pipe.view()[:1])
+                await ask(link, "open", lane="7", gpus=node.uuids, host_bytes=2 * MIB, fds=pipe.view()[:1])
 
 
 async def test_what_makes_no_sense_is_refused_before_the_driver_sees_it(node: CudaNode, owner: Owner) -> None:

@@ -49,8 +49,7 @@ async def test_a_lane_whose_helper_was_replaced_is_lost_and_not_taken_for_unknow
     with Descriptors([os.memfd_create("pool")]) as pool:
         os.ftruncate(pool.view()[0], SIZE_BYTES)
         async with linked(node) as link:
-            route = await Route.open(link, "7", [here])
-            await route.attach_host(pool.view()[0], SIZE_BYTES)
+            route = await Route.open(link, "7", [here], pool.view()[0], SIZE_BYTES)
             await route.copy(here, "out", owner.handles(), all_places())
             link.kill("the test says so")
             with pytest.raises(HelperLost, match="is not the one any more"):
@@ -60,8 +59,7 @@ async def test_a_lane_whose_helper_was_replaced_is_lost_and_not_taken_for_unknow
                 await route.copy(here, "in", owner.handles(), all_places())
             await route.close()
             owner.come_back()
-            again = await Route.open(link, "7", [here])
-            await again.attach_host(pool.view()[0], SIZE_BYTES)
+            again = await Route.open(link, "7", [here], pool.view()[0], SIZE_BYTES)
             await again.copy(here, "in", owner.handles(), all_places())
             assert owner.ask("digest") == owner.digest
 

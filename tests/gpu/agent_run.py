@@ -118,15 +118,14 @@ class Case:
         memory: Any = None
         if self.carrier == "peer":
             held = await self.call("hold", gpu=target, sizes=[GIB] * -(-room_bytes // GIB))
-        if self.carrier in {"peer", "host"}:
-            await self.call("open", lane="case", gpus=[source, target])
         if self.carrier == "peer":
+            await self.call("open", lane="case", gpus=[source, target])
             fds = held.fds.view()
             await self.call("attach-video", lane="case", gpu=target, sizes=held.values["sizes"], fds=fds)
         if self.carrier in {"host", "worker"}:
             memory = await pool.take(key, room_bytes)
         if self.carrier == "host":
-            await self.call("attach-host", lane="case", size_bytes=memory.size_bytes, fds=[memory.fd])
+            await self.call("open", lane="case", gpus=[source, target], host_bytes=memory.size_bytes, fds=[memory.fd])
         return held, memory
 
     def look_where_it_was(self, idle_mib: dict[int, int]) -> None:

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 from hegmd.helper import cuda
-from hegmd.helper.allocations import Done
+from hegmd.helper.allocations import Allocations, Done, joined
 from hegmd.helper.copying import Copy, Pace
 from hegmd.helper.lane import Contexts
 from hegmd.helper.provisions import Provisions
 from hegmd.helper.spaces import VideoSpace
-from hegmd.helper.staging import HostSpace, StagedCopy
+from hegmd.helper.staging import HostMemory, HostSpace, StagedCopy
 from hegmd.helper.staging import Pace as Staging
 
 MIB = 1 << 20
@@ -81,10 +81,11 @@ def main() -> None:
         fd = os.memfd_create("pool")
         os.ftruncate(fd, size_bytes)
         for staging in STAGED:
-            host = HostSpace(held[0], fd, size_bytes, staging)
+            host = HostSpace(held[0], HostMemory(fd, size_bytes), staging)
             for direction in ("out", "in"):
-                streams = provisions.streams(ordinals[0])[: staging.streams]
-                done = StagedCopy(held[0], host, direction, handles, streams).run(places, lambda _: None)
+                near = Allocations(held[0], handles)
+                copy = StagedCopy(held[0], host, direction, near, provisions.streams(ordinals[0])[: staging.streams])
+                done = copy.run(joined(places, PIECES), lambda _: None)
                 cut = f"{staging.slots_a_strand} slots of {staging.slot_bytes // MIB} MiB"
                 show(f"host {direction:3} {staging.strands} strands, {cut}", done)
             host.close()

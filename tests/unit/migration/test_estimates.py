@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from hegmd.migration.candidates import Rates, Request
-from hegmd.migration.carriage import estimate_s
+from hegmd.migration.carriage import Beside, estimate_s
 from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND, Limits
 from hegmd.migration.paces import IN, OUT, Paces
 from hegmd.migration.plan import planned, planned_resume
-from tests.unit.migration.nvidia_nodes import GIB, MIB, SUSPENSION, a_process, a_snapshot, an_agent, the_plan, to
+from tests.unit.migration.nvidia_nodes import GIB, MIB, SUSPENSION, a_gpu, a_process, a_snapshot, an_agent, the_plan, to
 from tests.unit.migration.operations import Drive
 
 
 def test_a_job_that_is_resumed_stands_while_the_helper_is_made_ready_too() -> None:
     """Its estimate was half of what was measured: contexts and the like take their time while the job stands."""
-    snapshot = a_snapshot(a_process(an_agent()))
+    snapshot = a_snapshot(a_process(an_agent()), gpus=(a_gpu("gpu0", free_bytes=50 * GIB), a_gpu("gpu1")))
     suspension = the_plan(planned(snapshot, SUSPENSION))
     op = Drive(suspension.operation("1", snapshot.candidates, {}, limits=Limits(), utc=0.0)).until("suspended").op
     op = op.with_worker(op.workers[0].replace(size_bytes=32 * GIB, rest_bytes=GIB))
@@ -59,6 +59,29 @@ def test_what_is_estimated_is_what_was_measured(size_gib: int, kind: str, carrie
     overlap_bytes = size_bytes - GIB if size_gib == 100 and carrier == "peer" else 0
     seen = estimate_s(kind, carrier, size_bytes, REST_BYTES[carrier], Rates(), overlap_bytes)
     assert seen == pytest.approx(took_s, rel=0.3)
+
+
+def test_copies_beside_the_driver_s_steps_are_not_added_to_them() -> None:
+    """The longer of the two counts. Where a GPU has no room for what passes, they are added up as before."""
+
+    def seen(kind: str, size_gib: int, copies: Beside) -> float:
+        return estimate_s(kind, "host", size_gib * GIB, 756 * MIB, Rates(), copies=copies)
+
+    for kind in (SUSPEND, RESUME):
+        apart, both = seen(kind, 32, Beside()), seen(kind, 32, Beside(out=True, back=True))
+        assert apart - both == pytest.approx(0.25, abs=0.1), kind
+        assert seen(kind, 1, Beside(out=True, back=True)) > seen(kind, 1, Beside()) - 0.05, "the step is the longer one"
+    assert seen(SUSPEND, 32, Beside(back=True)) == seen(SUSPEND, 32, Beside())
+    assert seen(RESUME, 32, Beside(out=True)) == seen(RESUME, 32, Beside())
+
+
+def test_a_plan_counts_on_what_its_gpus_have_room_for() -> None:
+    def seen(free_gib: int) -> float:
+        gpus = (a_gpu("gpu0", free_bytes=free_gib * GIB), a_gpu("gpu1"))
+        return the_plan(planned(a_snapshot(a_process(an_agent()), gpus=gpus), SUSPENSION)).estimate_s
+
+    assert seen(36) < seen(33) - 0.2, "for 32 GiB and some calm"
+    assert seen(36) == seen(90)
 
 
 RATES = {

@@ -1,0 +1,74 @@
+"""Video memory that the host carrier takes beside everything else, as long as there is plenty, and gives back soon.
+
+Bytes on their way to the pool pass through it on the GPU that they are on (`passing_of`), and a copy of what is in the
+pool goes ahead into it on the GPU that they come to (`ahead_of`). So a job waits for a copy within a GPU, and the way
+over the link is gone while the driver checkpoints or restores. Nobody is to miss what is taken for that: it is refused
+where less than some calm is left to others, and nothing that goes wrong here is a failure of anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from hegmd.errors import HegmError
+from hegmd.methods.gpus import Gpus, VideoMemory
+from hegmd.vram import Piece
+
+__all__ = ["Near"]
+
+logger = logging.getLogger(__name__)
+
+
+class Near:
+    """By the owners' names. Whoever takes or gives something has the GPU looked at anew."""
+
+    def __init__(self, gpus: Gpus, memory: VideoMemory) -> None:
+        self._gpus = gpus
+        self._memory = memory
+
+    def held_bytes(self, owner: str) -> int:
+        """What is held for it."""
+        return sum(self._memory.of(owner).values())
+
+    def where(self, owner: str) -> str | None:
+        """The UUID of the GPU that it is held on."""
+        return next(iter(self._memory.of(owner)), None)
+
+    def pieces(self, owner: str) -> Sequence[Piece]:
+        """What is held for it, in order. Raises HegmError where some of it is gone."""
+        where = self.where(owner)
+        return () if where is None else self._memory.pieces(owner, where)
+
+    async def take(self, owner: str, gpu: str, size_bytes: int, room_bytes: int, *, keep: bool) -> bool:
+        """Whether so much is held on that GPU for that owner, and is to outlive the daemon where it is to be kept.
+
+        It is taken where `room_bytes` are free, its own included. In the GPU's turn. Raises nothing.
+        """
+        try:
+            uuid = await self._gpus.uuid_of(gpu)
+            held_bytes = self._memory.of(owner).get(uuid, 0)
+            if held_bytes >= size_bytes:
+                return True
+            free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
+            if free_bytes is None or free_bytes < room_bytes - held_bytes:
+                return False
+            try:
+                await self._memory.hold(owner, uuid, size_bytes)
+                if keep:
+                    await self._memory.keep(owner, uuid)
+            except BaseException:
+                await self._memory.give(owner, uuid)
+                raise
+            finally:
+                self._gpus.changed()
+        except HegmError as error:
+            logger.info("no video memory is taken on %s for %s: %s", gpu, owner, error.message)
+            return False
+        return True
+
+    async def give(self, owner: str) -> None:
+        """Nothing is held for it any more. Fine when nothing is."""
+        while (where := self.where(owner)) is not None:
+            await self._memory.give(owner, where)
+            self._gpus.changed()

@@ -1,0 +1,258 @@
+"""The host carrier by way of video memory: beside the driver's steps, and whatever is killed on the way.
+
+That bytes are read from one place and not from another is proven by spoiling the other one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from hegmd.errors import HegmError, Refused
+from hegmd.helper.mark import MARK_BYTES, read_mark
+from hegmd.methods.base import Subject
+from hegmd.methods.gpus import ahead_of, passing_of
+from hegmd.methods.host import HostCarrier
+from hegmd.methods.pooled import key_of
+from hegmd.vram import VideoMemory
+from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, Owner
+from tests.contract.test_carriers import Rig, ShowingAgent, rigged
+from tests.stubs.cuda.node import CudaNode
+from tests.unit.descriptor_store import DescriptorStore
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[tuple[CudaNode, Owner]]:
+    node = CudaNode.make(tmp_path / "node")
+    made = Owner(node, 0, *SIZES_MIB)
+    yield node, made
+    made.close()
+
+
+def ignored(_: int) -> None:
+    """How far it is."""
+
+
+class Moved:
+    """A process whose bytes the host carrier takes out and puts back, on its own GPU."""
+
+    def __init__(self, rig: Rig, subject: Subject) -> None:
+        self.rig = rig
+        self.subject = subject
+        self.carrier = HostCarrier(rig.link, rig.gpus, rig.pool, rig.memory)
+
+    @property
+    def off(self) -> Subject:
+        """As it is after its checkpoint."""
+        return replace(self.subject, gpu=None, left="gpu0", goal="gpu0")
+
+    def held(self) -> set[str]:
+        return {who for who, _ in self.rig.memory.by_owner()}
+
+    def marked(self) -> bool:
+        memory = self.rig.pool.memory(key_of(self.subject))
+        return read_mark(os.pread(memory.fd, MARK_BYTES, memory.size_bytes - MARK_BYTES)) is not None
+
+    def in_pool(self) -> bytes:
+        return os.pread(self.rig.pool.memory(key_of(self.subject)).fd, SIZE_BYTES, 0)
+
+    def put_in_pool(self, data: bytes) -> None:
+        os.pwrite(self.rig.pool.memory(key_of(self.subject)).fd, data, 0)
+
+    def spoil_pool(self) -> None:
+        self.put_in_pool(bytes(SIZE_BYTES))
+
+    async def take_out(self) -> None:
+        await self.carrier.hold(self.subject, SIZE_BYTES)
+        assert await self.carrier.take_out(self.subject, ignored) == SIZE_BYTES
+
+    async def put_back(self) -> None:
+        """Into the storages, and everything is given back."""
+        back_bytes = await self.carrier.put_back(self.subject, ignored, lambda: nullcontext(lambda: None))
+        assert back_bytes == SIZE_BYTES
+        assert self.rig.owner.ask("digest") == self.rig.owner.digest
+        assert not self.held(), "its GPU has room for it as soon as it has its bytes"
+        await self.carrier.give(self.subject)
+
+
+@asynccontextmanager
+async def moved(tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Moved]:
+    async with rigged(tmp_path, *owner, monkeypatch) as rig:
+        subject = await rig.subject_of(ShowingAgent(rig.workers, rig.owner))
+        yield Moved(rig, replace(subject, goal=None))
+
+
+async def test_bytes_pass_through_video_memory_and_are_in_the_pool_when_the_checkpoint_is_over(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with moved(tmp_path, owner, monkeypatch) as job:
+        await job.take_out()
+        assert job.marked()
+        assert job.in_pool() == bytes(SIZE_BYTES), "not there yet"
+        assert job.held() == {passing_of(job.subject)}
+        async with job.carrier.settling(job.subject) as passed:
+            assert job.carrier.is_passing(job.subject)
+        assert passed.size_bytes == SIZE_BYTES
+        assert (job.marked(), job.held()) == (False, set())
+        async with job.carrier.settling(job.off) as again:
+            assert again.size_bytes == 0, "it is done"
+        await job.carrier.disarm(job.off)
+        await job.carrier.arm(job.off)
+        await job.put_back()
+
+
+async def test_bytes_that_have_gone_ahead_are_read_from_there(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with moved(tmp_path, owner, monkeypatch) as job:
+        await job.take_out()
+        async with job.carrier.settling(job.subject):
+            pass
+        await job.carrier.disarm(job.off)
+        await job.carrier.arm(job.off)
+        assert job.held() == {ahead_of(job.subject)}, "before a restore has the turn on the GPU"
+        async with job.carrier.nearing(job.off) as ahead:
+            pass
+        assert ahead.size_bytes >= SIZE_BYTES
+        assert job.carrier.is_near(job.subject)
+        job.spoil_pool()
+        await job.put_back()
+
+
+async def test_what_another_daemon_had_copied_ahead_is_not_read(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what this one had, once the helper is another."""
+    async with moved(tmp_path, owner, monkeypatch) as job:
+        await job.take_out()
+        async with job.carrier.settling(job.subject):
+            pass
+        right = job.in_pool()
+        for end in ("daemon", "helper"):
+            await job.carrier.arm(job.off)
+            job.spoil_pool()
+            async with job.carrier.nearing(job.off):
+                pass
+            job.put_in_pool(right)
+            if end == "helper":
+                job.rig.link.kill("the test says so")
+                continue
+            job.carrier = HostCarrier(job.rig.link, job.rig.gpus, job.rig.pool, job.rig.memory)
+        await job.put_back()
+
+
+async def test_a_checkpoint_that_failed_has_the_storages_filled_from_what_passes(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with moved(tmp_path, owner, monkeypatch) as job:
+        await job.take_out()
+        owner[0].order("error cuMemcpyDtoHAsync_v2 1")
+        with pytest.raises(HegmError, match="cuMemcpyDtoHAsync"):
+            async with job.carrier.settling(job.subject):
+                pass
+        assert job.marked()
+        owner[0].mend()
+        with pytest.raises(Refused, match="the driver does not"):
+            async with job.carrier.settling(job.subject):
+                raise Refused("the driver does not want to", "ask the test")
+        job.spoil_pool()
+        await job.put_back()
+
+
+@pytest.mark.parametrize("dies", ["helper", "daemon"])
+async def test_whoever_is_killed_while_bytes_pass_leaves_them_to_the_next(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], dies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    store = DescriptorStore()
+    async with moved(tmp_path, owner, monkeypatch) as job:
+        job.rig.memory.store = store
+        await job.take_out()
+        owner[0].order(f"hold cuMemcpyDtoHAsync_v2 {gate}")
+        async with anyio.create_task_group() as tasks:
+
+            async def settle() -> None:
+                async with job.carrier.settling(job.subject):
+                    pass
+
+            tasks.start_soon(settle)
+            held = await anyio.to_thread.run_sync(os.open, gate, os.O_WRONLY)  # returns when it has begun
+            owner[0].mend()
+            if dies == "daemon":
+                tasks.cancel_scope.cancel()
+            job.rig.link.kill("the test says so")
+            os.close(held)
+        if dies == "daemon":
+            assert job.marked()
+            job.rig.memory.close()
+            fresh = VideoMemory(job.rig.link, store)
+            for name, fd in await store.found():
+                assert fresh.adopt(name, fd)
+            job.rig.memory = fresh
+            job.carrier = HostCarrier(job.rig.link, job.rig.gpus, job.rig.pool, fresh)
+            async with job.carrier.settling(job.off):
+                pass
+        assert (job.marked(), job.held(), store.kept) == (False, set(), {})
+        await job.put_back()
+
+
+async def test_bytes_whose_video_memory_is_gone_are_not_taken_from_the_pool(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool had pages of zeros for them, in a file that outlives a node's service manager."""
+    async with moved(tmp_path, owner, monkeypatch) as job:
+        await job.take_out()
+        job.rig.memory.close()
+        job.carrier = HostCarrier(job.rig.link, job.rig.gpus, job.rig.pool, job.rig.memory)
+        with pytest.raises(Refused, match="on their way to the pool, and that is gone"):
+            await job.put_back()
+        with pytest.raises(Refused, match="on their way to the pool, and that is gone"):
+            async with job.carrier.settling(job.off):
+                pass
+        await job.carrier.give(job.subject)
+
+
+@pytest.mark.parametrize(("taken_mib", "passes"), [(5632, False), (3686, True)])
+async def test_bytes_go_straight_to_the_pool_and_back_where_there_is_no_room(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], taken_mib: int, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two GiB are left to others; beside a restore, which asks for these by itself, as much again."""
+    async with moved(tmp_path, owner, monkeypatch) as job:
+        memory, gpu = job.rig.memory, owner[0].uuids[0]
+        await memory.hold("others", gpu, taken_mib * MIB)
+        await job.take_out()
+        assert job.marked() is passes
+        async with job.carrier.settling(job.subject) as passed:
+            pass
+        assert passed.size_bytes == (SIZE_BYTES if passes else 0)
+        await job.carrier.arm(job.off)
+        async with job.carrier.nearing(job.off) as ahead:
+            assert job.held() == {"others"}
+        assert ahead.size_bytes == 0
+        await memory.give("others", gpu)
+        await job.put_back()
+
+
+async def test_memory_that_was_held_in_time_is_given_back_where_it_cannot_be_used(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with moved(tmp_path, owner, monkeypatch) as job:
+        await job.carrier.hold(job.subject, SIZE_BYTES)
+        assert job.held() == {passing_of(job.subject)}
+        await job.carrier.disarm(job.subject)
+        assert not job.held()
+        await job.carrier.hold(job.subject, SIZE_BYTES)
+        job.rig.link.kill("the test says so")
+        owner[0].order("error cuMemMap 2")
+        await job.carrier.take_out(job.subject, ignored)
+        assert (job.marked(), job.held()) == (False, set())
+        owner[0].mend()
+        await job.put_back()

@@ -1,0 +1,95 @@
+"""How the ring between video memory and the pool is best cut: `ring_sweep.py [BYTES]`. Prints rates; judges nothing.
+
+In less than half a minute on one GPU, with memory of its own at both ends and no other process, in huge pages where the
+node has enough of them. Pieces are what slots are filled and emptied in: the first figure is how the C library's own
+copies go past the caches or through them.
+"""
+
+# ruff: noqa: T201 - printing is what this program is for
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+from hegmd.helper import cuda
+from hegmd.helper.allocations import IN, OUT, Place
+from hegmd.helper.provisions import Provisions
+from hegmd.helper.spaces import VideoSpace
+from hegmd.helper.staging import HostMemory, HostSpace, NearSpace, Pace, StagedCopy
+from hegmd.pool_memory import read_huge_free_bytes
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SIZE_BYTES = 6 * GIB
+PIECES_KIB = (128, 256, 512, 1024, 8192)
+WITHIN_S = 25.0
+
+
+def paces() -> Iterator[Pace]:
+    """What is tried, the likeliest first: pieces, then slots and strands with the pieces that are the default."""
+    for piece_kib in PIECES_KIB:
+        yield Pace(in_piece_bytes=piece_kib * KIB, out_piece_bytes=piece_kib * KIB)
+    for slot_mib in (1, 2, 4, 16):
+        yield Pace(slot_bytes=slot_mib * MIB)
+    for strands in (8, 12, 16, 32):
+        yield Pace(most_strands=strands)
+    for slots in (3, 4):
+        yield Pace(slots_a_strand=slots, slot_bytes=4 * MIB)
+    for strands, slot_mib in ((12, 2), (16, 2), (16, 4), (32, 2), (32, 4)):
+        yield Pace(most_strands=strands, slot_bytes=slot_mib * MIB)
+
+
+def pool(size_bytes: int) -> int:
+    is_huge = read_huge_free_bytes() >= size_bytes
+    fd = os.memfd_create("pool", os.MFD_HUGETLB if is_huge else 0)
+    os.ftruncate(fd, size_bytes)
+    print(f"{size_bytes / GIB:.0f} GiB in {'huge' if is_huge else 'ordinary'} pages, {os.cpu_count()} cores")
+    return fd
+
+
+def show(pace: Pace, host: HostMemory, video: VideoSpace, provisions: Provisions) -> None:
+    """One line: each direction twice, the better one."""
+    space = HostSpace(video.context, host, pace)
+    provisions.provide(pace.streams)
+    streams = provisions.streams(video.ordinal)[: pace.streams]
+    rates: dict[str, float] = {}
+    for direction in (OUT, IN) * 2:
+        places = [Place(0, 0, host.size_bytes, 0)]
+        done = StagedCopy(video.context, space, direction, NearSpace(video), streams).run(places, lambda _: None)
+        rates[direction] = max(rates.get(direction, 0.0), done.copied_bytes / done.copy_s / 1e9)
+    space.ring.close()
+    print(
+        f"{pace.strands:3} strands, {pace.slots_a_strand} slots of {pace.slot_bytes // MIB:2} MiB, pieces of "
+        f"{pace.out_piece_bytes // KIB:4} KiB out and {pace.in_piece_bytes // KIB:4} KiB in: "
+        f"{rates[OUT]:5.1f} GB/s out, {rates[IN]:5.1f} GB/s in",
+        flush=True,
+    )
+
+
+def main() -> None:
+    began = time.monotonic()
+    size_bytes = int(sys.argv[1]) if len(sys.argv) > 1 else SIZE_BYTES
+    cuda.start()
+    context = cuda.retain(0)
+    handle = cuda.create(0, size_bytes)
+    held, fd = cuda.export(handle), pool(size_bytes)
+    cuda.release_handle(handle)
+    video = VideoSpace(0, {0: context}, [(held, size_bytes)], start=0, peer=True)
+    host, provisions = HostMemory(fd, size_bytes), Provisions({0: context})
+    for pace in paces():
+        if time.monotonic() - began > WITHIN_S:
+            print("the rest is left out: there was no time for it")
+            break
+        show(pace, host, video, provisions)
+    provisions.close()
+    video.close()
+    host.close()
+    cuda.release(0)
+    os.close(held)
+    os.close(fd)
+
+
+if __name__ == "__main__":
+    main()
