@@ -18,7 +18,7 @@ import anyio
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost, Link
 from hegmd.log import fields
-from hegmd.methods.base import Crowded, Subject
+from hegmd.methods.base import Subject
 from hegmd.methods.gpus import Gpus
 from hegmd.methods.neighbours import Neighbours
 from hegmd.methods.sight import Patience
@@ -87,15 +87,18 @@ class Steps:
             ) from error
 
     async def checkpoint(self, subject: Subject) -> None:
-        """Raises Crowded where it has found no memory: the driver says so, or that it does not know, on a full GPU."""
+        """Raises Refused where it has found no memory: the driver says so, or that it does not know, on a full GPU.
+
+        It stays where it is then, and what it needs there is more likely to be had than what the driver needs.
+        """
         try:
             await self._call("checkpoint", subject, expected_s=step_s(subject.rest_bytes, OUT_BYTES_PER_S))
         except DriverFailed as error:
             if error.number != _OUT_OF_MEMORY and not (error.number == _UNKNOWN and await self._is_full(subject)):
                 raise
-            raise Crowded(
+            raise Refused(
                 f"process {subject.pid} cannot be taken off {subject.gpu}, which somebody has filled: {error.message}",
-                f"free some memory on {subject.gpu}: the driver needs a little itself; it runs on, or is tried again",
+                f"free some memory on {subject.gpu}: the driver needs a little itself; it runs on, or comes back there",
                 {**error.facts, "pid": subject.pid, "gpu": subject.gpu},
             ) from error
 

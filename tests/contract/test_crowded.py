@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hegmd.errors import Refused
 from hegmd.helper.link import DriverFailed
 from hegmd.helper.provisions import PIECE_BYTES, PIECES
-from hegmd.methods.base import Crowded
 from tests.contract.driven import REST_BYTES, Parts, rigged
 from tests.contract.helped import MIB, SIZE_BYTES, Owner, ask, carry, hold, linked, places
 from tests.stubs.cuda.node import CudaNode
@@ -118,7 +118,7 @@ async def test_a_process_that_cannot_be_taken_off_a_full_gpu_runs_on_and_it_is_s
     async with rigged(parts) as rig:
         await rig.method.hold_room(rig.subject, "gpu1", REST_BYTES)
         fill(filler)
-        with pytest.raises(Crowded, match=r"which somebody has filled: .* failed with 999"):
+        with pytest.raises(Refused, match=r"which somebody has filled: .* failed with 999"):
             await rig.method.checkpoint(rig.subject)
         assert await rig.state(rig.moved) == "running"
         filler.close()

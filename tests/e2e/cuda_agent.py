@@ -3,8 +3,8 @@
 Obeys the daemon's orders as the real agent does, over real IPC handles of real pieces of (stub) video memory, and
 copies by itself where it is told to; each piece stands for a storage. PyTorch for CUDA is not to be had in CI, so what
 finds and frees storages is tested on GPUs. Besides the program's lines: `facts NAME=VALUE...` changes what it says of
-itself, `devices` has it say what it holds on each of its GPUs, `refuse ORDER` and `allow ORDER` what it does, `seen`
-tells the orders.
+itself, `cache MIB` has it keep so much beside its pieces as an allocator does, `devices` has it say what it holds on
+each of its GPUs, `refuse ORDER` and `allow ORDER` what it does, `seen` tells the orders.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Agent:
         self.tells_devices = False
         self.own_fd = -1  # of the memory that it has copied to by itself
         self.given = Descriptors()
+        self.cached_bytes = 0
+        self.cached: list[int] = []
 
     @property
     def held_bytes(self) -> int:
@@ -174,9 +176,9 @@ class Agent:
     def free(self, _: Order) -> dict[str, Any]:
         assert self.parked
         if not self.held_bytes:
-            for piece in self.pieces:
+            for piece in (*self.pieces, *self.cached):
                 call("cuMemFree_v2", piece)
-            self.pieces, self.filled = [], 0
+            self.pieces, self.cached, self.filled = [], [], 0
         return {"size_bytes": sum(self.sizes), "storages": len(self.sizes)}
 
     def evacuate(self, order: Order) -> dict[str, Any]:
@@ -205,6 +207,7 @@ class Agent:
                 at += size_bytes
             undo.pop_all()
         call("cuCtxSetCurrent", self.program.contexts[0])
+        self.take_cache()
         self.filled, self.program.pieces = len(self.pieces), list(self.pieces)
         if self.own_fd >= 0:
             os.close(self.own_fd)
@@ -226,7 +229,21 @@ class Agent:
                     raise MemoryError(sum(self.sizes[self.filled :]))
                 self.pieces.append(address.value)
                 made_bytes += size_bytes
+            self.take_cache()
         return self._view(self.filled, len(self.pieces))
+
+    def take_cache(self) -> None:
+        """With the first pieces that are made, as far as there is memory for it."""
+        address = Address()
+        if self.cached_bytes and not self.cached and not cuda.cuMemAlloc_v2(ctypes.byref(address), self.cached_bytes):
+            self.cached = [address.value]
+
+    def keep(self, size_mib: str) -> str:
+        """Have so much beside the pieces from now on; what is had of it, which the next step needs."""
+        self.cached_bytes = int(size_mib) * MIB
+        self.take_cache()
+        self.facts["reserved_bytes"] = sum(self.sizes) + self.cached_bytes
+        return f"cached {len(self.cached)}"
 
     def note_filled(self, order: Order) -> dict[str, Any]:
         assert order.first is not None
@@ -274,6 +291,8 @@ def main() -> None:
         elif command == "devices":
             agent.tells_devices = True
             _say("noted")
+        elif command == "cache":
+            _say(agent.keep(*arguments) if arguments else f"cached {len(agent.cached)}")
         elif command == "seen":
             _say(" ".join(["seen", *agent.seen]))
         else:

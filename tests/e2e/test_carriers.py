@@ -177,11 +177,15 @@ def test_a_daemon_that_is_killed_while_a_job_is_suspended_leaves_it_to_the_next(
 def test_whoever_takes_all_memory_again_and_again_does_not_get_the_room_of_the_storages(
     node: DrivenNode, tmp_path: Path, carrier: str
 ) -> None:
-    """It was let go before the agent was told to make them, and somebody else was quicker."""
+    """It was let go before the agent was told to make them, and somebody else was quicker.
+
+    What had been cached had no room held at all, and the job died at its next step, which asked the driver for it.
+    """
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with node.agented(0) as program, node.program(1, 16) as other:
         watched = Watched(program)
+        assert program.tell("cache 700") == "cached 1"
         node.cuda.order(f"hold cuCheckpointProcessCheckpoint {gate}")
         with node.connect() as connection:
             connection.call(Migrate(pids=(watched.pid,), to="gpu1", carrier=carrier, wait=False), OperationReply)
@@ -191,6 +195,7 @@ def test_whoever_takes_all_memory_again_and_again_does_not_get_the_room_of_the_s
             node.cuda.mend()
         ended = at_rest(node)
         assert (ended.phase, ended.failure, ended.processes[0].gpu) == ("done", None, "gpu1")
+        assert program.tell("cache") == "cached 1"
         watched.is_whole()
 
 
@@ -208,7 +213,9 @@ def test_a_job_whose_storages_have_no_room_says_so_and_comes_back_when_there_is_
         with node.program(1, 16) as other:
             # So much less is free that its storages are not made beside their room, but in it.
             assert other.tell("alloc 3840") == "allocated"
-            node.cuda.order(f"error cuCheckpointProcessLock@{other.pid} 600", f"hold cuMemAlloc_v2 {gate}")
+            node.cuda.order(
+                f"error cuCheckpointProcessLock@{other.pid} 600", f"hold cuMemAlloc_v2@{watched.pid} {gate}"
+            )
             connection.call(Migrate(pids=(watched.pid,), to="gpu1", carrier="host", wait=False), OperationReply)
             with gate.open("w"):  # the agent is about to make the first of them
                 node.cuda.mend()
@@ -232,7 +239,7 @@ def test_a_neighbour_that_takes_all_it_can_where_storages_are_made_beside_their_
     os.mkfifo(gate)
     with node.agented(0) as program, node.connect() as connection, node.program(1, 16) as other:
         watched = Watched(program)
-        node.cuda.order(f"error cuCheckpointProcessLock@{other.pid} 600", f"hold cuMemAlloc_v2 {gate}")
+        node.cuda.order(f"error cuCheckpointProcessLock@{other.pid} 600", f"hold cuMemAlloc_v2@{watched.pid} {gate}")
         connection.call(Migrate(pids=(watched.pid,), to="gpu1", carrier="host", wait=False), OperationReply)
         with gate.open("w"):
             node.cuda.mend()

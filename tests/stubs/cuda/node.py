@@ -13,8 +13,9 @@ With `nvml` the stub libnvidia-ml tells the same of it. `orders` are lines, in f
     was GPU UUID                                that GPU had this UUID where processes were checkpointed: another node
     nccl_p2p PID [CODE]                         that process has peer-to-peer communicators: its restore fails for good
 
-FUNCTION is the name that libcuda exports (cuMemAlloc_v2); SUBJECT the pid for the checkpoint calls, the number of the
-GPU for calls that take memory or contexts. FROM and TO count that function's calls in the process that makes them.
+FUNCTION is the name that libcuda exports (cuMemAlloc_v2); SUBJECT the pid of who calls, or for the checkpoint calls of
+whom they are about, or the number of the GPU for calls that take memory or contexts. FROM and TO count that function's
+calls in the process that makes them.
 `step:state`, `step:lock`, `step:checkpoint`, `step:restore` and `step:unlock` are what the driver does inside the
 target: they go on when the caller is killed. What it is to do is in hegmd/testing/driver.py and video_memory.py: every
 row there held on two H200 with driver 580.159.04 on 2026-11-21, after five of them had corrected the stub.

@@ -70,7 +70,8 @@ static void read_was(const char *rest) {
     facts.is_another_node = 1;
 }
 
-/* WHAT FUNCTION[@SUBJECT] [ARGUMENT [FROM [TO]]] */
+/* The subject is what the call is about, or the process that makes it.
+ * WHAT FUNCTION[@SUBJECT] [ARGUMENT [FROM [TO]]] */
 static void read_order(const char *what, const char *rest) {
     struct order order = {.subject = -1, .from = 1, .to = -1};
     snprintf(order.what, sizeof order.what, "%s", what);
@@ -140,7 +141,7 @@ static const struct order *ordered(const char *what, const char *function, long 
     for (int i = 0; i < order_count; i++) {
         const struct order *order = &orders[i];
         if (strcmp(order->what, what) || (strcmp(order->function, "*") && strcmp(order->function, function))) continue;
-        if (order->subject >= 0 && order->subject != subject) continue;
+        if (order->subject >= 0 && order->subject != subject && order->subject != getpid()) continue;
         if (call < order->from || (order->to >= 0 && call > order->to)) continue;
         return order;
     }
