@@ -28,7 +28,7 @@ _MIB = 1 << 20
 _SMALL_BYTES, _UNIT_BYTES, _LARGE_BYTES, _SHARED_BYTES = _MIB, 2 * _MIB, 10 * _MIB, 20 * _MIB
 _BLOCK_BYTES = 512
 # Each piece costs the job a call of the driver while it stands; what is beyond is made in one piece for each stream.
-MOST_RUNS = 96
+MOST_RUNS = 64
 
 
 class Run:
@@ -120,7 +120,9 @@ class Cache:
         self._held.append(self._cuda.caching_allocator_alloc(size_bytes, device=run.device, stream=run.stream))
 
     def _reserved(self, device: int) -> int:
-        return int(self._cuda.memory_reserved(device))
+        """What the allocator has of the driver there. As a nested one: flattening it takes longer than a piece does."""
+        stats: Any = self._cuda.memory_stats_as_nested_dict(device)
+        return int(stats["reserved_bytes"]["all"]["current"])
 
 
 def runs_between(segments: list[cuda_state.Segment], holes: list[tuple[int, int]]) -> list[Run]:

@@ -129,6 +129,9 @@ class Cuda:
         assert device == 0
         return sum(segment.size_bytes for segment in self.segments)
 
+    def memory_stats_as_nested_dict(self, device: int) -> dict[str, dict[str, dict[str, int]]]:
+        return {"reserved_bytes": {"all": {"current": self.memory_reserved(device)}}}
+
     def mem_get_info(self, device: int) -> tuple[int, int]:
         assert device == 0
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
