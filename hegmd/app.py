@@ -369,6 +369,7 @@ class App:
             spill=self._config.pool.spill,
             still_s=self._config.neighbours.still_s,
             restart_always=self._config.restart.allowed == "always",
+            restart_ready=self._config.restart.ready == "beforehand",
             images_by=ImageMeans(
                 self._config.daemon.socket,
                 in_unit=self._manager.present and os.path.isdir(SYSTEMD_RUNS),

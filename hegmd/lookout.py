@@ -261,7 +261,7 @@ def _told(worker: Worker) -> AgentSurvey:
 
 async def _weigh_one(worker: Worker) -> None:
     """Raises nothing: one that cannot say has a reason, which is one against its restart."""
-    worker.state_bytes, worker.refusals, worker.begin_anew = None, (), None
+    worker.state_bytes, worker.refusals, worker.begin_anew, worker.imports = None, (), None, ()
     try:
         await worker.order("weigh", limit_s=WEIGH_S)
     except HegmError as error:

@@ -42,6 +42,7 @@ from hegmd.methods.gpus import Gpus
 from hegmd.methods.host import HostCarrier
 from hegmd.methods.neighbours import STILL_S, Neighbours
 from hegmd.methods.peer import PeerCarrier
+from hegmd.methods.readying import Readying
 from hegmd.methods.restart import RestartMethod
 from hegmd.methods.sight import is_stopped
 from hegmd.methods.simulated import SimulatedMethod
@@ -100,13 +101,14 @@ class Moving:
         spill: str = ASKED,
         still_s: float = STILL_S,
         restart_always: bool = False,
+        restart_ready: bool = True,
         images_by: ImageMeans | None = None,
         disk: Disk | None = None,
     ) -> None:
         self._state_dir = state_dir
         self._images_by = images_by or ImageMeans(state_dir / "hegmd.sock")
         self._workers, self._inventory = workers, inventory
-        self._start_ticks = start_ticks
+        self._start_ticks, self._restart_ready = start_ticks, restart_ready
         self.pool = pool
         self.rooms = Rooms(simulator, gpus=self._gpus, changed=inventory.expire)
         self.helper = Link()
@@ -174,16 +176,15 @@ class Moving:
     def _means(self, *, simulated: bool) -> tuple[Mapping[str, Method], Mapping[str, Carrier]]:
         """What processes and bytes are moved by here, by name."""
         by_worker = WorkerCarrier(self.pool)
-        by_state = StateCarrier(self.pool, self.supervisors)
         if simulated:
             books = SimulatedMethod(self.rooms)
-            return (
-                {books.name: books, RestartMethod.name: self._restarting(books)},
-                {by_worker.name: by_worker, by_state.name: by_state},
-            )
+            restarting, by_state = self._restarting(books)
+            carried: dict[str, Carrier] = {by_worker.name: by_worker, by_state.name: by_state}
+            return {books.name: books, restarting.name: restarting}, carried
         gpus = Gpus(self._look, self._inventory.expire)
         steps = Steps(self.helper, gpus, self._neighbours)
         method = DriverMethod(steps, self.memory, gpus, self._neighbours)
+        restarting, by_state = self._restarting(method)
         carriers: tuple[Carrier, ...] = (
             by_worker,
             by_state,
@@ -191,11 +192,13 @@ class Moving:
             HostCarrier(self.helper, gpus, self.pool, self.memory),
             PeerCarrier(self.helper, gpus, self.memory),
         )
-        methods: tuple[Method, ...] = (method, self._restarting(method))
-        return {one.name: one for one in methods}, {carrier.name: carrier for carrier in carriers}
+        return {method.name: method, restarting.name: restarting}, {carrier.name: carrier for carrier in carriers}
 
-    def _restarting(self, by: Method) -> RestartMethod:
-        return RestartMethod(self._workers, self.supervisors, self.pool, by=by, gpus=self._gpus, folder=self._state_dir)
+    def _restarting(self, by: Method) -> tuple[RestartMethod, StateCarrier]:
+        workers, supervisors, pool = self._workers, self.supervisors, self.pool
+        method = RestartMethod(workers, supervisors, pool, by=by, gpus=self._gpus, folder=self._state_dir)
+        readying = Readying(supervisors, method.surroundings_of, allowed=self._restart_ready)
+        return method, StateCarrier(pool, supervisors, readying)
 
     def _forget_claim(self, op_id: str) -> None:
         lock_path(self._state_dir, op_id).unlink(missing_ok=True)

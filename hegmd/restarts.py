@@ -22,7 +22,7 @@ from hegmd.migration.operation import Operation
 from hegmd.migration.runner import Runner
 from hegmd.operations import Asked, Operations
 from hegmd.protocol.messages import Supervise, SuperviseReport
-from hegmd.protocol.operations import IMPORTING, LOADING, OperationProgress
+from hegmd.protocol.operations import IMPORTING, LOADING, READIED, OperationProgress
 from hegmd.supervisors import Send, Supervisor, SupervisorAway, Supervisors, go_on_command
 from hegmd.task_home import TaskHome
 from hegmd.workers import BACK, CAME, Worker, Workers
@@ -118,7 +118,7 @@ class Restarts(TaskHome):
         if self._tasks is None or not absent or supervisor is None or not supervisor.offer.started:
             return
         attends = supervisor.offer.pid is not None and self._workers.find(supervisor.offer.pid) is not None
-        doing = LOADING if attends else IMPORTING
+        doing = LOADING if attends else READIED if supervisor.was_ready else IMPORTING
         if absent[0].doing != doing:
             self._tasks.start_soon(
                 self._ask, op_id, events.CameOn(worker=absent[0].name, doing=doing, cause="the start")

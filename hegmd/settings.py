@@ -460,6 +460,12 @@ class RestartSettings:
         "When a move may be a restart, where nothing better is possible: if its caller says so, or always.",
         reloads=False,
     )
+    ready: str = setting(
+        OneOf(("beforehand", "in-turn")),
+        "beforehand",
+        "When the next process imports PyTorch: while the last one trains still, for some 500 MB of memory, or after.",
+        reloads=False,
+    )
 
 
 SECTIONS: dict[str, type[Any]] = {

@@ -94,6 +94,8 @@ class Supervisor:
         self.failure = ""
         #: Whether what it wants to go on with was asked for.
         self.has_asked = False
+        #: Whether the process that it started last had been made ready before its turn.
+        self.was_ready = False
         self._link: _Link | None = None
 
     @property
@@ -192,6 +194,7 @@ class Supervisor:
             self.failure = report.message
             self.offer = self.offer.replace(pid=None, started=False, left=True)
         elif report.result == DONE and given is not None:
+            self.was_ready = report.was_ready
             started = {"started": True, "left": False} if given.do == "start" else {"started": False}
             self.offer = self.offer.replace(pid=report.pid, operation=given.operation, key=given.key, **started)
         if given is not None and given.report is None:

@@ -80,6 +80,9 @@ class Worker:
         self.state_bytes: int | None = None
         self.refusals: tuple[str, ...] = ()
         self.begin_anew: tuple[str, ...] | None = None
+        #: What the process that goes on may import before its turn, and the path of its script's modules.
+        self.imports: tuple[str, ...] = ()
+        self.path: tuple[str, ...] = ()
         #: Its use of CUDA by its own word; None if it uses none or has not said.
         self.cuda: CudaFacts | None = None
         #: Why the last image that was to be taken of it was not made; whoever takes them writes it.
@@ -187,6 +190,7 @@ class Worker:
         if do == "weigh":
             self.state_bytes, self.refusals = report.state_bytes, report.refusals
             self.begin_anew = report.begin_anew
+            self.imports, self.path = report.imports, report.path
         if do == "filled" and report.held_bytes is not None:
             self.held_bytes = report.held_bytes
         if do in {"evacuate", "free"}:

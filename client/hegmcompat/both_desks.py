@@ -33,7 +33,13 @@ class BothDesks:
             looks.append(self._daemon.turn(now, pid))
         return min((look for look in looks if look is not None), default=None)
 
-    def started(self, pid: int) -> None:
+    def expected(self) -> None:
+        """Nothing is made ready under a launcher."""
+
+    def is_ready(self, pid: int) -> None:
+        """Nothing is."""
+
+    def started(self, pid: int, *, was_ready: bool = False) -> None:
         """The command runs, by whosever wish."""
         if self._daemon is None:
             self._daemon = self._meet()

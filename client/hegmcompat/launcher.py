@@ -21,7 +21,7 @@ from hegmcompat.surroundings import COMMAND, REFUSED, Surroundings
 from hegmcompat.terminal import warn
 from hegmctl import claim_notes
 from hegmctl.endpoint import find_endpoint
-from hegmctl.restarting import LOCK_FD
+from hegmctl.readying import LOCK_FD
 from hegmctl.running import OF_ONE_START, prepare
 from hegmctl.supervising import GiveUp, Start
 from hegmd.errors import EXTERNAL, HegmError, Refused
@@ -100,7 +100,13 @@ class Launcher:
         self._next = self._turn_of_worker()
         return None
 
-    def started(self, pid: int) -> None:
+    def expected(self) -> None:
+        """Nothing is made ready under a launcher."""
+
+    def is_ready(self, pid: int) -> None:
+        """Nothing is."""
+
+    def started(self, pid: int, *, was_ready: bool = False) -> None:
         """A worker runs: say so where hegm-ctrl looks."""
         self._next = None
         try:

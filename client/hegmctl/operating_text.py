@@ -33,7 +33,7 @@ _PHASES = (
     "handing ending spilling restoring refilling releasing verifying tidying"
 ).split()
 # Of a restart, from where its state is saved; most of its time is for the process that comes.
-_RESTART_FROM, _RESTART_STEP = 0.4, 0.1
+_RESTART_FROM, _RESTART_STEP = 0.4, 0.09
 
 
 def progress_text(progress: OperationProgress, style: Style) -> list[str]:

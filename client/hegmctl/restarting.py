@@ -10,6 +10,8 @@ and holds it for as long as it lives, and here it is kept until the operation is
 reads that later, the next daemon too, starts nobody any more. Where there is no daemon to see it, the process notes as
 well that it has trained on, and from then on its end is its own. Of ranks, whose launcher leaves no descriptor open for
 them, each has its state and that right handed to it (`rank_states`).
+
+Longer than 400 lines because all that the daemon says changes one and the same expectation.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from time import monotonic
 
 from hegmctl import claim_notes
 from hegmctl.rank_states import STATES, RankStates
+from hegmctl.readying import LOCK_FD, OPERATION, STATE, STATE_FD, Beforehand
 from hegmctl.supervising import GAVE_UP_STATUS, GiveUp, Start, left_status
 from hegmctl.supervision_line import Line
 from hegmd.errors import HegmError
@@ -35,9 +38,6 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 5.0
 TRIES = 2
-# What the agent of a process that is started from a state reads.
-STATE_FD, LOCK_FD, OPERATION = "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_RESTART"
-STATE = "HEGM_STATE"
 _PYTHON = re.compile(r"python[0-9.]*t?$")
 
 
@@ -84,6 +84,8 @@ class DaemonDesk:
         self._give_up: GiveUp | None = None
         #: Programs that are asked which Python they are.
         self._probes: list[Probe] = []
+        #: What start is expected, and of which operation.
+        self._expected: tuple[str, Beforehand] | None = None
         self._line: Line | None = None
         self._order_line: Line | None = None
         self._pause_s = FIRST_PAUSE_S
@@ -144,7 +146,7 @@ class DaemonDesk:
         order = self._order
         if order is None or not self._due:
             return None
-        environ = self._surroundings(order)
+        command, environ = self._surroundings_of(order)
         for name in (STATE, STATE_FD, LOCK_FD, STATES):
             environ.pop(name, None)  # of an earlier start, or by `--env`: the script would begin anew
         environ.update({OPERATION: order.operation})
@@ -154,16 +156,24 @@ class DaemonDesk:
             environ[STATES] = self._ranks.address
         elif self._lock is not None:
             environ[LOCK_FD] = str(self._lock)
-        command = self._command if order.python is None else (order.python, *self._command[1:])
         return Start(command, environ, self._state, self._lock if self._ranks is None else self._ranks.lock)
 
-    def started(self, pid: int) -> None:
+    def expected(self) -> Beforehand | None:
+        """What start is to come that can be made ready."""
+        return None if self._expected is None else self._expected[1]
+
+    def is_ready(self, pid: int) -> None:
+        """The daemon may want to know."""
+        self._report(SuperviseReport(result="ready", pid=pid))
+
+    def started(self, pid: int, *, was_ready: bool = False) -> None:
         """The command runs."""
-        self._pid, self._resumes = pid, None
+        self._pid, self._resumes, self._expected = pid, None, None
         if self._order is not None:
             self._due, self._left, self._started = False, False, True
             self._starts += 1
-            self._report(SuperviseReport(order=self._number(), result="done", pid=pid, starts=self._starts))
+            number, starts = self._number(), self._starts
+            self._report(SuperviseReport(order=number, result="done", pid=pid, starts=starts, was_ready=was_ready))
 
     def not_started(self, why: str) -> None:
         """It could not be, and will not be by trying again."""
@@ -182,8 +192,14 @@ class DaemonDesk:
 
     def _hear(self, order: SupervisorOrder, fds: Descriptors) -> None:
         """Do it, or have it done at the next turn."""
+        is_over = order.do in ("unready", "forget")
+        if is_over and self._expected is not None and self._expected[0] == order.operation:
+            self._expected = None
         if order.do == "expect":
             self._expect(order)
+        elif order.do == "ready":
+            what = Beforehand(*self._surroundings_of(order), order.imports, order.path)
+            self._expected = (order.operation, what)
         elif order.do == "start":
             self._take_start(order, fds)
         elif order.do == "forget" and order.operation == self._operation:
@@ -249,9 +265,11 @@ class DaemonDesk:
     def _has_left(self, status: int) -> bool:
         return status == left_status(self._environ)
 
-    def _surroundings(self, order: SupervisorOrder) -> dict[str, str]:
+    def _surroundings_of(self, order: SupervisorOrder) -> tuple[tuple[str, ...], dict[str, str]]:
+        """The command and the environment of a start by that order, but for its state."""
         kept = {name: value for name, value in self._environ.items() if name not in order.unset}
-        return {**kept, **order.set}
+        command = self._command if order.python is None else (order.python, *self._command[1:])
+        return command, {**kept, **order.set}
 
     def _ask(self, order: SupervisorOrder) -> None:
         """Ask the program that the command is to be started with what it is."""
@@ -259,7 +277,7 @@ class DaemonDesk:
 
         try:
             python = order.python or self._command[0]
-            self._probes.append(Probe(order.order, python, self._surroundings(order), monotonic()))
+            self._probes.append(Probe(order.order, python, self._surroundings_of(order)[1], monotonic()))
         except (NoPython, OSError) as error:
             self._report(SuperviseReport(order=order.order, result="failed", message=str(error)))
 
@@ -277,9 +295,7 @@ class DaemonDesk:
 
     def _settle(self, order: SupervisorOrder) -> None:
         """The surroundings of that start are the job's own from now on."""
-        self._environ = self._surroundings(order)
-        if order.python is not None:
-            self._command = (order.python, *self._command[1:])
+        self._command, self._environ = self._surroundings_of(order)
 
     def _forget(self) -> None:
         self._close_state()
@@ -362,7 +378,7 @@ class DaemonDesk:
 
     def _hang_up(self, error: Exception, now: float | None = None) -> None:
         """That connection is over; another one is made after a while."""
-        line, self._line = self._line, None
+        line, self._line, self._expected = self._line, None, None
         if line is not None:
             line.close()
         self._close_probes()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     from hegmctl.parenthood import Signal
+    from hegmctl.readying import Beforehand, Readied
 
     class Desk(Protocol):
         """Who says whether the command is to be started again, where, and from what."""
@@ -41,7 +42,15 @@ if TYPE_CHECKING:
             """What is to be done while no command runs; None to go on waiting."""
             ...
 
-        def started(self, pid: int) -> None:
+        def expected(self) -> Beforehand | None:
+            """What start is to come that can be made ready while the command runs; the same object for the same one."""
+            ...
+
+        def is_ready(self, pid: int) -> None:
+            """What is expected has been made ready, and waits as that process."""
+            ...
+
+        def started(self, pid: int, *, was_ready: bool = False) -> None:
             """The command runs, as that process."""
             ...
 
@@ -105,6 +114,9 @@ class Supervisor:
         self._child: Child | None = None
         self._told: int | None = None
         self._over: int | None = None
+        #: What was last to be made ready, and the process that is or was to be.
+        self._expected: Beforehand | None = None
+        self._readied: Readied | None = None
 
     def run(self, first: Start | None) -> int:
         """Start the command, or wait for what the desk wants first; its exit status, once it is over.
@@ -115,26 +127,60 @@ class Supervisor:
         with Signals() as signals:
             if first is not None:
                 self._start(first, signals)
-            while self._over is None:
-                look_at = self._desk.turn(monotonic(), None if self._child is None else self._child.pid)
-                if self._child is None and not self._do_what_is_wanted(signals):
-                    within_s = None if look_at is None else look_at - monotonic()
-                    self._hear(signals.next(within_s))
-                elif self._child is not None and self._over is None:
-                    self._hear(signals.next(None if look_at is None else look_at - monotonic()))
+            try:
+                while self._over is None:
+                    look_at = self._desk.turn(monotonic(), None if self._child is None else self._child.pid)
+                    self._make_ready(signals)
+                    if self._child is None and not self._do_what_is_wanted(signals):
+                        self._hear(signals.next(_within_s(look_at, self._awaited_until())))
+                    elif self._child is not None and self._over is None:
+                        self._hear(signals.next(_within_s(look_at)))
+            finally:
+                self._unready()
             self._desk.close()
         return end_like(self._over)
 
+    def _make_ready(self, signals: Signals) -> None:
+        """Have a process wait for the start that is expected, and none for any other."""
+        expected = self._desk.expected()
+        if self._expected is not expected:
+            self._unready()
+            self._expected = expected
+            if expected is not None and self._child is not None:
+                from hegmctl.readying import make_ready
+
+                self._readied = make_ready(expected, signals.before)
+        if self._readied is not None and self._readied.look():
+            self._desk.is_ready(self._readied.pid)
+
+    def _unready(self) -> None:
+        readied, self._readied = self._readied, None
+        if readied is not None:
+            readied.end()
+
+    def _awaited_until(self) -> float | None:
+        wanted = self._desk.wanted()
+        if self._readied is None or not isinstance(wanted, Start):
+            return None
+        return self._readied.awaited_until(wanted.command, wanted.environ)
+
     def _start(self, wanted: Start, signals: Signals) -> None:
-        self._child = start(wanted.command, wanted.environ, mask=signals.before, keep=wanted.keep)
+        readied, self._readied = self._readied, None
+        pid = None if readied is None else readied.go_on_as(wanted.command, wanted.environ)
+        if pid is None:
+            self._child = start(wanted.command, wanted.environ, mask=signals.before, keep=wanted.keep)
+        else:
+            self._child = Child(pid)
         self._told = None
-        self._desk.started(self._child.pid)
+        self._desk.started(self._child.pid, was_ready=pid is not None)
 
     def _do_what_is_wanted(self, signals: Signals) -> bool:
-        """Whether anything was."""
+        """Whether anything was that need not wait for what is made ready."""
         from hegmd.errors import HegmError
 
         wanted = self._desk.wanted()
+        if self._awaited_until() is not None:
+            return False
         if isinstance(wanted, GiveUp):
             self._say(f"{wanted.message}; {wanted.hint}")
             self._over = wanted.status
@@ -172,3 +218,9 @@ class Supervisor:
         self._child = None
         if not self._desk.ended(status, told=self._told):
             self._over = status
+
+
+def _within_s(*instants: float | None) -> float | None:
+    """How long it is to the first of these; None where there is none."""
+    first = min((instant for instant in instants if instant is not None), default=None)
+    return None if first is None else first - monotonic()

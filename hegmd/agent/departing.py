@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     from .quiesce import Gate
+    from .restart.beforehand import Beforehand
 
 # The operation from whose state this process is to go on, as its supervisor says.
 OPERATION = "HEGM_RESTART"
@@ -28,21 +29,26 @@ _LONGEST_NAME = 200
 
 
 class Weight:
-    """What a restart would carry, what stands against one, and what of the script's own begins anew."""
+    """What a restart would carry, what stands against one, what of the script's own begins anew, and what
+    the next process may import before its turn."""
 
-    __slots__ = ("begin_anew", "refusals", "size_bytes")
+    __slots__ = ("beforehand", "begin_anew", "refusals", "size_bytes")
 
-    def __init__(self, size_bytes: int, refusals: tuple[str, ...], begin_anew: tuple[str, ...]) -> None:
+    def __init__(
+        self, size_bytes: int, refusals: tuple[str, ...], begin_anew: tuple[str, ...], beforehand: Beforehand
+    ) -> None:
         self.size_bytes = size_bytes
         self.refusals = refusals
         self.begin_anew = begin_anew
+        self.beforehand = beforehand
 
 
 def weigh() -> Weight:
     """What the state comes to now, at a boundary. Raises HegmError where this process cannot be restarted at all."""
     size_bytes, refusals, anew = _part("leaving").weigh()
     bounded = [str(name)[:_LONGEST_NAME] for name in anew[:_MOST_NAMES]]
-    return Weight(int(size_bytes), tuple([str(refused) for refused in refusals]), tuple(bounded))
+    refused = tuple([str(found) for found in refusals])
+    return Weight(int(size_bytes), refused, tuple(bounded), _part("beforehand").beforehand())
 
 
 def fits_of(gate: Gate) -> Callable[[], bool]:

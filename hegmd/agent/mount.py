@@ -27,10 +27,15 @@ def mount() -> None:
         "torch.optim.optimizer": _meet_optimizer,
         "torch.distributed.elastic.rendezvous.registry": _meet_launcher,
     }
-    sys.meta_path.insert(0, FrameworkFinder(wanted))
+    finder = FrameworkFinder(wanted)
+    sys.meta_path.insert(0, finder)
     sys.meta_path.append(FaceFinder())
     from os import environ
 
+    if environ.get("HEGM_READY_FD"):
+        from . import standby
+
+        standby.wait_for_turn(finder)
     if environ.get("HEGM_LAUNCHER"):
         from . import launcher_signal
 
@@ -46,6 +51,17 @@ class FrameworkFinder:
 
     def __init__(self, wanted: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._wanted = dict(wanted)
+        self._held: list[tuple[Callable[[ModuleType], None], ModuleType]] | None = None
+
+    def hold(self) -> None:
+        """Call no action before `let_go`: the script has imported none of these."""
+        self._held = []
+
+    def let_go(self) -> None:
+        """Call those that were held, in the order of their imports, and hold none any more."""
+        held, self._held = self._held or [], None
+        for action, module in held:
+            _guarded(action, module)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -79,7 +95,9 @@ class FrameworkFinder:
             action = self._wanted.pop(name, None)
             if not self._wanted and self in sys.meta_path:
                 sys.meta_path.remove(self)
-            if action is not None:
+            if action is not None and self._held is not None:
+                self._held.append((action, module))
+            elif action is not None:
                 _guarded(action, module)
 
         try:

@@ -472,7 +472,14 @@ class Orders:
         if isinstance(weighed, HegmError):
             self._failed(order, weighed)
         else:
-            self._done(order, state_bytes=weighed.size_bytes, refusals=weighed.refusals, begin_anew=weighed.begin_anew)
+            self._done(
+                order,
+                state_bytes=weighed.size_bytes,
+                refusals=weighed.refusals,
+                begin_anew=weighed.begin_anew,
+                imports=weighed.beforehand.modules,
+                path=weighed.beforehand.path,
+            )
 
     def _progress_of(self, order: int) -> Callable[[int], None]:
         return lambda so_far_bytes: self._tell(order=order, result="progress", size_bytes=so_far_bytes)

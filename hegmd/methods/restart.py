@@ -22,6 +22,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 
@@ -264,9 +265,6 @@ class RestartMethod:
 
     async def _start(self, supervisor: Supervisor, subject: Subject, gpu: str) -> None:
         """Have the command started from the state, or from those of all ranks. Raises OrderFailed, SupervisorAway."""
-        places = [rank.goal or gpu for rank in subject.ranks] or [gpu]
-        variables = self._surroundings(tuple(dict.fromkeys(places)))
-        respawn = subject.respawn
         states = [key_of(replace(subject, name=rank.name)) for rank in subject.ranks] or [key_of(subject)]
         for state in states:
             await self._pool.fetch(state)
@@ -280,12 +278,18 @@ class RestartMethod:
                 fds=[*memories, claim],
                 ranks=tuple([rank.number for rank in subject.ranks]),
                 key=subject.start,
-                set={**variables, **respawn.set},
-                unset=tuple([name for name in (*_OTHERS, *respawn.unset) if name not in {**variables, **respawn.set}]),
-                python=respawn.python,
+                **self.surroundings_of(subject, gpu),
             )
         finally:
             os.close(claim)
+
+    def surroundings_of(self, subject: Subject, gpu: str) -> Mapping[str, Any]:
+        """What is different for whoever is started there: variables, and the Python."""
+        places = [rank.goal or gpu for rank in subject.ranks] or [gpu]
+        respawn = subject.respawn
+        variables = {**self._surroundings(tuple(dict.fromkeys(places))), **respawn.set}
+        unset = tuple([name for name in (*_OTHERS, *respawn.unset) if name not in variables])
+        return {"set": variables, "unset": unset, "python": respawn.python}
 
     def _surroundings(self, gpus: Sequence[str]) -> dict[str, str]:
         """By which variables a process finds itself on that GPU or on none, or ranks on these, in their order."""

@@ -6,9 +6,10 @@ memory from its supervisor, and puts the state back at its first boundary.
 
 from __future__ import annotations
 
-from hegmd.errors import Refused
+from hegmd.errors import HegmError, Refused
 from hegmd.methods.base import Making, Progress, Subject
 from hegmd.methods.pooled import Pooled, key_of
+from hegmd.methods.readying import Readying
 from hegmd.pool import Pool
 from hegmd.supervisors import Supervisors
 
@@ -20,9 +21,24 @@ class StateCarrier(Pooled):
 
     name = NAME
 
-    def __init__(self, pool: Pool, supervisors: Supervisors) -> None:
+    def __init__(self, pool: Pool, supervisors: Supervisors, readying: Readying) -> None:
         super().__init__(pool)
         self._supervisors = supervisors
+        self._readying = readying
+
+    async def hold(self, subject: Subject, size_bytes: int) -> None:
+        """Hold memory for the state; beside that, the next process is made ready."""
+        await self._readying.begin(subject, size_bytes)
+        try:
+            await super().hold(subject, size_bytes)
+        except HegmError:
+            await self._readying.end(subject)
+            raise
+
+    async def give(self, subject: Subject) -> None:
+        """Give it back: whoever was to go on has, or nobody is to."""
+        await self._readying.end(subject)
+        await super().give(subject)
 
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
         """Have the state written. Raises OrderFailed, AgentAway, SupervisorAway.

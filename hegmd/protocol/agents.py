@@ -165,6 +165,12 @@ class AgentReport(Request, op="agent.report", reply=Noted):
     begin_anew: tuple[str, ...] | None = field(
         "weigh: variables of the script's that a restart does not keep, 16 at most; nil if it cannot tell", default=None
     )
+    imports: tuple[str, ...] = field(
+        "weigh: modules of PyTorch that the next process may import before its turn; none where the script could see a "
+        "difference",
+        default=(),
+    )
+    path: tuple[str, ...] = field("weigh: with these, the folders in which its Python looks for modules", default=())
     cuda: CudaFacts | None = field("survey: its use of CUDA; nil if it uses none", default=None)
     handles: tuple[bytes, ...] = field("export, make: handles of CUDA IPC, 64 bytes each", default=())
     places: tuple[Place, ...] = field(

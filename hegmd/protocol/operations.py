@@ -80,8 +80,9 @@ class Plan(Record):
 
 # What is done now by a restart, in its order: of the process that is to leave, of nobody, and of the one that comes.
 SAVING, LEAVING, KEPT = "its state is saved", "it leaves", "its state is kept"
-IMPORTING, LOADING, FIRST_BATCH = "Python starts and imports", "it loads", "it makes its first batch"
-RESTART_STEPS = (SAVING, LEAVING, KEPT, IMPORTING, LOADING, FIRST_BATCH)
+IMPORTING, READIED = "Python starts and imports", "Python was ready, and goes on"
+LOADING, FIRST_BATCH = "it loads", "it makes its first batch"
+RESTART_STEPS = (SAVING, LEAVING, KEPT, IMPORTING, READIED, LOADING, FIRST_BATCH)
 
 
 class OperationProcess(Record):

@@ -28,7 +28,9 @@ class SupervisorOrder(Record):
     order: int = field("number of the order, counted by the daemon on this connection")
     do: str = field(
         "expect: its command may end with the exit code of a restart, and is then to be waited for, and not started "
-        "again before that is said; start: start it again, from the state in the descriptor that comes along, or ranks "
+        "again before that is said; ready: start it in a process that imports these modules, and then waits for its "
+        "turn before any line of the script, which `start` gives it if it is for the same surroundings; unready: end "
+        "that one; start: start it again, from the state in the descriptor that comes along, or ranks "
         "from theirs; forget: the operation is over, nothing is expected any more; give-up: it cannot be started "
         "again, and its state stays where the operation has it; ask: have the program `python` say which Python it is, "
         "with the environment of a start, and start nothing else; note: whoever watches is to read its message and its "
@@ -40,9 +42,13 @@ class SupervisorOrder(Record):
     )
     ranks: tuple[int, ...] = field("start: of which ranks the states are that come along, in their order", default=())
     key: str = field("start: which start of the operation it is; the next `supervise` says it again", default="")
-    set: Mapping[str, str] = field("start, ask: variables of its environment to set, beside those it had", default={})
-    unset: tuple[str, ...] = field("start, ask: variables to leave out", default=())
-    python: str | None = field("start, ask: the interpreter to take in the place of its own", default=None)
+    imports: tuple[str, ...] = field("ready: the modules, in their order", default=())
+    path: tuple[str, ...] = field("ready: the folders in which the script finds modules", default=())
+    set: Mapping[str, str] = field(
+        "ready, start, ask: variables of its environment to set, beside those it had", default={}
+    )
+    unset: tuple[str, ...] = field("ready, start, ask: variables to leave out", default=())
+    python: str | None = field("ready, start, ask: the interpreter to take in the place of its own", default=None)
     message: str = field("give-up: why; note: what", default="")
     hint: str = field("give-up, note: the next step", default="")
 
@@ -85,9 +91,11 @@ class SuperviseReport(Request, op="supervise.report", reply=Noted):
 
     order: int | None = field("number of the order; nil for what happened by itself", default=None)
     result: str = field(
-        "done; failed: it cannot be done; or, without an order, ended: the command has, for a restart or of itself"
+        "done; failed: it cannot be done; or, without an order, ended: the command has, for a restart or of itself; "
+        "ready: the process that was to be made ready waits for its turn"
     )
-    pid: int | None = field("start: the new process", default=None)
+    pid: int | None = field("start, ready: the new process", default=None)
+    was_ready: bool = field("start: whether that process had been made ready before its turn", default=False)
     status: int | None = field("ended: its exit status, or minus the signal that ended it", default=None)
     starts: int = field("failed, ended: how often it was started from that state by now", default=0)
     message: str = field("failed: what and why; of ask: which Python it is, or why it is none", default="")

@@ -206,7 +206,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # HeGM's outside, kept: programs of their own, which need no daemon
     "hegmcompat": (
         *("hegmd.errors", "hegmctl.become", "hegmctl.claim_notes", "hegmctl.endpoint", "hegmctl.running"),
-        *("hegmctl.restarting", "hegmctl.supervising"),
+        *("hegmctl.readying", "hegmctl.restarting", "hegmctl.supervising"),
     ),
     # Manual pages and completions, written when a package is built: from the tables of both programs
     "hegmctl.pages": (*GROUND, "hegmctl", "hegmcompat", "hegmd.arguments", "hegmd.settings"),

@@ -44,6 +44,8 @@ EXCEPTIONS: dict[tuple[Rule, str], str] = {
     (rules.leaving, "hegmctl.running"): "ends the child that stands between it and a daemon",
     (rules.leaving, "hegmctl.interruption"): "dies of the signal that asked it to",
     (rules.leaving, "hegmd.__main__"): "the daemon's one exit",
+    (rules.leaving, "hegmd.agent.inject.sitecustomize"): "a Python that was started before its turn runs no script",
+    (rules.leaving, "hegmd.agent.standby"): "ends what was started before its turn, and is not to have one",
     (rules.leaving, "hegmd.helper.child"): "ends at once, whatever its threads wait for in the driver",
     (rules.leaving, "hegmd.agent.restart.leaving"): "ends a worker that has left its state, or cannot have it back",
     (rules.leaving, "hegmd.keeper.__main__"): "the keeper's one exit",

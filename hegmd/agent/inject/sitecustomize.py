@@ -46,6 +46,14 @@ def _run_next():
     spec.loader.exec_module(module)
 
 
+def _end_before_its_turn():
+    # type: () -> None
+    """One that was started before its turn, and has no agent that waits for it, is not to run the script."""
+    os = sys.modules["os"]
+    if "HEGM_READY_FD" in os.environ:
+        os._exit(0)
+
+
 def _leave_path(here):
     # type: (str) -> None
     sys.path[:] = [entry for entry in sys.path if entry.rstrip("/") != here]
@@ -58,6 +66,7 @@ try:
         _mount_agent(_here.rpartition("/")[0].rpartition("/")[0])
 except Exception:  # noqa: BLE001 - whatever is wrong with the agent, the job's Python starts as it would without
     sys.modules.pop("_hegm", None)
+_end_before_its_turn()
 if sys.version_info >= (3, 4):
     _run_next()
 else:

@@ -33,7 +33,13 @@ class _Daemon:
     def wanted(self) -> Start | GiveUp | None:
         return self.start
 
-    def started(self, pid: int) -> None:
+    def expected(self) -> None:
+        return None
+
+    def is_ready(self, pid: int) -> None:
+        raise AssertionError(f"process {pid} was made ready")
+
+    def started(self, pid: int, *, was_ready: bool = False) -> None:
         self.heard.append(f"started {pid}")
 
     def not_started(self, why: str) -> None:

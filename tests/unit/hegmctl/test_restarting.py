@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from hegmctl.restarting import LOCK_FD, OPERATION, STATE_FD, DaemonDesk
+from hegmctl.readying import LOCK_FD, OPERATION, STATE_FD
+from hegmctl.restarting import DaemonDesk
 from hegmctl.supervising import GAVE_UP_STATUS, LEFT_STATUS, GiveUp, Start
 from hegmd.errors import Refused
 from hegmd.protocol.connection import Asked

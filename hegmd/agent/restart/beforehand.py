@@ -1,0 +1,78 @@
+"""What the process that goes on may import before its turn, while this one trains still: PyTorch, and nothing else.
+
+Only where that can make no difference to the script: it has the environment that it was started with, since one that
+sets a variable before it imports PyTorch means PyTorch to see it; and it is started by its supervisor itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from typing import Any
+
+#: Who has a launcher of any kind between itself and its supervisor.
+_LAUNCHED = (b"RANK", b"HEGM_LAUNCHER")
+# What Python and PyTorch put into the environment by themselves; all of it is read when it is used, long after imports.
+_BY_THEMSELVES = frozenset(
+    b"LC_CTYPE CUDA_MODULE_LOADING TORCHINDUCTOR_CACHE_DIR TRITON_CACHE_DIR KMP_DUPLICATE_LIB_OK "
+    b"DISABLE_CUPTI_LAZY_REINIT TEARDOWN_CUPTI".split()
+)
+_OURS = b"HEGM_"
+_ALSO = "numpy"
+_TORCH = "torch"
+# Which bring in packages that are not PyTorch's own, or do something as they are imported.
+_LEFT_OUT = ("torch.utils.tensorboard", "torch.testing")
+# PyTorch has about 1,100 modules once an optimizer is made.
+_MOST_MODULES, _MOST_FOLDERS = 4000, 200
+
+
+class Beforehand:
+    """The modules in the order of their imports, and the path that they are found by."""
+
+    __slots__ = ("modules", "path")
+
+    def __init__(self, modules: tuple[str, ...] = (), path: tuple[str, ...] = ()) -> None:
+        self.modules = modules
+        self.path = path
+
+
+def beforehand() -> Beforehand:
+    """What may be imported for the script of this process; nothing where that is none of another process's business."""
+    path: tuple[Any, ...] = tuple(sys.path)
+    if _TORCH not in sys.modules or any(name in os.environb for name in _LAUNCHED) or _has_changed(os.environb):
+        return Beforehand()
+    modules = tuple([name for name in list(sys.modules) if _is_wanted(name)])
+    if len(modules) > _MOST_MODULES or len(path) > _MOST_FOLDERS or not all(isinstance(one, str) for one in path):
+        return Beforehand()
+    return Beforehand(modules, path)
+
+
+def _is_wanted(name: str) -> bool:
+    if name.startswith(_LEFT_OUT):
+        return False
+    return name in (_TORCH, _ALSO) or name.startswith(_TORCH + ".")
+
+
+def _has_changed(environ: Mapping[bytes, bytes]) -> bool:
+    """Whether the script, or what it has imported, has set or removed variables."""
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            began = dict(_pairs(file.read().split(b"\0")))
+    except OSError:
+        return True
+    return _counted(began) != _counted(environ)
+
+
+def _pairs(words: Iterable[bytes]) -> Iterable[tuple[bytes, bytes]]:
+    for word in words:
+        name, has_value, value = word.partition(b"=")
+        if has_value:
+            yield name, value
+
+
+def _counted(environ: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    return {name: value for name, value in environ.items() if name not in _BY_THEMSELVES and not name.startswith(_OURS)}

@@ -1,0 +1,158 @@
+"""A process that is started before its turn, as both sides have it: real Pythons that import little."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmctl.rank_states import STATES
+from hegmctl.readying import LOCK_FD, OPERATION, READY_FD, STATE_FD, Beforehand, Readied, make_ready
+from hegmctl.running import inject_folder, msgpack_folder
+
+PATIENCE_S = 20.0
+SCRIPT = """
+import os, sys
+seen = "torch" in sys.modules, READY in os.environ, os.environ.get("HEGM_RESTART")
+import torch, torch.inner
+from torch import made
+state = os.pread(int(os.environ["HEGM_STATE_FD"]), 99, 0)
+os.write(3, repr((*seen, made, torch is sys.modules["torch"], state, torch.inner.made)).encode())
+"""
+
+
+@pytest.fixture(autouse=True)
+def without_signals() -> Iterator[None]:
+    """What comes for a supervisor is told by SIGIO as well, which would end a process that has not blocked it."""
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGIO, before)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """One that says what it sees of a PyTorch, which counts how often it was made."""
+    (tmp_path / "lib/torch").mkdir(parents=True)
+    counts = "import builtins\nmade = builtins.counted = getattr(builtins, 'counted', 0) + 1\n"
+    (tmp_path / "lib/torch/__init__.py").write_text(counts)
+    (tmp_path / "lib/torch/inner.py").write_text(counts + "import warnings\nwarnings.warn('heard by nobody')\n")
+    path = tmp_path / "script/train.py"
+    path.parent.mkdir()
+    path.write_text(SCRIPT.replace("READY", repr(READY_FD)))
+    return path
+
+
+class Next:
+    """What is to be made ready of that script, and where it says something, which is its descriptor 3."""
+
+    def __init__(self, script: Path, *, inject: str | None = None, shadow: str | None = None) -> None:
+        library = script.parents[1] / "lib"
+        paths = os.pathsep.join((inject_folder() if inject is None else inject, str(library)))
+        self.environ = {"PATH": os.environ["PATH"], "PYTHONPATH": paths, "HEGM_MSGPACK": msgpack_folder()}
+        self.environ["HEGM_SOCKET"] = str(library / "nobody")
+        if shadow is not None:
+            (script.parent / shadow).write_text("raise SystemExit(3)\n")
+        self.command = ("sh", "-c", f"exec 3>{script.parents[1]}/said; exec {sys.executable} {script}")
+        self.said = script.parents[1] / "said"
+        self.path = [str(script.parent), str(library), *sys.path]
+
+    def expected(self) -> Beforehand:
+        return Beforehand(self.command, self.environ, ("torch", "torch.inner", "torch.missing"), self.path)
+
+    def start(self, state: int, **more: str) -> tuple[tuple[str, ...], dict[str, str]]:
+        own = {STATE_FD: str(state), LOCK_FD: str(state), OPERATION: "4"}
+        return self.command, {**self.environ, **own, **more}
+
+
+def made_ready(what: Beforehand) -> Readied:
+    readied = make_ready(what, set())
+    assert readied is not None
+    poll = select.poll()
+    assert readied._line is not None
+    poll.register(readied._line, select.POLLIN)
+    assert poll.poll(PATIENCE_S * 1000)
+    return readied
+
+
+@pytest.fixture
+def state() -> Iterator[int]:
+    fd = os.memfd_create("state")
+    os.write(fd, b"the state")
+    yield fd
+    os.close(fd)
+
+
+def test_it_waits_before_the_first_line_and_goes_on_as_that_very_start(script: Path, state: int) -> None:
+    """PyTorch is out of sight until the script imports it, and then there without being made again."""
+    known = Next(script)
+    readied = made_ready(known.expected())
+    wanted = known.start(state)
+    assert readied.look()
+    assert not readied.look()
+    assert readied.awaited_until(*wanted) is None
+    assert known.said.read_text() == ""
+    assert readied.go_on_as(*wanted) == readied.pid
+    assert os.waitpid(readied.pid, 0) == (readied.pid, 0)
+    assert known.said.read_text() == repr((False, False, "4", 1, True, b"the state", 2))
+
+
+@pytest.mark.parametrize("what", ["killed", "another environment", "ranks", "another command"])
+def test_one_that_cannot_go_on_as_that_start_is_ended(script: Path, state: int, what: str) -> None:
+    known = Next(script)
+    readied = made_ready(known.expected())
+    wanted = known.start(state, **{"another environment": {"MORE": "1"}, "ranks": {STATES: "2:x"}}.get(what, {}))
+    if what == "killed":
+        os.kill(readied.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, readied.pid, os.WEXITED | os.WNOWAIT)
+    if what == "another command":
+        wanted = ("true",), wanted[1]
+    assert readied.go_on_as(*wanted) is None
+    with pytest.raises(ChildProcessError):
+        os.waitpid(readied.pid, 0)
+    assert known.said.read_text() == ""
+    readied.end()
+
+
+def test_nobody_waits_any_more_once_it_is_let_go_of(script: Path) -> None:
+    known = Next(script)
+    readied = made_ready(known.expected())
+    readied.end()
+    readied.end()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(readied.pid, 0)
+
+
+def test_it_ends_by_itself_where_the_script_would_import_another_module(script: Path, state: int) -> None:
+    """The script's folder comes first on its path, and has a module by the name of one that was imported without it."""
+    known = Next(script, shadow="socket.py")
+    readied = made_ready(known.expected())
+    assert not readied.look()
+    assert readied.awaited_until(*known.start(state)) is None
+    assert readied.go_on_as(*known.start(state)) is None
+    assert known.said.read_text() == ""
+
+
+def test_it_ends_with_its_supervisor_and_runs_no_line_of_the_script(script: Path) -> None:
+    """Whoever has the other end of the pair has ended, whatever it was told until then."""
+    known = Next(script)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        environ = {**known.environ, READY_FD: str(theirs.fileno())}
+        process = subprocess.Popen(known.command, env=environ, pass_fds=(theirs.fileno(),))
+    assert process.wait(PATIENCE_S) == 0
+    assert known.said.read_text() == ""
+
+
+def test_an_agent_that_knows_of_no_turn_would_have_run_the_script_at_once(script: Path, tmp_path: Path) -> None:
+    """As after a release was taken back while the job ran: nothing is started by it before its turn."""
+    (tmp_path / "sitecustomize.py").write_text("")
+    known = Next(script, inject=str(tmp_path))
+    assert make_ready(known.expected(), set()) is None
+    assert not known.said.exists()
