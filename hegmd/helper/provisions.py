@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import product
 from typing import Any
 
 from hegmd.helper import cuda
@@ -51,15 +50,16 @@ class Provisions:
 
     def _try(self, ordinal: int, stream: Any, host: int | None) -> None:
         """Between pieces of the reserve, which nobody has anything in."""
-        for there, here in product(self._reserve, [ordinal]):
-            if self._reserve[there] and self._reserve[here]:
-                target, source = self._reserve[there][-1], self._reserve[here][0] + _TRIED_BYTES
-                context, own = self._contexts[there], self._contexts[here]
-                cuda.copy_async(target, context, source, own, _TRIED_BYTES, stream)
-        if host is not None and self._reserve[ordinal]:
-            piece, context = self._reserve[ordinal][0], self._contexts[ordinal]
-            cuda.copy_async(host, None, piece, context, _TRIED_BYTES, stream)
-            cuda.copy_async(piece, context, host, None, _TRIED_BYTES, stream)
+        if not self._reserve[ordinal]:
+            return
+        own, piece = self._contexts[ordinal], self._reserve[ordinal][0] + _TRIED_BYTES
+        if host is not None:
+            cuda.copy_async(host, None, piece, own, _TRIED_BYTES, stream)
+            cuda.copy_async(piece, own, host, None, _TRIED_BYTES, stream)
+            return
+        for other, pieces in self._reserve.items():
+            if pieces:
+                cuda.copy_async(pieces[-1], self._contexts[other], piece, own, _TRIED_BYTES, stream)
 
     def streams(self, ordinal: int) -> Sequence[Any]:
         """Those of that GPU, idle unless a copy is under way."""
