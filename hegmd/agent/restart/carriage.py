@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 # Each adds up and copies at some GB/s, and waits for the GPU besides, whose link takes 55 GB/s.
-VIDEO_THREADS = 16
+VIDEO_THREADS = 24
 
 
 def copy_pieces_out(
