@@ -27,7 +27,7 @@ from typing import Protocol
 import anyio
 
 from hegmd.errors import Bug, HegmError, Refused
-from hegmd.helper.link import Answer
+from hegmd.helper.link import Answer, HelperLost
 from hegmd.log import fields
 from hegmd.store import Store
 
@@ -143,7 +143,11 @@ class VideoMemory:
                 return
             deadline_s = _HOLD_S + missing_bytes / _HOLD_BYTES_PER_S
             args: dict[str, object] = {"gpu": gpu, "sizes": piece_sizes(missing_bytes)}
-            answer = await self._helper.call("hold", args, deadline_s=deadline_s)
+            try:
+                answer = await self._helper.call("hold", args, deadline_s=deadline_s)
+            except HelperLost as error:  # what it may have made went with it
+                logger.warning("video memory is asked for once more: %s", error.message)
+                answer = await self._helper.call("hold", args, deadline_s=deadline_s)
             holding = self._held.get((who, gpu), _Holding())  # some may have been given back meanwhile
             with answer.fds:
                 added = _pieces_of(answer, holding.end)

@@ -60,7 +60,7 @@ class Route:
         self._size_bytes = size_bytes
         #: Whether its GPUs reach each other's memory directly; copies between them go through the host otherwise.
         self.peer = peer
-        #: Whose video memory its carrier has attached, and how much.
+        #: Whose video memory its carrier has attached, and which version of it.
         self.attached: tuple[str, int] | None = None
 
     @classmethod

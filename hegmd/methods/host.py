@@ -67,8 +67,9 @@ class HostCarrier(CopyingCarrier):
     async def give(self, subject: Subject) -> None:
         await self.disarm(subject)
         mark = self._mark(subject)
-        for owner in dict.fromkeys((passing_of(subject), *([] if mark is None else [mark.owner]))):
-            await self._near.give(owner)
+        await self._near.give(passing_of(subject))
+        if mark is not None:
+            await self._near.give(mark.owner)
         await self._pool.give(key_of(subject))
 
     def held_bytes(self, subject: Subject) -> int:
@@ -131,9 +132,9 @@ class HostCarrier(CopyingCarrier):
         owner, gpu = passing_of(subject), subject.gpu
         if gpu is None or not self._is_unmarked(subject):
             return False
-        held_bytes = self._near.held_bytes(owner)
-        if 0 < held_bytes < size_bytes:
-            await self._give_near(subject)
+        if self._near.where(owner) == await self.gpus.uuid_of(gpu) and self._near.held_bytes(owner) >= size_bytes:
+            return True
+        await self._give_near(subject)
         async with self.gpus.turn(gpu):
             return await self._near.take(owner, gpu, size_bytes, room_bytes, keep=True)
 
@@ -273,20 +274,20 @@ class HostCarrier(CopyingCarrier):
 
     async def _have_near(self, route: Route, subject: Subject, owner: str) -> None:
         """Have all that is held for that owner as the route's video memory. Raises HegmError."""
-        where, held_bytes = self._near.where(owner), self._near.held_bytes(owner)
+        where, version = self._near.where(owner), self._near.version(owner)
         if where is None:
             raise Refused(
                 f"the bytes of process {subject.pid} were in video memory on their way to the pool, and that is gone",
                 "what was in it cannot be had back; see the log of the service manager around hegmd's last restart",
                 {"pid": subject.pid, "owner": owner},
             )
-        if route.attached == (owner, held_bytes):
+        if route.attached == version:
             return
         if route.attached is not None:
             await route.detach_video()
             route.attached = None
         await route.attach_video(where, self._near.pieces(owner))
-        route.attached = (owner, held_bytes)
+        route.attached = version
 
     async def _give_near(self, subject: Subject, *others: str | None) -> None:
         """Give back what is held on GPUs beside it, which has nothing that is not elsewhere too. Raises HegmError."""

@@ -8,6 +8,7 @@ where less than some calm is left to others, and nothing that goes wrong here is
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -26,6 +27,12 @@ class Near:
     def __init__(self, gpus: Gpus, memory: VideoMemory) -> None:
         self._gpus = gpus
         self._memory = memory
+        self._stamps = itertools.count(1)
+        self._stamp_of: dict[str, int] = {}
+
+    def version(self, owner: str) -> tuple[str, int]:
+        """Another one whenever what is held for it is not the same memory as before: for whoever has mapped it."""
+        return owner, self._stamp_of.get(owner, 0)
 
     def held_bytes(self, owner: str) -> int:
         """What is held for it."""
@@ -50,9 +57,12 @@ class Near:
             held_bytes = self._memory.of(owner).get(uuid, 0)
             if held_bytes >= size_bytes:
                 return True
+            if self.where(owner) not in (None, uuid):  # of an attempt to go elsewhere
+                await self.give(owner)
             free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
             if free_bytes is None or free_bytes < room_bytes - held_bytes:
                 return False
+            self._stamp_of[owner] = next(self._stamps)
             try:
                 await self._memory.hold(owner, uuid, size_bytes)
                 if keep:
@@ -70,5 +80,6 @@ class Near:
     async def give(self, owner: str) -> None:
         """Nothing is held for it any more. Fine when nothing is."""
         while (where := self.where(owner)) is not None:
+            self._stamp_of.pop(owner, None)
             await self._memory.give(owner, where)
             self._gpus.changed()

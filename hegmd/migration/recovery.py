@@ -319,7 +319,9 @@ and `hegmctl resume` works.
 
 With a driver, an inspection asks it too. A process that it has locked, by a caller that was killed, is unlocked: that
 changes nothing for anybody. One that it has checkpointed stands on no GPU, and is restored only while room is held
-for it. A call that is still under way in the driver ends by itself, and the inspection waits for it.
+for it. A call that is still under way in the driver ends by itself, and the inspection waits for it. Bytes of such a
+process that were on their way to the pool through video memory are brought there by the inspection; where that fails
+they stay where they are, which a mark in the pool names, and come back from there.
 
 Where an image may have been begun it is looked for before anything else. One that has its name is whole and was read
 back; without one, what there is of it is removed and the job goes back. Once the image of a job that goes on is

@@ -10,22 +10,32 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import pytest
 
+from hegmd.devices.simulated import SimulatedProvider
+from hegmd.devices.topology import parse_topology
 from hegmd.errors import HegmError, Refused
 from hegmd.helper.mark import MARK_BYTES, read_mark
-from hegmd.methods.base import Subject
+from hegmd.methods.base import Standing, Subject
 from hegmd.methods.gpus import ahead_of, passing_of
 from hegmd.methods.host import HostCarrier
 from hegmd.methods.pooled import key_of
+from hegmd.methods.simulated import SimulatedMethod
+from hegmd.migration.effects import Inspect
+from hegmd.migration.events import Inspected
+from hegmd.migration.performer import Performer
+from hegmd.rooms import Rooms
 from hegmd.vram import VideoMemory
 from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, Owner
 from tests.contract.test_carriers import Rig, ShowingAgent, rigged
 from tests.stubs.cuda.node import CudaNode
 from tests.unit.descriptor_store import DescriptorStore
+from tests.unit.migration.operations import operation, worker
+from tests.unit.moving_node import start_ticks
 
 
 @pytest.fixture
@@ -255,4 +265,30 @@ async def test_memory_that_was_held_in_time_is_given_back_where_it_cannot_be_use
         await job.carrier.take_out(job.subject, ignored)
         assert (job.marked(), job.held()) == (False, set())
         owner[0].mend()
+        await job.put_back()
+
+
+class Books(SimulatedMethod):
+    """A method that says of the process that it is off its GPU, whatever else is so."""
+
+    async def inspect(self, subject: Subject) -> Standing:
+        return Standing(gpu=None)
+
+
+async def test_whoever_finds_a_process_off_its_gpu_brings_what_passes_to_the_pool(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon was killed while bytes passed, and to the next the job was suspended: off its GPU, which was full."""
+    async with moved(tmp_path, owner, monkeypatch) as job:
+        await job.take_out()
+        rooms = Rooms(SimulatedProvider(parse_topology("1x1GiB")))
+        carriers = {job.carrier.name: job.carrier}
+        performer = Performer(job.rig.workers, {"driver": Books(rooms)}, carriers, start_ticks=start_ticks)
+        who: dict[str, Any] = {"pid": job.subject.pid, "start_ticks": job.subject.start_ticks, "token": "a" * 32}
+        member = worker(job.subject.name, None, method="driver", carrier="host", out=True, **who)
+        op = operation(member, id=job.subject.operation)
+        event = await performer.perform(op, Inspect(number=1, worker=member.name, cause=1), ignored, None)
+        assert isinstance(event, Inspected), event
+        assert (event.gpu, event.out_bytes) == (None, SIZE_BYTES)
+        assert (job.marked(), job.held()) == (False, set())
         await job.put_back()

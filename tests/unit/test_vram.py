@@ -10,7 +10,7 @@ import pytest
 
 from hegmd.descriptors import Descriptors
 from hegmd.errors import HegmError, Refused
-from hegmd.helper.link import Answer
+from hegmd.helper.link import Answer, HelperLost
 from hegmd.vram import GIB, MIB, MOST_PIECES, VideoMemory, piece_sizes
 from tests.unit.descriptor_store import DescriptorStore
 
@@ -28,6 +28,7 @@ class Gpus:
         self.wait = anyio.Event()
         self.wait.set()
         self.begun = anyio.Event()
+        self.losses = 0
 
     async def call(self, op: str, args: Mapping[str, object], *, deadline_s: float) -> Answer:
         assert op == "hold"
@@ -35,6 +36,9 @@ class Gpus:
         self.asked.append(args)
         self.begun.set()
         await self.wait.wait()
+        if self.losses:
+            self.losses -= 1
+            raise HelperLost("was killed", [op], 1, "")
         sizes = args["sizes"]
         assert isinstance(sizes, list)
         if sum(sizes) > self.room_bytes:
@@ -54,6 +58,20 @@ async def memory(store: DescriptorStore) -> AsyncIterator[VideoMemory]:
     made = VideoMemory(Gpus(), store)
     yield made
     made.close()
+
+
+async def test_a_helper_that_was_killed_before_it_was_known_is_asked_once_more() -> None:
+    """A resume that came a moment after ended as suspended again, for want of room that there was."""
+    helper = Gpus()
+    helper.losses = 1
+    memory = VideoMemory(helper)
+    await memory.hold(WHO, GPU, GIB)
+    assert memory.of(WHO) == {GPU: GIB}
+    helper.losses = 2
+    with pytest.raises(HelperLost):
+        await memory.hold(WHO, GPU, 2 * GIB)
+    assert memory.of(WHO) == {GPU: GIB}
+    memory.close()
 
 
 def test_pieces_are_gigabytes_in_whole_units_and_never_too_many() -> None:

@@ -132,3 +132,17 @@ def test_what_a_move_took_goes_into_the_next_estimate() -> None:
     assert rates.peer_out_bytes_per_s == pytest.approx(32 * GIB / 1.98, rel=0.1)
     assert rates.driver_in_s == pytest.approx(1.0, rel=0.01)
     assert the_plan(planned(snapshot.replace(rates=rates), to())).estimate_s > before + 2
+
+
+def test_a_copy_beside_a_step_says_how_fast_the_link_is_and_nothing_of_the_step() -> None:
+    """Noted as the carrier's work, copies within a GPU came to 500 GB/s over the link, and steps were too slow."""
+    paces = Paces()
+    for _ in range(20):
+        paces.note_beside("host", OUT, 32 * GIB, 0.64)
+        paces.note_beside("host", IN, 32 * GIB, 0.8)
+        paces.note_beside("host", OUT, MIB, 1.0)
+    rates = paces.rates()
+    assert rates.host_out_bytes_per_s == pytest.approx(32 * GIB / 0.64, rel=0.001)
+    assert rates.host_in_bytes_per_s == pytest.approx(32 * GIB / 0.8, rel=0.001)
+    known = {"host_out_bytes_per_s": rates.host_out_bytes_per_s, "host_in_bytes_per_s": rates.host_in_bytes_per_s}
+    assert rates == Rates().replace(**known)
