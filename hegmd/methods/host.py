@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 
@@ -198,26 +198,29 @@ class HostCarrier(CopyingCarrier):
         if not is_held:
             yield done
             return
-        async with beside(lambda: self._go_ahead(subject, self.routes[lane_of(subject)], done)):
-            yield done
+        try:
+            async with beside(lambda: self._go_ahead(subject, self.routes[lane_of(subject)], done)):
+                yield done
+        except HegmError:  # what is held for this may be what was missing
+            with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S), suppress(HegmError):
+                await self.disarm(subject)
+            raise
 
     async def _go_ahead(self, subject: Subject, route: Route, done: Meanwhile) -> None:
         """By the route that there is: a new one would wait for its turn on the GPU, which the restore has."""
         size_bytes, began = self._reach_bytes(subject), anyio.current_time()
+        if self._ahead.get(lane_of(subject)) == (route, size_bytes):
+            return
         try:
             await self._have_near(route, subject, ahead_of(subject))
             copied = await route.shift("in", size_bytes)
         except HegmError as error:
             logger.warning("nothing of process %d goes ahead of it: %s", subject.pid, error.message)
             await self.disarm(subject)
-        except BaseException:  # it could not be restored, and what is held for this may be what was missing
-            with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S):
-                await self.disarm(subject)
-            raise
-        else:
-            logger.info("gone ahead: %s", copied)
-            self._ahead[lane_of(subject)] = (route, size_bytes)
-            done.size_bytes, done.took_s = size_bytes, anyio.current_time() - began
+            return
+        logger.info("gone ahead: %s", copied)
+        self._ahead[lane_of(subject)] = (route, size_bytes)
+        done.size_bytes, done.took_s = size_bytes, anyio.current_time() - began
 
     async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
         """What is held on its GPU for that is given back as soon as its storages have the bytes: it needs the room."""

@@ -136,6 +136,29 @@ async def test_bytes_that_have_gone_ahead_are_read_from_there(
         await job.put_back()
 
 
+async def test_a_restore_that_failed_has_the_memory_that_was_held_beside_it(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been what was missing. A copy that fails is no failure of the restore."""
+    async with moved(tmp_path, owner, monkeypatch) as job:
+        await job.take_out()
+        async with job.carrier.settling(job.subject):
+            pass
+        await job.carrier.disarm(job.off)
+        for failure in (None, Refused("no room", "ask the test")):
+            await job.carrier.arm(job.off)
+            assert job.held() == {ahead_of(job.subject)}
+            owner[0].order("error cuMemcpyHtoDAsync_v2 1")
+            with nullcontext() if failure is None else pytest.raises(Refused, match="no room"):
+                async with job.carrier.nearing(job.off) as ahead:
+                    if failure is not None:
+                        raise failure
+                assert ahead.size_bytes == 0
+            assert not job.held()
+            owner[0].mend()
+        await job.put_back()
+
+
 async def test_what_another_daemon_had_copied_ahead_is_not_read(
     tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
