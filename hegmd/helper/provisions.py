@@ -56,9 +56,8 @@ class Provisions:
         if host is not None:
             cuda.copy_async(host, None, piece, own, _TRIED_BYTES, stream)
             cuda.copy_async(piece, own, host, None, _TRIED_BYTES, stream)
-            return
         for other, pieces in self._reserve.items():
-            if pieces:
+            if pieces and (host is None or other == ordinal):  # to the pool it goes from the GPU that it is on
                 cuda.copy_async(pieces[-1], self._contexts[other], piece, own, _TRIED_BYTES, stream)
 
     def streams(self, ordinal: int) -> Sequence[Any]:
