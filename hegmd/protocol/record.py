@@ -66,6 +66,8 @@ class Record:
     """Base of all records. Subclasses only declare fields; values are plain, so equality and copying are simple."""
 
     fields: ClassVar[tuple[Field, ...]] = ()
+    _defaults: ClassVar[dict[str, Any]] = {}
+    _required: ClassVar[tuple[str, ...]] = ()
     _checks: ClassVar[tuple[tuple[str, Check, Any], ...] | None] = None
 
     def __init_subclass__(cls) -> None:
@@ -82,20 +84,19 @@ class Record:
         if unread:
             raise TypeError(f"{cls.__name__} declares {', '.join(unread)} without a type")
         cls.fields = (*cls.fields, *own)
+        cls._defaults = {declared.name: declared.default for declared in cls.fields}
+        cls._required = tuple([declared.name for declared in cls.fields if declared.default is REQUIRED])
         cls._checks = None
 
     def __init__(self, **values: Any) -> None:
         held = self.__dict__
-        for declared in self.fields:
-            name = declared.name
-            if name in values:
-                held[name] = values.pop(name)
-            elif declared.default is REQUIRED:
+        held.update(self._defaults)  # which gives the order, and most values; many records are made in a second
+        held.update(values)
+        if len(held) > len(self._defaults):
+            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(held.keys() - self._defaults.keys()))}")
+        for name in self._required:
+            if held[name] is REQUIRED:
                 raise TypeError(f"{type(self).__name__} needs {name}")
-            else:
-                held[name] = declared.default
-        if values:
-            raise TypeError(f"{type(self).__name__} has no {', '.join(sorted(values))}")
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__} is frozen; {name} was not set")
