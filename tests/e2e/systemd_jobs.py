@@ -37,7 +37,7 @@ class Inside:
     """A job in the machine, read all the while."""
 
     def __init__(self, node: SystemdNode, python: str, script: Path, seed: int) -> None:
-        for file in (script, script.with_name("without_compiler.py")):  # which it imports
+        for file in (script, script.with_name("bare_torch.py")):  # which it imports
             shutil.copy(file, node.root / "root")
         words = node.argv("hegmctl", "run", "--gpu", "gpu0", "--", python, f"/root/{script.name}", str(seed))
         self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.agented import SCRIPTS as TRAINING
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import SCRIPTS, MovedJob, Script, files_in, steps_alone
 
@@ -90,7 +91,7 @@ def test_models_on_two_gpus_with_a_process_for_each_are_moved_as_one_job(
 ) -> None:
     """One process has one simulated GPU; what a script with several GPUs is here are several processes of one run."""
     _require(("torch",))
-    words = [sys.executable, str(SCRIPTS / "ensemble.py")]
+    words = [sys.executable, str(TRAINING / "ensemble.py")]
     draw = random.Random(22)
     with (
         Script(words, None, folders[0]) as undisturbed,
@@ -122,7 +123,7 @@ def test_processes_that_wait_for_each_other_within_a_batch_are_never_harmed(
 ) -> None:
     """Where one stands already, the other's boundary does not come, and the job goes on where it was."""
     _require(("torch",))
-    words = [sys.executable, str(SCRIPTS / "distilled.py")]
+    words = [sys.executable, str(TRAINING / "distilled.py")]
     outcomes = set()
     with Script(words, None, folders[0]) as undisturbed, MovedJob(words, daemon, folders[1]) as job:
         job.read_steps(2)

@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 torch.set_num_threads(1)
 torch.manual_seed(10)
-tokens = torch.randint(0, 50, (400, 16))
+tokens = torch.randint(0, 50, (400, 6))
 
 
 class Tied(torch.nn.Module):
@@ -20,7 +20,7 @@ class Tied(torch.nn.Module):
         return self.head(self.mixer(self.embedding(batch))[0])
 
 
-teacher, student = Tied(48), Tied(24)
+teacher, student = Tied(24), Tied(12)
 optimizers = [torch.optim.Adam(teacher.parameters(), lr=1e-3), torch.optim.RMSprop(student.parameters(), lr=1e-3)]
 memory = torch.zeros(8, 50)
 for epoch in range(3):

@@ -3,8 +3,8 @@
 import select
 import sys
 
+import bare_torch  # noqa: F401 - it works by being imported
 import torch
-import without_compiler  # noqa: F401 - it works by being imported
 from torch.utils.data import DataLoader, TensorDataset
 
 PACE_S = 0.01  # what a step takes at least, as on a GPU, so that many of these share a core

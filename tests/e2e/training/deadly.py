@@ -6,8 +6,8 @@ import selectors
 import sys
 import threading
 
+import bare_torch  # noqa: F401 - it works by being imported
 import torch
-import without_compiler  # noqa: F401 - it works by being imported
 from torch.utils.data import DataLoader, TensorDataset
 
 

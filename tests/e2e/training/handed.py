@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 
+import bare_torch  # noqa: F401 - it works by being imported
 import torch
-import without_compiler  # noqa: F401 - it works by being imported
 from torch.utils.data import DataLoader, TensorDataset
 
 folder, steps = sys.argv[1], int(sys.argv[2])

@@ -1,5 +1,6 @@
 """No loader at all: batches are drawn by hand, and the optimizer's step is all there is to see."""
 
+import bare_torch  # noqa: F401 - it works by being imported
 import torch
 
 torch.manual_seed(7)

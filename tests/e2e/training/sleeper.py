@@ -4,8 +4,8 @@ import os
 import threading
 import time
 
+import bare_torch  # noqa: F401 - it works by being imported
 import torch
-import without_compiler  # noqa: F401 - it works by being imported
 from torch.utils.data import DataLoader, TensorDataset
 
 
