@@ -88,7 +88,8 @@ def halted_service(node: SystemdNode, folder: Path) -> Iterator[Halts]:
 
 def what_trains(node: SystemdNode) -> tuple[str, Path]:
     """A Python in the machine and a script for it: with PyTorch, if it can be had there."""
-    has_torch = node.run(sys.executable, "-c", "import torch", check=False).returncode == 0
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    has_torch = node.run(sys.executable, "-c", look, check=False).returncode == 0
     return (sys.executable, WITH_TORCH) if has_torch else ("python3", BY_HAND)
 
 
