@@ -17,7 +17,7 @@ from itertools import permutations
 from typing import Any
 
 from hegmd.crew import share_out
-from hegmd.errors import Refused
+from hegmd.errors import HegmError, Refused
 from hegmd.helper import cuda
 from hegmd.helper.allocations import IN, Allocations, Done, Place, joined
 from hegmd.helper.copying import PACE, Copy
@@ -93,6 +93,7 @@ class Lane:
         self._closed = False
         self._video: VideoSpace | None = None
         self._host: HostSpace | None = None
+        self._shifted: Done | cuda.CudaError | HegmError | None = None
         with ExitStack() as undo:
             self._contexts, memory = _opened(contexts, ordinals, map_host, undo)
             #: Whether all its GPUs reach each other's memory directly.
@@ -186,16 +187,45 @@ class Lane:
     def shift(self, direction: str, size_bytes: int, tell: Callable[[int], None]) -> Done:
         """Copy so much of its video memory `out` to its piece of the host pool, or `in`. Raises CudaError, Refused."""
         with self._guard:
-            host, video = self._piece(), self._video
-            if video is None:
-                raise Refused("the lane has no video memory to copy to or from", "attach it first")
-            streams = self._provisions.streams(video.ordinal)
+            return self._shift(direction, size_bytes, tell)
 
-            def shift() -> Done:
-                copy = StagedCopy(video.context, host, direction, NearSpace(video), streams)
-                return copy.run([Place(0, 0, size_bytes, 0)], tell)
+    def begin_shift(self, direction: str, size_bytes: int) -> None:
+        """Have it begun, and go on by itself: whatever is asked of the lane next waits for its end."""
+        begun = threading.Event()
 
-            return self._tried_again(shift)
+        def go_on() -> None:
+            with self._guard:
+                begun.set()
+                try:
+                    self._shifted = self._shift(direction, size_bytes, lambda _: None)
+                except (cuda.CudaError, HegmError) as error:
+                    self._shifted = error
+
+        with self._guard:
+            self._shifted = None
+        threading.Thread(target=go_on, name="shift", daemon=True).start()
+        begun.wait()
+
+    def shifted(self) -> Done:
+        """What came of what was begun, when it is over. Raises what it failed with, and Refused where nothing was."""
+        with self._guard:
+            if isinstance(self._shifted, Exception):
+                raise self._shifted
+            if self._shifted is None:
+                raise Refused("the lane has begun no copy of its own", "begin one first")
+            return self._shifted
+
+    def _shift(self, direction: str, size_bytes: int, tell: Callable[[int], None]) -> Done:
+        host, video = self._piece(), self._video
+        if video is None:
+            raise Refused("the lane has no video memory to copy to or from", "attach it first")
+        streams = self._provisions.streams(video.ordinal)
+
+        def shift() -> Done:
+            copy = StagedCopy(video.context, host, direction, NearSpace(video), streams)
+            return copy.run([Place(0, 0, size_bytes, 0)], tell)
+
+        return self._tried_again(shift)
 
     def _tried_again(self, copy: Callable[[], Done]) -> Done:
         """Where a call of the driver found no memory for itself, all is copied anew with a piece of the reserve."""

@@ -2,7 +2,8 @@
 
     devices, state, lock, checkpoint, restore, unlock           the node's GPUs; other processes
     hold                                                        video memory that outlives the helper
-    open, attach-video, detach-video, copy, shift, mark, close  lanes
+    open, attach-video, detach-video, copy, mark, close         lanes
+    shift, begin-shift, shifted                                 between a lane's own spaces
 
 Times are in seconds, GPUs go by UUID. Decides nothing but that video memory is held whole or not at all.
 """
@@ -69,6 +70,8 @@ class Requests:
             "detach-video": self._detach_video,
             "copy": self._copy,
             "shift": self._shift,
+            "begin-shift": self._begin_shift,
+            "shifted": self._shifted,
             "mark": self._mark,
             "close": self._close,
         }
@@ -201,6 +204,13 @@ class Requests:
             lambda copied_bytes: request.tell({"copied_bytes": copied_bytes}),
         )
         return Answer(done._asdict())
+
+    def _begin_shift(self, request: Request) -> Answer:
+        self._lane(request).begin_shift(request.args["direction"], request.args["size_bytes"])
+        return Answer({})
+
+    def _shifted(self, request: Request) -> Answer:
+        return Answer(self._lane(request).shifted()._asdict())
 
     def _mark(self, request: Request) -> Answer:
         """Say in the piece of the host pool who has its bytes, or that it has them itself (no owner)."""

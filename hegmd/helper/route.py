@@ -102,6 +102,14 @@ class Route:
         answer = await self._call("shift", {"direction": direction, "size_bytes": size_bytes}, deadline_s)
         return _copied(answer)
 
+    async def begin_shift(self, direction: str, size_bytes: int) -> None:
+        """The same, going on by itself when this returns. Calls that come next wait for its end, `close` too."""
+        await self._call("begin-shift", {"direction": direction, "size_bytes": size_bytes}, _COPY_S)
+
+    async def shifted(self, size_bytes: int) -> Copied:
+        """What came of that, of so many bytes, when it is over. Raises what it failed with."""
+        return _copied(await self._call("shifted", {}, _COPY_S + size_bytes / _COPY_BYTES_PER_S))
+
     async def copy(
         self,
         gpu: str,

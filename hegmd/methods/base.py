@@ -296,21 +296,25 @@ class Carrier(Protocol):
         """Whether bytes that were taken out have still to come to where they may stay: `settling` does it."""
         ...
 
-    def is_near(self, subject: Subject) -> bool:
-        """Whether bytes that are out are on the GPU that the process has come to."""
+    def near(self, subject: Subject) -> Meanwhile | None:
+        """What of bytes that are out is on the GPU that the process has come to, or on its way; None where nothing is.
+
+        How long it took is in it at the latest when they are back.
+        """
         ...
 
     def settling(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
-        """Meanwhile the block, in which the process is taken off its GPU, its bytes come to where they may stay.
+        """Beside the block, in which the process is taken off its GPU, its bytes come to where they may stay.
 
         They are there when the block is over. Raises HegmError, and they are where they were. Fine when they are there.
         """
         ...
 
     def nearing(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
-        """Meanwhile the block, in which the process is restored, its bytes come nearer to it, as far as that can be.
+        """Beside the block, in which the process is restored, its bytes come nearer to it, as far as that can be.
 
-        What of that comes to nothing is no failure, and nothing of it is in the way of the block.
+        They may do so still when it is over: `put_back` waits for them. What of that comes to nothing is no failure,
+        and nothing of it is in the way of the block.
         """
         ...
 

@@ -37,8 +37,8 @@ class DriverCarrier:
     def is_passing(self, subject: Subject) -> bool:
         return False
 
-    def is_near(self, subject: Subject) -> bool:
-        return False
+    def near(self, subject: Subject) -> Meanwhile | None:
+        return None
 
     def settling(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
         """They are where they may stay."""

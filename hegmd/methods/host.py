@@ -5,7 +5,8 @@ What is pinned for that is in the helper and not in the process, where it would 
 Where a GPU has room for it (`near`), the bytes go over the link while the driver has the process in hand. On the way
 out they are copied to video memory beside the storages, which takes next to nothing, and from there to the pool during
 the checkpoint (`settling`). On the way back they go ahead into video memory on the target during the restore
-(`nearing`), and from there into the storages. Without that room they are copied over the link, before and after.
+(`nearing`) and while the storages are made, and from there into these. Without that room they are copied over the link,
+before and after.
 
 Where the bytes are is never guessed. While they are in video memory and not in the pool, a mark in their piece says so
 (`helper/mark`), from before the first is copied until the pool has them all; what passes is kept by the store as peer's
@@ -20,6 +21,7 @@ import logging
 import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 import anyio
 
@@ -43,6 +45,15 @@ NAME = "host"
 _LAST_WORD_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What goes ahead, or has: by which route, how far it reaches, and how long it took once that is known."""
+
+    route: Route
+    size_bytes: int
+    done: Meanwhile
+
+
 class HostCarrier(CopyingCarrier):
     """Copies in the pool's memory, by way of video memory where there is room."""
 
@@ -52,8 +63,8 @@ class HostCarrier(CopyingCarrier):
         super().__init__(helper, gpus)
         self._pool = pool
         self._near = Near(gpus, memory)
-        # By lane: the route whose video memory has a copy of all that is in the pool, and how far that reaches.
-        self._ahead: dict[str, tuple[Route, int]] = {}
+        # By lane: what is being copied, or has been, from the pool into the video memory of its route.
+        self._ahead: dict[str, _Ahead] = {}
 
     # -- what is held --------------------------------------------------------------------------------------------------
 
@@ -106,6 +117,7 @@ class HostCarrier(CopyingCarrier):
     # -- out -----------------------------------------------------------------------------------------------------------
 
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
+        self._ahead.pop(lane_of(subject), None)
         await self._pool.to_fill(key_of(subject))
         return await super().take_out(subject, on_progress)
 
@@ -183,44 +195,64 @@ class HostCarrier(CopyingCarrier):
         """How far its storages can reach in the pool: where each of them is, its agent says only when it makes them."""
         return min(subject.size_bytes + FLAT_BYTES, self.space_bytes(subject))
 
-    def is_near(self, subject: Subject) -> bool:
-        return self._mark(subject) is not None or lane_of(subject) in self._ahead
+    def near(self, subject: Subject) -> Meanwhile | None:
+        if self._mark(subject) is not None:
+            return Meanwhile()
+        ahead = self._ahead.get(lane_of(subject))
+        return None if ahead is None else ahead.done
 
     @asynccontextmanager
     async def nearing(self, subject: Subject) -> AsyncGenerator[Meanwhile]:
         done = Meanwhile()
-        gpu = subject.goal
-        if gpu is None or not self._may_go_ahead(subject) or lane_of(subject) not in self.routes:
+        gpu, route = subject.goal, self.routes.get(lane_of(subject))
+        if gpu is None or route is None or not self._may_go_ahead(subject):
             yield done
             return
         async with self.gpus.turn(gpu):
             is_held = await self._take_ahead(subject, gpu)
-        if not is_held:
-            yield done
-            return
         try:
-            async with beside(lambda: self._go_ahead(subject, self.routes[lane_of(subject)], done)):
-                yield done
+            if is_held:
+                await self._go_ahead(subject, route, done)
+            yield done
         except HegmError:  # what is held for this may be what was missing
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S), suppress(HegmError):
                 await self.disarm(subject)
             raise
 
     async def _go_ahead(self, subject: Subject, route: Route, done: Meanwhile) -> None:
-        """By the route that there is: a new one would wait for its turn on the GPU, which the restore has."""
-        size_bytes, began = self._reach_bytes(subject), anyio.current_time()
-        if self._ahead.get(lane_of(subject)) == (route, size_bytes):
+        """By the route that there is: a new one would wait for its turn on the GPU, which the restore has.
+
+        It goes on while the storages are made, too: `through` waits for its end.
+        """
+        size_bytes, known = self._reach_bytes(subject), self._ahead.get(lane_of(subject))
+        if known is not None and known.route is route and known.size_bytes >= size_bytes:
             return
         try:
             await self._have_near(route, subject, ahead_of(subject))
-            copied = await route.shift("in", size_bytes)
+            await route.begin_shift("in", size_bytes)
         except HegmError as error:
             logger.warning("nothing of process %d goes ahead of it: %s", subject.pid, error.message)
             await self.disarm(subject)
             return
+        done.size_bytes = size_bytes
+        self._ahead[lane_of(subject)] = _Ahead(route, size_bytes, done)
+
+    async def _has_gone_ahead(self, subject: Subject, route: Route, end_bytes: int) -> bool:
+        """Whether video memory of this route has those bytes, once that is certain."""
+        ahead = self._ahead.get(lane_of(subject))
+        if ahead is None or ahead.route is not route or ahead.size_bytes < end_bytes:
+            return False
+        try:
+            copied = await route.shifted(ahead.size_bytes)
+        except HelperLost:
+            raise
+        except HegmError as error:
+            logger.warning("nothing of process %d has gone ahead of it: %s", subject.pid, error.message)
+            del self._ahead[lane_of(subject)]
+            return False
         logger.info("gone ahead: %s", copied)
-        self._ahead[lane_of(subject)] = (route, size_bytes)
-        done.size_bytes, done.took_s = size_bytes, anyio.current_time() - began
+        ahead.done.took_s = copied.copy_s
+        return True
 
     async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
         """What is held on its GPU for that is given back as soon as its storages have the bytes: it needs the room."""
@@ -242,8 +274,7 @@ class HostCarrier(CopyingCarrier):
         if mark is not None:
             await self._have_near(route, subject, mark.owner)
             return VIDEO
-        ahead_route, ahead_bytes = self._ahead.get(lane_of(subject), (None, 0))
-        return VIDEO if ahead_route is route and ahead_bytes >= end_bytes else HOST
+        return VIDEO if await self._has_gone_ahead(subject, route, end_bytes) else HOST
 
     def _mark(self, subject: Subject) -> Mark | None:
         """Who has the bytes in place of the pool. Raises HegmError where that cannot be made out."""

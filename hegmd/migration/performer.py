@@ -318,9 +318,11 @@ class Performer:
         if self._worker(member).held_bytes:
             subject, carrier = self._subject(op, member), self._carrier(member)
             await carrier.fetch(subject, tell)
-            began, is_near = anyio.current_time(), carrier.is_near(subject)
+            began, near = anyio.current_time(), carrier.near(subject)
             size_bytes = await carrier.put_back(subject, tell, lambda: self._method(member).making(subject))
-            if not is_near:
+            if near is not None:
+                self.paces.note_beside(member.carrier, IN, near.size_bytes, near.took_s)
+            else:
                 rounds = rounds_of(size_bytes, member.overlap_bytes)
                 self._note_pace(member, member.carrier, IN, size_bytes, began, rounds)
         return events.Refilled(**_ends(effect))
