@@ -124,7 +124,7 @@ def _import(wanted: Iterable[str]) -> None:
     show, warnings.showwarning = warnings.showwarning, _ignore
     gc: Any = __import__("gc")
     collects = gc.isenabled()
-    gc.disable()  # modules are no garbage, and going through a million of their objects over and over takes a fifth
+    gc.disable()  # modules are no garbage, and going through a million of their objects over and over takes a third
     try:
         for name in wanted:
             if name not in sys.modules and (name.partition(".")[0] in (_TORCH, "numpy")):
@@ -136,6 +136,8 @@ def _import(wanted: Iterable[str]) -> None:
             __import__(f"{__package__}.{name}")
     finally:
         warnings.showwarning = show
+        gc.freeze()
+        gc.unfreeze()  # which leaves all of them among the old ones, where they would be by now
         if collects:
             gc.enable()
 

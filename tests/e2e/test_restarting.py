@@ -76,11 +76,6 @@ class SupervisedJob(MovedJob):
                         return process.pid
                 self._read_on(SLOWLY_MS)
 
-    def next_to(self, training: int | None) -> int | None:
-        """The other child of the supervisor, if it has one."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return next((int(pid) for pid in children if int(pid) != training), None)
-
     def told_to_leave(self, pid: int, *words: str) -> str:
         """Ask for a restart without waiting for it; the operation's id. The start after it waits at its gate."""
         gate = self.folder / "gate"
@@ -315,38 +310,6 @@ def _phase(job: SupervisedJob, daemon: RunningDaemon, op_id: str, *phases: str) 
             if operation.phase in phases:
                 return dict(operation.to_plain())
             job.read_on()
-
-
-def test_a_process_that_is_made_ready_goes_with_a_cancel_waits_for_its_turn_and_can_be_done_without(
-    daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
-) -> None:
-    """Nobody reads the training's lines, so that it comes to no boundary, until what is to be seen of it was seen."""
-    with SupervisedJob(daemon, tmp_path) as job:
-        first = job.trains()
-        job.read_steps(3)
-        asked = ("migrate", str(job.process.pid), "--via", "restart", "--to", "gpu1", "--no-wait")
-        cancelled = str(job.operation(*asked)["id"])
-        readied = job.next_to(first)
-        if readied is None:
-            pytest.skip("the node has no 2 GiB available for another Python")
-        with connect(str(daemon.socket_path)) as hegmd:
-            hegmd.cancel(cancelled)
-        assert _followed(job, daemon, cancelled)["phase"] == "undone"
-        while job.next_to(first) is not None:
-            job.read_on()
-        moved = str(job.operation(*asked)["id"])
-        second = job.next_to(first)
-        assert second not in (None, readied)
-        assert len(job.starts()) == 1
-        assert _followed(job, daemon, moved)["phase"] == "done"
-        job.read_steps(2)
-        back = str(job.operation(*asked[:5], "gpu0", "--no-wait")["id"])
-        os.kill(job.next_to(second) or 0, signal.SIGKILL)
-        assert _followed(job, daemon, back)["phase"] == "done"
-        assert job.steps() == undisturbed
-        starts = [(int(start[0]), start[1]) for start in job.starts()]
-        assert starts[:2] == [(first, "gpu0"), (second, "gpu1")]
-        assert [gpu for _pid, gpu in starts[2:]] == ["gpu0"]
 
 
 def test_a_launcher_of_hegm_and_a_daemon_move_one_training_in_turn(

@@ -24,8 +24,9 @@ _BY_THEMSELVES = frozenset(
 _OURS = b"HEGM_"
 _ALSO = "numpy"
 _TORCH = "torch"
-# Which bring in packages that are not PyTorch's own, or do something as they are imported.
-_LEFT_OUT = ("torch.utils.tensorboard", "torch.testing")
+# Which bring in packages that are not PyTorch's own, or do something as they are imported: before PyTorch 2.4 the
+# inductor's forked off processes that compile.
+_LEFT_OUT = ("torch.utils.tensorboard", "torch.testing", "torch._inductor")
 # PyTorch has about 1,100 modules once an optimizer is made.
 _MOST_MODULES, _MOST_FOLDERS = 4000, 200
 
