@@ -221,8 +221,8 @@ def estimate_s(
             WORKER: (rates.cuda_out_bytes_per_s, rates.cuda_in_bytes_per_s),
         }[carrier]
         out_s = _with_copy(out_s, size_bytes, out_bytes_per_s, rates, beside=copies.out) + rates.exchange_s / 2
+        in_s += size_bytes / rates.make_bytes_per_s  # which goes on beside a copy as well
         in_s = _with_copy(in_s, size_bytes, in_bytes_per_s, rates, beside=copies.back) + rates.exchange_s / 2
-        in_s += size_bytes / rates.make_bytes_per_s
         in_s += (rounds_of(size_bytes, overlap_bytes) - 1) * rates.round_s
         if kind == RESUME and carrier in SHOWN:
             in_s += rates.arm_s
@@ -232,7 +232,7 @@ def estimate_s(
 
 
 def _with_copy(step_s: float, size_bytes: int, bytes_per_s: float, rates: Rates, *, beside: bool) -> float:
-    """A step of the driver and a copy, one after the other, or side by side and then as long as the longer one."""
+    """Steps of the driver and a copy, one after the other, or side by side and then as long as the longer one."""
     copy_s = size_bytes / bytes_per_s
     if not beside:
         return step_s + copy_s
