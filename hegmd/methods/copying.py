@@ -43,6 +43,8 @@ class CopyingCarrier:
     """Base of those. A carrier says what the copies are in, and which GPUs the helper has to reach for that."""
 
     name = ""
+    #: By which space bytes cross a link; what goes by the other one stays on its GPU.
+    crosses = VIDEO
 
     def __init__(self, helper: Link, gpus: Gpus) -> None:
         self._helper = helper
@@ -166,7 +168,7 @@ class CopyingCarrier:
         async def copy(route: Route) -> None:
             through = await self.through(subject, route, _end_of(places))
             done = await route.copy(gpu, direction, report.handles, places, on_progress, through)
-            logger.info("copied %s through %s: %s", direction, through, done)
+            logger.info("copied %s%s: %s", direction, "" if through == self.crosses else " within a GPU", done)
 
         if not places:
             return

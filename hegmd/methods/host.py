@@ -58,6 +58,7 @@ class HostCarrier(CopyingCarrier):
     """Copies in the pool's memory, by way of video memory where there is room."""
 
     name = NAME
+    crosses = HOST
 
     def __init__(self, helper: Link, gpus: Gpus, pool: Pool, memory: VideoMemory) -> None:
         super().__init__(helper, gpus)
@@ -169,7 +170,7 @@ class HostCarrier(CopyingCarrier):
         async def drain(route: Route) -> None:
             await self._have_near(route, subject, mark.owner)
             copied = await route.shift("out", mark.size_bytes)
-            logger.info("passed on to the pool: %s", copied)
+            logger.info("copied out beside: %s", copied)
 
         await self.with_route(subject, drain)
         done.size_bytes, done.took_s = mark.size_bytes, anyio.current_time() - began
@@ -250,7 +251,7 @@ class HostCarrier(CopyingCarrier):
             logger.warning("nothing of process %d has gone ahead of it: %s", subject.pid, error.message)
             del self._ahead[lane_of(subject)]
             return False
-        logger.info("gone ahead: %s", copied)
+        logger.info("copied in beside: %s", copied)
         ahead.done.took_s = copied.copy_s
         return True
 

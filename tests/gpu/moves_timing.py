@@ -17,7 +17,8 @@ from hegmd.protocol.messages import StoryReply
 GIB = 1 << 30
 # What the links of two H200 give at best.
 LINK_BYTES_PER_S = {"peer": 394e9, "host": 55.4e9, "worker": 55.4e9}
-# The columns of the split, and the phases that they are. A copy is within out and in, the lock within checkpoint.
+# The columns of the split, and the phases that they are. Copies over the link are within out and in, or beside the
+# driver's checkpoint and restore; the lock is within checkpoint.
 SPLIT = {
     "arm": ("arming",),
     "park": ("counting", "quiescing", "measuring"),
@@ -30,7 +31,7 @@ SPLIT = {
 }
 COLUMNS = ("arm", "park", "out", "copy out", "lock", "checkpoint", "restore", "in", "copy in", "release", "verify")
 NAMED = {phase for phases in SPLIT.values() for phase in phases}
-_COPIED = re.compile(r"copied (out|in): Copied\(copied_bytes=(\d+), open_s=([\d.e-]+), copy_s=([\d.e-]+)")
+_COPIED = re.compile(r"copied (out|in)(?: beside)?: Copied\(copied_bytes=(\d+), open_s=([\d.e-]+), copy_s=([\d.e-]+)")
 _TOOK = re.compile(r"(?:operation \S+|(helper)|process (\d+)): (\S+) took ([\d.]+) ms")
 # Of what took longest, so much is kept.
 LARGEST = 8
