@@ -53,6 +53,9 @@ class Readying:
             logger.debug("nothing is made ready for operation %s: %s", subject.operation, error.message)
         else:
             self._asked[subject.operation] = supervisor
+            logger.debug(
+                "operation %s has the next process made ready: %d modules", subject.operation, len(worker.imports)
+            )
 
     async def end(self, subject: Subject) -> None:
         """Have nobody wait any more. Fine when nobody does."""

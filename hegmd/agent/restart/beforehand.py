@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
+from ..notes import note
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -65,7 +67,11 @@ def _has_changed(environ: Mapping[bytes, bytes]) -> bool:
             began = dict(_pairs(file.read().split(b"\0")))
     except OSError:
         return True
-    return _counted(began) != _counted(environ)
+    before, now = _counted(began), _counted(environ)
+    changed = [os.fsdecode(name) for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    if changed:
+        note(f"the next process imports nothing before its turn, as this one has changed {', '.join(changed)}")
+    return bool(changed)
 
 
 def _pairs(words: Iterable[bytes]) -> Iterable[tuple[bytes, bytes]]:
