@@ -38,15 +38,13 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap of Python knows no name for it
 class Pace(NamedTuple):
     """How much is pinned, and how it is shared out; a benchmark tries others."""
 
-    #: Each copies at some 3 GB/s beside an engine that writes to the same memory; 8 are not enough for the link.
-    most_strands: int = 24
+    #: Each copies at some 3 GB/s beside an engine that writes to the same memory. 8 are not enough for the link, and 24
+    #: wait for the interpreter at each call, 43 GB/s inwards where 12 and 16 had 50 to 52.
+    most_strands: int = 16
     slots_a_strand: int = 2
-    #: Smaller slots cost more calls than they save, larger ones leave the caches (24 to 53 GB/s were seen).
+    #: Smaller slots cost more calls than they save, larger ones leave the caches (32 to 50 GB/s were seen). For the
+    #: same reason a slot is filled by one call: calls of 512 KiB, which stay in a core's cache, took twice as long.
     slot_bytes: int = 8 << 20
-    #: A slot is filled and emptied in pieces of this size. What the C library copies at once from about a MiB on goes
-    #: past the caches: good for the pool, which nobody reads soon, and bad for a slot, which the engine reads at once.
-    out_piece_bytes: int = 8 << 20
-    in_piece_bytes: int = 512 << 10
 
     @property
     def strands(self) -> int:
@@ -329,19 +327,13 @@ class StagedCopy:
 
     def _move(self, slot: _Slot, load: list[Part]) -> None:
         """Between the slot and the pool. Lets go of the interpreter meanwhile."""
-        pace = self._host.ring.pace
         for part in load:
             pool = self._host.memory.address(part.place.at, part.place.size_bytes)
             here = slot.address + part.within
             if self._direction == OUT:
-                _move(pool, here, part.place.size_bytes, pace.out_piece_bytes)
+                ctypes.memmove(pool, here, part.place.size_bytes)
             else:
-                _move(here, pool, part.place.size_bytes, pace.in_piece_bytes)
-
-
-def _move(to: int, start: int, size_bytes: int, piece_bytes: int) -> None:
-    for done_bytes in range(0, size_bytes, piece_bytes):
-        ctypes.memmove(to + done_bytes, start + done_bytes, min(piece_bytes, size_bytes - done_bytes))
+                ctypes.memmove(here, pool, part.place.size_bytes)
 
 
 class _Slot:

@@ -1,8 +1,7 @@
 """How the ring between video memory and the pool is best cut: `ring_sweep.py [BYTES]`. Prints rates; judges nothing.
 
 In less than half a minute on one GPU, with memory of its own at both ends and no other process, in huge pages where the
-node has enough of them. Pieces are what slots are filled and emptied in: the first figure is how the C library's own
-copies go past the caches or through them.
+node has enough of them.
 """
 
 # ruff: noqa: T201 - printing is what this program is for
@@ -21,20 +20,17 @@ from hegmd.helper.spaces import VideoSpace
 from hegmd.helper.staging import HostMemory, HostSpace, NearSpace, Pace, StagedCopy
 from hegmd.pool_memory import read_huge_free_bytes
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 SIZE_BYTES = 6 * GIB
-PIECES_KIB = (128, 256, 512, 1024, 8192)
 WITHIN_S = 25.0
 
 
 def paces() -> Iterator[Pace]:
-    """What is tried, the likeliest first: pieces, then slots and strands with the pieces that are the default."""
-    for piece_kib in PIECES_KIB:
-        yield Pace(in_piece_bytes=piece_kib * KIB, out_piece_bytes=piece_kib * KIB)
-    for slot_mib in (1, 2, 4, 16):
-        yield Pace(slot_bytes=slot_mib * MIB)
-    for strands in (8, 12, 16, 32):
+    """What is tried, the likeliest first."""
+    for strands in (8, 12, 16, 24, 32):
         yield Pace(most_strands=strands)
+    for slot_mib in (1, 2, 4, 16, 32):
+        yield Pace(slot_bytes=slot_mib * MIB)
     for slots in (3, 4):
         yield Pace(slots_a_strand=slots, slot_bytes=4 * MIB)
     for strands, slot_mib in ((12, 2), (16, 2), (16, 4), (32, 2), (32, 4)):
@@ -61,8 +57,7 @@ def show(pace: Pace, host: HostMemory, video: VideoSpace, provisions: Provisions
         rates[direction] = max(rates.get(direction, 0.0), done.copied_bytes / done.copy_s / 1e9)
     space.ring.close()
     print(
-        f"{pace.strands:3} strands, {pace.slots_a_strand} slots of {pace.slot_bytes // MIB:2} MiB, pieces of "
-        f"{pace.out_piece_bytes // KIB:4} KiB out and {pace.in_piece_bytes // KIB:4} KiB in: "
+        f"{pace.strands:3} strands, {pace.slots_a_strand} slots of {pace.slot_bytes // MIB:2} MiB: "
         f"{rates[OUT]:5.1f} GB/s out, {rates[IN]:5.1f} GB/s in",
         flush=True,
     )
