@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 
 from . import cuda_state, torch_state
-from .living import Living
 from .notes import note
 from .refusals import refusal
 
@@ -33,7 +32,6 @@ class Carrying:
         self._evacuated: Evacuated | None = None
         self._shown: Shown | None = None
         self._showable = cuda_state.Showable()
-        self._living = Living()
         self._peers: Peers | None = None
 
     @property
@@ -66,7 +64,7 @@ class Carrying:
 
     def find(self) -> Found:
         """The storages of this process as they are now."""
-        return torch_state.find(self._showable, self._living)
+        return torch_state.find(self._showable)
 
     def forget(self) -> None:
         """Let go of storages that have all their bytes, since the thread goes on. Those that are out stay."""

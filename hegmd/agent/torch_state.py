@@ -14,10 +14,10 @@ Call it while the training thread is parked or in that thread itself: `.grad` is
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from . import cuda_state
-from .living import Living
 from .notes import note
 
 TYPE_CHECKING = False
@@ -80,10 +80,10 @@ class Found:
                 self.leave(NO_ROOM, size_bytes)
 
 
-def find(showable: cuda_state.Showable | None = None, living: Living | None = None) -> Found:
-    """Every storage of this process. Some 15 milliseconds for each 100,000 objects that the collector knows.
+def find(showable: cuda_state.Showable | None = None) -> Found:
+    """Every storage of this process. A few milliseconds for each 100,000 objects that the collector knows.
 
-    `showable` is what is known already of the memory on its GPUs, `living` of the objects.
+    `showable` is what is known already of the memory on its GPUs.
     """
     found = Found()
     torch: Any = sys.modules.get("torch")
@@ -91,7 +91,7 @@ def find(showable: cuda_state.Showable | None = None, living: Living | None = No
         return found
     segments = cuda_state.Segments(torch) if cuda_state.in_use() is not None else None
     with torch._C.DisableTorchFunctionSubclass():
-        _judge_all(torch, _owners(torch, found, living or Living()), found, segments)
+        _judge_all(torch, _owners(torch, found), found, segments)
     if segments is not None:
         sizes: dict[int, list[int]] = {}
         for storage, size_bytes in zip(found.storages, found.sizes):
@@ -108,10 +108,10 @@ def version() -> tuple[str, str] | None:
     return None if torch is None else ("torch", str(getattr(torch, "__version__", "")))
 
 
-def _owners(torch: Any, found: Found, living: Living) -> dict[int, tuple[Any, set[int]]]:
+def _owners(torch: Any, found: Found) -> dict[int, tuple[Any, set[int]]]:
     """Each storage under its address, with the tensors that Python knows of as its owners."""
     storages: dict[int, tuple[Any, set[int]]] = {}
-    tensors, bare = living.of(torch.Tensor, torch.UntypedStorage)
+    tensors, bare = _objects_of(torch.Tensor, torch.UntypedStorage)
     for tensor in _with_relatives(tensors):
         try:
             storage = torch.Tensor.untyped_storage(tensor)
@@ -122,6 +122,30 @@ def _owners(torch: Any, found: Found, living: Living) -> dict[int, tuple[Any, se
     for storage in bare:
         storages.setdefault(storage._cdata, (storage, set()))
     return storages
+
+
+def _objects_of(*wanted: type[object]) -> tuple[list[Any], ...]:
+    """The collector's objects of each of those classes. Asks for their type: `isinstance` would run code of proxies.
+
+    All processes stand while this one is looked through, so the loop over some 100,000 objects has nothing but a look
+    into a set in it.
+    """
+    kinds = [_with_subclasses(base) for base in wanted]
+    of_any: frozenset[type[object]] = frozenset(kind for those in kinds for kind in those)
+    known = [candidate for candidate in gc.get_objects() if type(candidate) in of_any]
+    return tuple([candidate for candidate in known if type(candidate) in those] for those in kinds)
+
+
+def _with_subclasses(base: type[object]) -> frozenset[type[object]]:
+    """The class and all that come from it. Asks `type` itself: a class may have methods of its own of any name."""
+    found: set[type[object]] = set()
+    left: list[type[object]] = [base]
+    while left:
+        kind = left.pop()
+        if kind not in found:
+            found.add(kind)
+            left.extend(type.__subclasses__(kind))
+    return frozenset(found)
 
 
 def _with_relatives(tensors: list[Any]) -> list[Any]:

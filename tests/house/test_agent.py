@@ -12,7 +12,7 @@ from tests.house.source import Module, is_within, modules
 
 # The standard library as far as the agent may use it. `mount` and `sitecustomize` run in every Python of a job.
 ALLOWED = {
-    *("__future__ _frozen_importlib _frozen_importlib_external _thread _weakref ctypes gc mmap os platform".split()),
+    *("__future__ _frozen_importlib _frozen_importlib_external _thread ctypes gc mmap os platform".split()),
     *("select signal socket struct sys time".split()),
 }
 # What a restart takes beside that; every training has it loaded, since torch imports it.
