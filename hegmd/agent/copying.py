@@ -19,6 +19,7 @@ Measured on two virtual cores with 4 GiB (kernel 6.18; docs/benchmarks.md):
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from _thread import allocate_lock, start_new_thread
 
@@ -48,6 +49,8 @@ _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_SHARED, _MAP_FIXED, _MAP_RESERVED = 0x01, 0x10, 0x4022  # the last: private, of nothing, taking nothing
 _MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 4, 14, 22, 23
 _PAGEMAP_ENTRY_BYTES = 8
+# The first field of `struct statfs`, which is smaller than this, for tmpfs and hugetlbfs.
+_STATFS_LONGS, _IN_MEMORY = 32, (0x01021994, 0x958458F6)
 _EINVAL = 22
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -86,13 +89,34 @@ class Writing:
 
     def __enter__(self) -> Copy:
         base = self._mapping.base
-        many = len(os.sched_getaffinity(0)) >= MANY_THREADS
-        if base and (many or self._page_bytes > PAGE_BYTES or _comes_in_huge_pages(base)):
+        if base and (self._page_bytes > PAGE_BYTES or self._is_for_many(base) or _comes_in_huge_pages(base)):
             return _mapped(base)
         return _called(self._fd, _libc.pwrite)
 
+    def _is_for_many(self, base: int) -> bool:
+        """Whether many threads write, to memory whose pages are asked for before they are touched.
+
+        Of a file on a full disk, and on a kernel before 5.14, touching them would be a signal that ends the job.
+        """
+        many = len(os.sched_getaffinity(0)) >= MANY_THREADS
+        return many and _is_in_memory(self._fd) and not _libc.madvise(base, PAGE_BYTES, _MADV_POPULATE_WRITE)
+
     def __exit__(self, *_exc: object) -> None:
         self._mapping.close()
+
+
+def write_small(fd: int, place: int, data: bytes) -> None:
+    """Write a little to a descriptor that is large enough; hugetlbfs takes no `write`. Raises OSError."""
+    page_bytes = os.fstatvfs(fd).f_bsize
+    if page_bytes <= PAGE_BYTES:
+        view = memoryview(data)
+        while view:
+            done = os.pwrite(fd, view, place)
+            view, place = view[done:], place + done
+        return
+    start = place // page_bytes * page_bytes
+    with mmap.mmap(fd, round_up(place + len(data), page_bytes) - start, offset=start) as mapped:
+        mapped[place - start : place - start + len(data)] = data
 
 
 def reading(fd: int) -> Copy:
@@ -175,6 +199,12 @@ def _have_pages(address: int, size_bytes: int) -> None:
         # others get here then.
         if number != _EINVAL:
             raise OSError(number, f"the descriptor's pages cannot be had: {os.strerror(number)}")
+
+
+def _is_in_memory(fd: int) -> bool:
+    """Whether it is of a memfd, of tmpfs or of hugetlbfs."""
+    told = (ctypes.c_long * _STATFS_LONGS)()
+    return _libc.fstatfs(fd, told) == 0 and told[0] in _IN_MEMORY
 
 
 # ---- the descriptor in memory ---------------------------------------------------------------------------------------

@@ -74,13 +74,13 @@ class State:
         """Write it; a descriptor that is too small is made larger. Raises OSError."""
         if os.fstat(fd).st_size < self.size_bytes:
             os.ftruncate(fd, self.size_bytes)
-        _put(fd, 0, bytes(HEADER_BYTES))
+        copying.write_small(fd, 0, bytes(HEADER_BYTES))
         found: dict[int, int] = {}
         copy_pieces_out(fd, self.size_bytes, self._tree.raws, self._places, found, progress or copying.ignore)
         parts = [found[place] for place in _parts(self._places, self._sizes)]
         table = struct.pack(f"<{len(self._sizes)}Q{len(parts)}I", *self._sizes, *parts)
-        _put(fd, HEADER_BYTES, self._tree.data + table)
-        _put(fd, 0, _header(self._tree.data, table, len(self._sizes), self.size_bytes))
+        copying.write_small(fd, HEADER_BYTES, self._tree.data + table)
+        copying.write_small(fd, 0, _header(self._tree.data, table, len(self._sizes), self.size_bytes))
         return self.size_bytes
 
 
@@ -186,10 +186,3 @@ def _count_parts(size: int) -> int:
 def _parts(places: list[int], sizes: list[int]) -> list[int]:
     """Where each part begins that has a checksum of its own."""
     return [place + start for place, size in zip(places, sizes) for start in range(0, size, PIECE_BYTES)]
-
-
-def _put(fd: int, place: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(fd, view, place)
-        view, place = view[done:], place + done

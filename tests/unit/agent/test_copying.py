@@ -18,6 +18,7 @@ import pytest
 
 from hegmd import pages
 from hegmd.agent import copying
+from tests.huge import huge_memory
 
 ROOT = Path(__file__).parents[3]
 ROOM_BYTES = 48 << 20
@@ -76,14 +77,8 @@ def _huge_pages() -> int:
 
 
 def _hugetlb() -> int:
-    fd = os.memfd_create("hugetlb", os.MFD_CLOEXEC | os.MFD_HUGETLB)
-    os.truncate(fd, ROOM_BYTES)
-    try:
-        mmap.mmap(fd, ROOM_BYTES).close()
-    except OSError:
-        os.close(fd)
-        pytest.skip(f"the node has no {ROOM_BYTES >> 20} MiB of hugetlb pages to spare")
-    return fd
+    with huge_memory(ROOM_BYTES) as fd:
+        return os.dup(fd)
 
 
 @pytest.fixture(params=[_small_pages, _sealed, _file, _huge_pages, _hugetlb], ids=lambda make: make.__name__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import mmap
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from hegmd.image import shelf
 from hegmd.image.folder import find, free_bytes_at, make
 from hegmd.image.lock import lock_alone
 from hegmd.image.seal import load_key
+from tests.huge import huge_memory
 from tests.unit.image.directory import BLOCK_BYTES, CHUNK_BYTES, SIZE_BYTES, built, flip, ignore, rewritten
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving files away takes root")
@@ -54,22 +54,14 @@ def test_bytes_of_any_length_come_back(tmp_path: Path, size_bytes: int, byte: by
 
 
 def test_huge_pages_which_know_no_write_are_read_into(tmp_path: Path) -> None:
-    size_bytes, page_bytes = (2 << 20) + 5, 2 << 20
-    memory = os.memfd_create("huge", os.MFD_HUGETLB | os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(memory, 2 * page_bytes)
-        try:
-            mmap.mmap(memory, 2 * page_bytes).close()
-        except OSError:
-            pytest.skip("the node has no two huge pages to spare")
+    size_bytes = (2 << 20) + 5
+    with huge_memory(size_bytes) as memory:
         data = os.urandom(size_bytes)
         manifest = built(tmp_path / "image", data, size_bytes=size_bytes)
         (file,) = manifest.byte_files
         with find(str(tmp_path / "image")) as folder:
             folder.byte_file(file.name, manifest.id).read(size_bytes, file.sum, memory, ignore)
         assert os.pread(memory, size_bytes, 0) == data
-    finally:
-        os.close(memory)
 
 
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:

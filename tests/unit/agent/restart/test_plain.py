@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from hegmd.agent.restart import arrays, carriage, plain, tags
+from tests.huge import huge_memory
 from tests.unit.agent.restart.values import Drawn, exact
 
 HEADER = struct.Struct("<8sIIQQQII")
@@ -37,6 +38,14 @@ def _through(fd: int, value: Any) -> Any:
 def test_a_value_of_any_kind_comes_back_to_the_bit(fd: int, seed: int) -> None:
     value = Drawn(seed).value(depth=4)
     assert exact(_through(fd, value)) == exact(value)
+
+
+def test_huge_pages_which_know_no_write_take_a_state() -> None:
+    """Every restart failed at its saving where the pool was in such pages: `write` answers with error 22."""
+    value = {"weights": torch.arange(1_000_000), "step": 7}
+    with huge_memory(plain.size_bytes(value)) as fd:
+        assert plain.write(fd, value) == plain.size_bytes(value)
+        assert exact(plain.read(fd)) == exact(value)
 
 
 def test_a_descriptor_is_used_again_for_less_and_for_more(fd: int) -> None:
