@@ -72,8 +72,7 @@ class Checkpoints:
     ) -> Answer:
         """Have a job in an image at that path; then it ends, or goes on. Raises HegmError with every reason why not."""
         _require_absolute(path)
-        self._operations.check(asked, [pid])
-        snapshot = await self._lookout.snapshot([pid])
+        snapshot = await self._operations.look(asked, [pid])
         plan = plan_or_raise(planned(snapshot, Request(kind=CHECKPOINT, pids=(pid,), carrier=asked.carrier)))
         pids = [worker.pid for worker in plan.workers]
         _require_own(snapshot, pids, rights)

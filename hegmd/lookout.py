@@ -37,6 +37,13 @@ ASK_S = 6.0
 OUTSIDE_S = 2.0
 NVIDIA = "nvidia"
 
+May = Callable[[int | None], bool]
+
+
+def nobody(_uid: int | None) -> bool:
+    """Whose agents and supervisors are asked where the caller acts on no process."""
+    return False
+
 
 class Lookout:
     """Looks when it is asked to.
@@ -70,17 +77,20 @@ class Lookout:
         self._supervisors = supervisors
 
     async def snapshot(
-        self, pids: Collection[int], *, weighed: bool = False, respawn: Respawn | None = None
+        self, pids: Collection[int], *, may: May = nobody, weighed: bool = False, respawn: Respawn | None = None
     ) -> Snapshot:
         """The node for a plan on those processes, with what they hold now as far as they say so in time.
+
+        Only those of users for whom `may` says so are asked anything. It is asked at that moment, since a pid that
+        nobody knew when the plan was wanted may attend while others are waited for, and be another user's.
 
         `weighed`, they say as well what a restart would carry, where one is possible. Where they are to be started with
         another Python that one says which it is.
         """
-        await self._survey(pids)
+        await self._survey(pids, may)
         if weighed:
-            await self._weigh(pids)
-        pythons = {} if respawn is None or respawn.python is None else await self._ask_python(pids, respawn)
+            await self._weigh(pids, may)
+        pythons = {} if respawn is None or respawn.python is None else await self._ask_python(pids, may, respawn)
         node = await self._inventory.settled()
         running, pool = self._running(), self._pool()  # before anything is waited for: of the same moment
         candidates = await _seen_from_outside(_without_idle(tuple(self._candidates(node, pythons))), node)
@@ -96,38 +106,45 @@ class Lookout:
             available_bytes=read_available_bytes(),
         )
 
-    async def snapshot_for(self, gpu: str) -> Snapshot:
-        """The node for plans on every process of that GPU. Raises NOT_FOUND for one that is not there."""
+    async def snapshot_for(self, gpu: str, *, may: May) -> Snapshot:
+        """The node for plans on every process of that GPU. Raises NOT_FOUND for one that is not there.
+
+        As of `snapshot`, other users' are not asked.
+        """
         node = await self._inventory.fresh(FRESH_S)
         names = [known.id for known in node.gpus]
         if gpu not in names:
             raise HegmError(NOT_FOUND, f"there is no GPU {gpu[:40]!r}", f"the GPUs here: {', '.join(names) or 'none'}")
-        return await self.snapshot([p.pid for p in node.processes if any(use.gpu == gpu for use in p.gpus)])
+        return await self.snapshot([p.pid for p in node.processes if any(use.gpu == gpu for use in p.gpus)], may=may)
 
-    async def _survey(self, pids: Collection[int]) -> None:
+    async def _survey(self, pids: Collection[int], may: May) -> None:
         """Have the processes that are named, and the others of their jobs, say what they hold now, all at once.
 
         Of one that comes to no boundary in time, what it said last is what is known. Who has never come to one is asked
         only if it was named or is a rank that is missing: launchers and the workers of loaders would never answer.
         """
-        jobs = {_job(worker) for worker in self._workers if worker.pid in pids} - {None}
+        jobs = self._jobs(pids)
         missing = set(self._missing_ranks({worker.pid for worker in self._workers if worker.boundary}))
         with anyio.move_on_after(SURVEY_S):
             async with anyio.create_task_group() as tasks:
                 for worker in self._workers:
                     is_one = _job(worker) in jobs and (worker.boundary or worker in missing)
-                    if worker.connected and (worker.pid in pids or is_one):
+                    if worker.connected and (worker.pid in pids or is_one) and may(worker.identity.uid):
                         tasks.start_soon(self._count, worker, SURVEY_S * AGENT_SHARE)
 
-    async def _weigh(self, pids: Collection[int]) -> None:
+    async def _weigh(self, pids: Collection[int], may: May) -> None:
         """Have the supervised among them, and the other ranks of theirs, say what a restart would carry, at a boundary
         soon."""
-        jobs = {_job(worker) for worker in self._workers if worker.pid in pids} - {None}
+        jobs = self._jobs(pids)
         async with anyio.create_task_group() as tasks:
             for worker in self._workers:
                 is_one = worker.pid in pids or (worker.about.rank is not None and _job(worker) in jobs)
+                is_one = is_one and may(worker.identity.uid)
                 if is_one and worker.connected and not worker.parked and self._supervised(worker):
                     tasks.start_soon(_weigh_one, worker)
+
+    def _jobs(self, pids: Collection[int]) -> set[tuple[int, str] | None]:
+        return {_job(worker) for worker in self._workers if worker.pid in pids} - {None}
 
     def _begins(self, pid: int) -> bool:
         """Whether it is of a job that is on its way to its first batch; its supervisor is as well."""
@@ -139,9 +156,10 @@ class Lookout:
     def _supervised(self, worker: Worker) -> Supervisor | None:
         return self._supervisors.find(worker.identity.uid, worker.about.run)
 
-    async def _ask_python(self, pids: Collection[int], respawn: Respawn) -> dict[int, tuple[str, bool]]:
+    async def _ask_python(self, pids: Collection[int], may: May, respawn: Respawn) -> dict[int, tuple[str, bool]]:
         """Have the supervisors of those processes ask it: theirs are the job's user, its environment and its files.
 
+        It runs that program with what is set for it, so none is asked of a user in whose place the caller may not act.
         By supervisor what it says, and whether that is a Python. Who cannot ask, or does not answer, is not in it.
         """
         found: dict[int, tuple[str, bool]] = {}
@@ -150,12 +168,11 @@ class Lookout:
             with contextlib.suppress(SupervisorAway):
                 found[supervisor.pid] = await supervisor.ask_python(python, respawn.set, respawn.unset)
 
-        supervisors = {worker.pid: self._supervised(worker) for worker in self._workers if worker.pid in pids}
+        theirs = [self._supervised(worker) for worker in self._workers if worker.pid in pids]
+        supervisors = {one.pid: one for one in theirs if one is not None and one.offer.asks and may(one.uid)}
         with anyio.move_on_after(ASK_S):
             async with anyio.create_task_group() as tasks:
-                for one in {
-                    one.pid: one for one in supervisors.values() if one is not None and one.offer.asks
-                }.values():
+                for one in supervisors.values():
                     tasks.start_soon(ask, one, respawn.python or "")
         return found
 

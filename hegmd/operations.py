@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, Bug, HegmError, Refused, code_named
 from hegmd.inventory import Inventory
-from hegmd.lookout import Lookout
+from hegmd.lookout import Lookout, May
 from hegmd.migration import events
 from hegmd.migration.adoption import adopted, adopted_of_driver
 from hegmd.migration.candidates import Candidate, Plan, Request, Snapshot
@@ -32,7 +32,6 @@ from hegmd.resting import Resting
 from hegmd.strays import ByDriver, StandingStrays, found_for
 from hegmd.workers import Workers
 
-May = Callable[[int | None], bool]
 Emit = Callable[[told.OperationProgress], Awaitable[None]]
 
 LONGEST_LIMIT_S = 1_000_000.0
@@ -139,8 +138,7 @@ class Operations:
             raise HegmError(BAD_REQUEST, f"{QUIESCE} was asked of no process", "name one or more pids")
         limits = _limits(asked.limit_s, hold_s)
         pids = self._named(pids)
-        self.check(asked, pids)
-        snapshot = await self._lookout.snapshot(pids)
+        snapshot = await self.look(asked, pids)
         plan = plan_or_raise(planned(snapshot, Request(kind=QUIESCE, pids=tuple(pids))))
         return await self.carry_out(plan, snapshot, asked, limits=limits)
 
@@ -180,8 +178,6 @@ class Operations:
         pid = self._named([pid])[0]
         op = self.runner.of_process(pid)
         self.check(asked, [pid])
-        if op is not None:
-            self._check_owner(asked, op.owner_uid, f"operation {op.id}")  # whose process may have ended, for a restart
         limit_of(asked)
         if op is not None and op.phase == HOLDING:
             return await self._let_go(op, pid, to, asked)
@@ -309,9 +305,8 @@ class Operations:
         if not request.pids:
             raise HegmError(BAD_REQUEST, f"{request.kind} was asked of no process", "name one or more pids")
         request = request.replace(pids=self._named(request.pids))
-        self.check(asked, request.pids)
         weighed = request.allow_restart
-        snapshot = await self._lookout.snapshot(request.pids, weighed=weighed, respawn=request.respawn)
+        snapshot = await self.look(asked, request.pids, weighed=weighed, respawn=request.respawn)
         return await self.carry_out(plan_or_raise(planned(snapshot, request)), snapshot, asked, spill=spill)
 
     async def carry_out(
@@ -326,6 +321,9 @@ class Operations:
     ) -> Answer:
         """Have a plan of anything but a resume carried out that was just made from that snapshot."""
         self.check(asked, [worker.pid for worker in plan.workers])
+        owners = {candidate.pid: candidate.uid for candidate in snapshot.candidates}
+        for worker in plan.workers:  # it may be listed no more
+            self._check_owner(asked, owners.get(worker.pid), f"process {worker.pid}")
         if asked.dry_run:
             return Answer(None, told_plan(plan))
         limits = limits or _limits(asked.limit_s)
@@ -377,8 +375,24 @@ class Operations:
 
     # -- who may -------------------------------------------------------------------------------------------------------
 
+    async def look(
+        self, asked: Asked, pids: Sequence[int], *, weighed: bool = False, respawn: Respawn | None = None
+    ) -> Snapshot:
+        """The node for a plan on those processes. Raises DENIED where the caller may not act on one of them.
+
+        One that nobody knew before may be known by the end of this, and is the caller's then or is told nothing of.
+        """
+        self.check(asked, pids)
+        snapshot = await self._lookout.snapshot(pids, may=asked.may, weighed=weighed, respawn=respawn)
+        self.check(asked, pids)
+        return snapshot
+
     def check(self, asked: Asked, pids: Iterable[int]) -> None:
-        """See that the caller may act on those processes. Raises DENIED."""
+        """See that the caller may act on those processes, and on the operations that have them. Raises DENIED.
+
+        A process that an operation has may be known by that alone: off its GPU, its agent not back yet, or ended for a
+        restart.
+        """
         latest = self._inventory.latest
         owners = {process.pid: process.uid for process in latest.processes} if latest is not None else {}
         for pid in pids:
@@ -387,6 +401,9 @@ class Operations:
                 self._check_owner(asked, worker.identity.uid, f"process {pid}")
             elif pid in owners:
                 self._check_owner(asked, owners[pid], f"process {pid}")
+            op = self.runner.of_process(pid)
+            if op is not None:
+                self._check_owner(asked, op.owner_uid, f"operation {op.id}")
 
     def _check_owner(self, asked: Asked, uid: int | None, what: str) -> None:
         if not asked.may(uid):

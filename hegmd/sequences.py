@@ -63,7 +63,7 @@ class Sequences(TaskHome):
 
     async def drain(self, gpu: str, to: Sequence[str], asked: Asked) -> Outcome:
         """Move every job off a GPU. Raises NOT_FOUND for a GPU that is not there."""
-        snapshot = await self._lookout.snapshot_for(gpu)
+        snapshot = await self._lookout.snapshot_for(gpu, may=asked.may)
         _require_targets(snapshot, gpu, to)
         outcome = Outcome()
         if asked.dry_run:
@@ -71,7 +71,7 @@ class Sequences(TaskHome):
             return outcome
         for number, pid in enumerate(tuple(occupants(snapshot, gpu))):
             if number:  # the one before it has taken room, and time
-                snapshot = await self._lookout.snapshot([pid])
+                snapshot = await self._lookout.snapshot([pid], may=asked.may)
             try:
                 self._operations.check(asked, [pid])
                 plan = plan_or_raise(departure(snapshot, pid, gpu, to))
@@ -102,8 +102,7 @@ class Sequences(TaskHome):
 
         Without `wait` it answers when the first step has begun; the others follow by themselves.
         """
-        self._operations.check(asked, [first, second])
-        snapshot = await self._lookout.snapshot([first, second])
+        snapshot = await self._operations.look(asked, [first, second])
         steps = _plans_or_raise(planned_swap(snapshot, first, second))
         if asked.dry_run:
             return Outcome(plans=[told_plan(step) for step in steps])

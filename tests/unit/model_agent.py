@@ -28,6 +28,7 @@ class ModelAgent:
     def __init__(self, workers: Workers, pid: int, data: bytes = b"weights", token: str = "a" * 32) -> None:
         self.workers = workers
         self.pid = pid
+        self.uid = os.getuid()
         self.token = token
         self.data: bytes | None = data
         self.size_bytes = len(data)
@@ -69,7 +70,7 @@ class ModelAgent:
             entrusted=self.entrusted,
         ).replace(**self.about)
         with scope:
-            await self.workers.attend(key, self.pid, os.getuid(), PROGRAM, about, self.take)
+            await self.workers.attend(key, self.pid, self.uid, PROGRAM, about, self.take)
 
     async def leave(self) -> None:
         """The connection ends."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
 import pytest
 
-from hegmd.errors import HegmError
+from hegmd.errors import DENIED, HegmError
 from hegmd.operations import Restarting
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 from tests.unit.model_agent import ModelAgent
@@ -145,6 +146,66 @@ async def test_a_plan_asks_the_supervisor_what_the_other_python_is(tmp_path: Pat
             await node.operations.migrate([process.pid], "gpu1", node.asked(), wanted)
         assert "/bin/true is no Python: ask /bin/true {'A': '1'}" in str(refused.value.facts["reasons"])
         supervisors.close()
+
+
+async def test_a_plan_ran_the_callers_program_as_the_user_of_a_job_that_came_while_it_was_made(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """Nobody knew the pid when it was named, and others were waited for: its supervisor had LD_PRELOAD set for it."""
+    stranger_uid = os.getuid() + 1
+    asked_of_it: list[SupervisorOrder] = []
+
+    async def take(order: SupervisorOrder, _fds: Sequence[int]) -> None:
+        asked_of_it.append(order)
+
+    async with running(tmp_path) as node:
+        own = await node.attend(process.pid)
+        own.slow.add("survey")
+        stranger = ModelAgent(node.workers, other.pid, token="b" * 32)
+        stranger.uid, stranger.about = stranger_uid, {"run": "2", "rank": 0}
+        supervisors = node.moving.supervisors
+
+        async def come() -> None:
+            await own.waiting.wait()
+            offer = Supervise(run="2", python=True, pid=other.pid, asks=True)
+            node.tasks.start_soon(supervisors.attend, stranger, os.getpid(), stranger_uid, offer, take)
+            await stranger.attend(node.tasks)
+            stranger.seen.clear()  # it was counted when it came, on nobody's behalf
+            own.go_on.set()
+
+        node.tasks.start_soon(come)
+        asked = replace(node.asked(dry_run=True), may=lambda uid: uid == os.getuid())
+        wanted = Restarting(via="restart", python="/tmp/it", set={"LD_PRELOAD": "/tmp/it.so"})
+        with pytest.raises(HegmError) as refused:
+            await node.operations.migrate([process.pid, other.pid], "gpu1", asked, wanted)
+        assert refused.value.code is DENIED
+        assert (asked_of_it, stranger.seen) == ([], [])
+        supervisors.close()
+
+
+async def test_who_drained_a_gpu_had_the_jobs_of_others_asked_what_they_hold(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        stranger = ModelAgent(node.workers, process.pid)
+        stranger.uid = os.getuid() + 1
+        await stranger.attend(node.tasks)
+        await node.until_placed(process.pid)
+        stranger.seen.clear()
+        asked = replace(node.asked(dry_run=True), may=lambda uid: uid == os.getuid())
+        outcome = await node.sequences.drain("gpu0", (), asked)
+        assert [reason.code for reason in outcome.left] == ["denied"]
+        assert stranger.seen == []
+
+
+async def test_a_suspended_job_was_anybodys_while_its_agent_was_away(tmp_path: Path, process: Child) -> None:
+    """It is on no GPU, and so in no list of processes: a daemon that was just started knows it as its operation's."""
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        await node.operations.suspend([process.pid], node.asked())
+    async with running(tmp_path) as node:
+        asked = replace(node.asked(), may=lambda uid: uid == os.getuid() + 1)
+        with pytest.raises(HegmError) as refused:
+            node.operations.check(asked, [process.pid])
+        assert (refused.value.code, refused.value.message) == (DENIED, f"operation 1 belongs to uid {os.getuid()}")
 
 
 async def _never(_order: SupervisorOrder, _fds: Sequence[int]) -> None:
