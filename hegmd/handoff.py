@@ -36,17 +36,20 @@ from hegmd.criu.tree import Tell, Tree, pids_below, read_tree
 from hegmd.detached import Looks, run_detached
 from hegmd.errors import DENIED, NOT_FOUND, REFUSED, TIMEOUT, Bug, HegmError, Refused
 from hegmd.external import Rights
+from hegmd.helper.mark import MARK_BYTES, read_mark
 from hegmd.image.images import Images, Lent
 from hegmd.image.shelf import size_of
 from hegmd.inventory import NodeSnapshot
 from hegmd.lock_files import LockFiles
 from hegmd.manifests import byte_name, composed, is_of, mark_in, mark_of
 from hegmd.meeting import MeetingPlaces
+from hegmd.migration.carriage import HOST
 from hegmd.migration.operation import Handoff as Wish
 from hegmd.migration.operation import Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.paces import LEFT, OUT
 from hegmd.pool import Key, Pool
+from hegmd.pool_memory import Memory
 from hegmd.pool_names import parse_name
 from hegmd.protocol.images import ImageWorker, Manifest
 from hegmd.protocol.operations import Reason
@@ -300,6 +303,8 @@ class Handoff:
         key = Key(op.id, member.name)
         await self._pool.fetch(key)
         memory = self._pool.memory(key)
+        if member.carrier == HOST:
+            require_unmarked(memory, member.pid)
         await lent.write_bytes(byte_name(member), memory.fd, memory.size_bytes, on_progress)
 
     def _told(self, member: Member) -> ImageWorker:
@@ -531,6 +536,16 @@ def _not_theirs_reason(member: Process, rights: Rights) -> Reason:
         )
         hint = "end it first (as sudo, su, passwd or ssh-agent), or have root make the image"
     return Reason(code=DENIED.name, message=message, hint=hint, pid=member.pid)
+
+
+def require_unmarked(memory: Memory, pid: int) -> None:
+    """Raises HegmError where a piece says that its bytes are elsewhere: an image of it would be without them."""
+    if read_mark(os.pread(memory.fd, MARK_BYTES, memory.size_bytes - MARK_BYTES)) is not None:
+        raise Refused(
+            f"the bytes of process {pid} are not in the pool, by what its piece says",
+            "ask again; if it is so once more, resume the job and suspend it, then see the log of hegmd",
+            {"pid": pid},
+        )
 
 
 def require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> None:

@@ -268,7 +268,7 @@ class Pool:
             if piece.memory is not None and piece.memory.place is None:
                 await self._put(str(new), piece.memory)
                 await self._drop(name)
-            piece.name = new
+            piece.claimed_from, piece.name = piece.name.key, new
             del self._unclaimed[name]
             self._held[key] = piece
 

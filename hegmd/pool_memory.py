@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -66,6 +67,14 @@ class Memory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def zero(self, at: int, size_bytes: int) -> None:
+        """Have nothing in that part. Only before a job has a descriptor of it, who could cut it. Raises OSError."""
+        if self.huge:  # such pages know no write
+            with mmap.mmap(self.fd, self.size_bytes) as mapped:
+                mapped[at : at + size_bytes] = bytes(size_bytes)
+        else:
+            os.pwrite(self.fd, bytes(size_bytes), at)
 
     def remove(self, name: str) -> None:
         """Let go of all of it: the memory is the node's again as soon as nobody else has a descriptor."""

@@ -38,15 +38,18 @@ from hegmd.detached import Looks, run_detached
 from hegmd.errors import BUSY, DENIED, REFUSED, TIMEOUT, UNAVAILABLE, HegmError
 from hegmd.external import Rights
 from hegmd.half_revived import HalfRevived
+from hegmd.helper.mark import MARK_BYTES
 from hegmd.image.images import Image, Images, is_of_user
 from hegmd.inventory import NodeSnapshot
 from hegmd.manifests import candidates_in, meeting_in, needs_in, revived, tokens_in
 from hegmd.meeting import MeetingPlaces
 from hegmd.migration.candidates import Snapshot
+from hegmd.migration.carriage import HOST
 from hegmd.migration.operation import SIMULATED, Operation
 from hegmd.pieces import whole_size
 from hegmd.pool import Key, Pool
-from hegmd.protocol.images import Manifest
+from hegmd.pool_memory import Memory
+from hegmd.protocol.images import ImageWorker, Manifest
 from hegmd.protocol.operations import Reason
 from hegmd.workers import Workers
 
@@ -267,7 +270,7 @@ class Reviving:
             came.append(await self._restore(image, rights, outlets))
 
         parts = [
-            partial(self._read, image, name, Key(op_id, str(worker.pid)), worker.size_bytes, progress_of(name))
+            partial(self._read, image, name, Key(op_id, str(worker.pid)), worker, progress_of(name))
             for worker in image.manifest.workers
             for name in worker.bytes
         ]
@@ -279,9 +282,11 @@ class Reviving:
             raise
         return came[0]
 
-    async def _read(self, image: Image, name: str, key: Key, size_bytes: int, on_progress: Progress) -> None:
-        memory = await self._pool.take(key, size_bytes)
+    async def _read(self, image: Image, name: str, key: Key, worker: ImageWorker, on_progress: Progress) -> None:
+        memory = await self._pool.take(key, worker.size_bytes)
         await image.read_bytes(name, memory.fd, on_progress)
+        if worker.carrier == HOST:
+            forget_mark(memory)
 
     async def _restore(self, image: Image, rights: Rights, outlets: Mapping[str, int]) -> Revived:
         criu = await self._criu()
@@ -345,6 +350,15 @@ def _log_folder() -> Generator[int]:
             yield fd
         finally:
             os.close(fd)
+
+
+def forget_mark(memory: Memory) -> None:
+    """Have no mark in a piece that was read from an image: its bytes are here, whatever who made that file says."""
+    try:
+        memory.zero(memory.size_bytes - MARK_BYTES, MARK_BYTES)
+    except (OSError, ValueError) as error:  # the latter of a file that was cut
+        message = f"the end of what was read from the image cannot be cleared: {error}"
+        raise HegmError(UNAVAILABLE, message, "restore it again, and see the log of hegmd") from error
 
 
 # ---- looked at on the node; these block ------------------------------------------------------------------------------

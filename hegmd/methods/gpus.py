@@ -24,6 +24,7 @@ __all__ = [
     "ahead_of",
     "bytes_of",
     "pairs_from",
+    "passing_name",
     "passing_of",
     "rest_of",
     "storages_of",
@@ -126,7 +127,12 @@ def bytes_of(subject: Subject) -> str:
 
 def passing_of(subject: Subject) -> str:
     """Under what name the memory is held that its bytes go through on their way to the pool."""
-    return f"{subject.operation}.{subject.name}.{PASSING}"
+    return passing_name(subject.operation, subject.name)
+
+
+def passing_name(operation: str, worker: str) -> str:
+    """The same, of that worker in that operation."""
+    return f"{operation}.{worker}.{PASSING}"
 
 
 def ahead_of(subject: Subject) -> str:

@@ -11,8 +11,9 @@ before and after.
 Where the bytes are is never guessed. While they are in video memory and not in the pool, a mark in their piece says so
 (`helper/mark`), from before the first is copied until the pool has them all; what passes is kept by the store as peer's
 bytes are. So whoever is killed on the way leaves a mark that names the memory with the bytes, and they are brought to
-the pool from there, or into the process; and without that memory, what is in the pool is not taken for them. What goes
-ahead is never the only copy, and only this daemon, by the very route that it was copied through, reads it.
+the pool from there, or into the process; and without that memory, what is in the pool is not taken for them. The job
+can write to its piece, and so could who made an image: a mark is believed where it names the process's own, alone. What
+goes ahead is never the only copy, and only this daemon, by the very route that it was copied through, reads it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from hegmd.helper.route import HOST, VIDEO, Route
 from hegmd.methods.base import Making, Meanwhile, Progress, Subject
 from hegmd.methods.beside import beside
 from hegmd.methods.copying import CopyingCarrier, lane_of
-from hegmd.methods.gpus import Gpus, VideoMemory, ahead_of, passing_of
+from hegmd.methods.gpus import Gpus, VideoMemory, ahead_of, passing_name, passing_of
 from hegmd.methods.near import Near
 from hegmd.methods.pooled import key_of, source_of
 from hegmd.pieces import FLAT_BYTES, ahead_room_bytes, passing_room_bytes
@@ -78,7 +79,9 @@ class HostCarrier(CopyingCarrier):
 
     async def give(self, subject: Subject) -> None:
         await self.disarm(subject)
-        mark = self._mark(subject)
+        mark = None
+        with suppress(HegmError):  # one that cannot be believed names nothing of its own
+            mark = self._mark(subject)
         await self._near.give(passing_of(subject))
         if mark is not None:
             await self._near.give(mark.owner)
@@ -278,17 +281,35 @@ class HostCarrier(CopyingCarrier):
         return VIDEO if await self._has_gone_ahead(subject, route, end_bytes) else HOST
 
     def _mark(self, subject: Subject) -> Mark | None:
-        """Who has the bytes in place of the pool. Raises HegmError where that cannot be made out."""
+        """Who has the bytes in place of the pool. Raises HegmError where that cannot be made out, or believed.
+
+        The job has a descriptor of the piece and could write any name there: another job's bytes would be copied to it.
+        """
         piece = self._pool.by_owner().get(key_of(subject))
         memory = None if piece is None else piece.memory
-        if memory is None:
+        if piece is None or memory is None:
             return None
-        return read_mark(os.pread(memory.fd, MARK_BYTES, memory.size_bytes - MARK_BYTES))
+        mark = read_mark(os.pread(memory.fd, MARK_BYTES, memory.size_bytes - MARK_BYTES))
+        before = piece.claimed_from
+        own = {passing_of(subject)}
+        if before is not None:
+            own.add(passing_name(before.operation, before.worker))
+        if mark is not None and mark.owner not in own:
+            raise Refused(
+                f"the piece of process {subject.pid} says that its bytes are held for {mark.owner[:80]!r}, "
+                f"which is not its own: {' or '.join(sorted(own))} is",
+                "nothing is read from there; if the job did not write that itself, report it with the log of hegmd",
+                {"pid": subject.pid, "owner": mark.owner},
+            )
+        return mark
 
     def _is_unmarked(self, subject: Subject) -> bool:
         """Whether it is certain that no video memory has the bytes; of a piece on disk its mark is not known."""
         piece = self._pool.by_owner().get(key_of(subject))
-        return (piece is None or piece.memory is not None) and self._mark(subject) is None
+        try:
+            return (piece is None or piece.memory is not None) and self._mark(subject) is None
+        except HegmError:
+            return False
 
     async def _have_likely(self, subject: Subject, route: Route) -> None:
         """Attach what will be copied through, as far as it is held: then it need not be done while the job stands."""

@@ -385,9 +385,9 @@ class Performer:
         """Finish what an earlier caller left half way. What stays where it is can be brought back from there."""
         carrier = self._carrier(member)
         try:
-            async with carrier.settling(subject) as passed:
+            async with carrier.settling(subject):
                 pass
-            if passed.size_bytes and member.goal is None:
+            if member.goal is None:  # also where nothing was left to copy: memory that it passed through may be held
                 await carrier.disarm(subject)
         except HegmError as error:
             logger.warning("the bytes of process %d stay where they are for now: %s", member.pid, error.message)

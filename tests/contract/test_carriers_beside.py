@@ -20,7 +20,7 @@ from hegmd.devices.simulated import SimulatedProvider
 from hegmd.devices.topology import parse_topology
 from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import DriverFailed
-from hegmd.helper.mark import MARK_BYTES, read_mark
+from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark, read_mark
 from hegmd.methods.base import Standing, Subject
 from hegmd.methods.copying import lane_of
 from hegmd.methods.gpus import ahead_of, passing_of
@@ -30,6 +30,9 @@ from hegmd.methods.simulated import SimulatedMethod
 from hegmd.migration.effects import Inspect
 from hegmd.migration.events import Inspected
 from hegmd.migration.performer import Performer
+from hegmd.pool_memory import Memory
+from hegmd.pool_names import PieceName
+from hegmd.pool_piece import Piece
 from hegmd.rooms import Rooms
 from hegmd.vram import VideoMemory
 from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, Owner
@@ -304,6 +307,48 @@ async def test_memory_that_was_held_in_time_is_given_back_where_it_cannot_be_use
         await job.put_back()
 
 
+async def test_a_mark_that_names_another_jobs_video_memory_has_nothing_read_from_it(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job can write to its piece, and so could who made the image that it came from."""
+    async with moved(tmp_path, owner, monkeypatch) as job:
+        victim, uuid = "7.4321.bytes", owner[0].uuids[0]
+        await job.rig.memory.hold(victim, uuid, SIZE_BYTES)
+        await job.take_out()
+        async with job.carrier.settling(job.subject):
+            pass
+        memory = job.rig.pool.memory(key_of(job.subject))
+        forged = packed_mark(Mark(victim, SIZE_BYTES))
+        os.pwrite(memory.fd, forged, memory.size_bytes - MARK_BYTES)
+        with pytest.raises(Refused, match=r"7\.4321\.bytes', which is not its own"):
+            await job.put_back()
+        with pytest.raises(Refused, match="not its own"):
+            async with job.carrier.settling(job.off):
+                pass
+        await job.carrier.give(job.subject)
+        assert job.held() == {victim}, "not given back either"
+        await job.rig.memory.give(victim, uuid)
+
+
+async def test_bytes_on_their_way_of_an_operation_that_was_lost_come_to_the_one_that_claims_them(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with moved(tmp_path, owner, monkeypatch) as job:
+        await job.take_out()
+        found = job.rig.pool.memory(key_of(job.subject))
+        name = PieceName(key_of(job.subject), SIZE_BYTES, "ab")
+        piece = Piece(name, found.size_bytes, Memory(os.dup(found.fd), found.size_bytes, huge=False))
+        job.rig.pool.enter([piece], lambda _: False)
+        later = replace(job.off, operation="9")
+        await job.rig.pool.claim(str(name), key_of(later))
+        async with job.carrier.settling(later) as passed:
+            pass
+        assert passed.size_bytes == SIZE_BYTES
+        assert (job.marked(), job.held()) == (False, set())
+        await job.carrier.give(later)
+        await job.put_back()
+
+
 class Books(SimulatedMethod):
     """A method that says of the process that it is off its GPU, whatever else is so."""
 
@@ -311,12 +356,20 @@ class Books(SimulatedMethod):
         return Standing(gpu=None)
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
 async def test_whoever_finds_a_process_off_its_gpu_brings_what_passes_to_the_pool(
-    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, owner: tuple[CudaNode, Owner], is_copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A daemon was killed while bytes passed, and to the next the job was suspended: off its GPU, which was full."""
+    """A daemon was killed while bytes passed, and to the next the job was suspended: off its GPU, which was full.
+
+    Or all had passed, and the memory had not been given back: it was the store's, and no mark told of it.
+    """
     async with moved(tmp_path, owner, monkeypatch) as job:
         await job.take_out()
+        if is_copied:
+            async with job.carrier.settling(job.subject):
+                pass
+            await job.rig.memory.hold(passing_of(job.subject), owner[0].uuids[0], SIZE_BYTES)
         rooms = Rooms(SimulatedProvider(parse_topology("1x1GiB")))
         carriers = {job.carrier.name: job.carrier}
         performer = Performer(job.rig.workers, {"driver": Books(rooms)}, carriers, start_ticks=start_ticks)

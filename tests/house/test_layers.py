@@ -173,9 +173,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.meeting": ("hegmd.errors",),
     "hegmd.manifests": (*GROUND, "hegmd.criu", "hegmd.migration"),
     "hegmd.lock_files": ("hegmd.errors",),
-    "hegmd.handoff": (*MOVING, *IMAGED, "hegmd.lock_files", "hegmd.pool_names"),
+    "hegmd.handoff": (
+        *(*MOVING, *IMAGED, "hegmd.helper.mark", "hegmd.lock_files", "hegmd.pool_memory", "hegmd.pool_names"),
+    ),
     "hegmd.half_revived": (*GROUND, "hegmd.criu", "hegmd.detached", "hegmd.pool", "hegmd.units"),
-    "hegmd.reviving": (*MOVING, *IMAGED, "hegmd.half_revived", "hegmd.pieces"),
+    "hegmd.reviving": (
+        *(*MOVING, *IMAGED, "hegmd.half_revived", "hegmd.helper.mark", "hegmd.pieces", "hegmd.pool_memory"),
+    ),
     "hegmd.outlets": ("hegmd.criu.ends", "hegmd.errors"),
     "hegmd.checkpoints": (
         *(*GROUND, "hegmd.external", "hegmd.handoff", "hegmd.image", "hegmd.lookout", "hegmd.manifests"),

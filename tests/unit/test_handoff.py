@@ -22,12 +22,14 @@ from hegmd.criu.tree import Member as Process
 from hegmd.criu.tree import Tree
 from hegmd.errors import DENIED, NOT_FOUND, REFUSED, UNAVAILABLE, HegmError, Refused
 from hegmd.external import Rights
-from hegmd.handoff import Handoff, not_theirs, require_no_more
+from hegmd.handoff import Handoff, not_theirs, require_no_more, require_unmarked
+from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
 from hegmd.lock_files import LockFiles
 from hegmd.meeting import MeetingPlaces
 from hegmd.migration.operation import CHECKPOINT, Operation
 from hegmd.migration.operation import Handoff as Wish
 from hegmd.pool import Pool
+from hegmd.pool_memory import Memory
 from hegmd.protocol.images import Manifest
 from hegmd.workers import Workers
 from tests.unit.migration.operations import operation, worker
@@ -169,6 +171,18 @@ async def test_a_job_that_has_ended_is_in_no_image(tmp_path: Path, paused: int) 
     stranger = os.getppid()
     with pytest.raises(Refused, match="have no common parent that could be taken with them"):
         await handoff.against([1, stranger], "/images/one", 0, Rights(0, 0, ()))
+
+
+def test_bytes_that_are_elsewhere_by_their_mark_are_put_in_no_image() -> None:
+    memory = Memory(os.memfd_create("piece"), 1 << 20, huge=False)
+    try:
+        os.pwrite(memory.fd, bytes(memory.size_bytes), 0)
+        require_unmarked(memory, 4321)
+        os.pwrite(memory.fd, packed_mark(Mark("1.4321.passing", 9)), memory.size_bytes - MARK_BYTES)
+        with pytest.raises(Refused, match="bytes of process 4321 are not in the pool"):
+            require_unmarked(memory, 4321)
+    finally:
+        memory.close()
 
 
 async def test_an_agent_that_is_not_there_cannot_step_aside(tmp_path: Path, paused: int) -> None:

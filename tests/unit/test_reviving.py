@@ -19,10 +19,12 @@ from hegmd.criu.tree import read_tree
 from hegmd.errors import BUSY, DENIED, UNAVAILABLE, HegmError
 from hegmd.external import Rights
 from hegmd.half_revived import HalfRevived
+from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
 from hegmd.meeting import MeetingPlaces
 from hegmd.pool import Pool
+from hegmd.pool_memory import Memory
 from hegmd.protocol.images import ImageProcess, ImageWorker, Manifest
-from hegmd.reviving import Objections, Reviving
+from hegmd.reviving import Objections, Reviving, forget_mark
 from hegmd.workers import Workers
 
 ROOT = Rights(0, 0, ())
@@ -95,6 +97,19 @@ async def _against(reviving: Reviving, manifest: Manifest, rights: Rights = ROOT
 
 def _said(objections: Objections) -> str:
     return "\n".join(f"{reason.code}: {reason.message}" for reason in objections.reasons)
+
+
+@pytest.mark.parametrize("huge", [False, True])
+def test_an_image_that_names_another_jobs_video_memory_has_its_mark_forgotten(huge: bool) -> None:
+    """Whoever made the image could have written any name there. `huge` says by which way, of pages of any size."""
+    memory = Memory(os.memfd_create("piece"), 1 << 20, huge=huge)
+    try:
+        os.pwrite(memory.fd, b"x" * (memory.size_bytes - MARK_BYTES) + packed_mark(Mark("7.4321.bytes", 9)), 0)
+        forget_mark(memory)
+        found = os.pread(memory.fd, memory.size_bytes, 0)
+        assert found == b"x" * (memory.size_bytes - MARK_BYTES) + bytes(MARK_BYTES)
+    finally:
+        memory.close()
 
 
 async def test_nothing_stands_against_one_of_this_very_node(tmp_path: Path, node: dict[str, object]) -> None:
