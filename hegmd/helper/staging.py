@@ -1,7 +1,7 @@
 """Copies between video memory and the host pool, by way of a little pinned memory that is used over and over.
 
 Pinning the whole of a pool costs about as much as copying it: 1.1 s for 32 GiB, whatever the threads, 0.6 s to let go,
-and the driver's own restore takes twice as long beside it. So only a ring of slots is pinned, 256 MiB of it; the copy
+and the driver's own restore takes twice as long beside it. So only a ring of slots is pinned, 384 MiB of it; the copy
 engine fills one slot while threads empty others into the pool, or the other way round. Two H200 gave 53 GB/s so, each
 way, of the link's 55.4. The pool may be of any pages, in small ones or huge ones.
 
@@ -38,18 +38,25 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap of Python knows no name for it
 class Pace(NamedTuple):
     """How much is pinned, and how it is shared out; a benchmark tries others."""
 
-    #: Each copies at some 3 GB/s beside an engine that writes to the same memory. 8 are not enough for the link, and 24
-    #: wait for the interpreter at each call, 43 GB/s inwards where 12 and 16 had 50 to 52.
-    most_strands: int = 16
+    #: Each copies at some 3 GB/s beside an engine that writes to the same memory: 32 GiB went out beside a checkpoint
+    #: in 0.69 s with 24, in 0.87 s with 16.
+    most_strands: int = 24
     slots_a_strand: int = 2
     #: Smaller slots cost more calls than they save, larger ones leave the caches (32 to 50 GB/s were seen). For the
     #: same reason a slot is filled by one call: calls of 512 KiB, which stay in a core's cache, took twice as long.
     slot_bytes: int = 8 << 20
+    #: Inwards they wait for the interpreter at each call: 43 to 47 GB/s with 24, 46 to 51 with 16, 52 with 12.
+    most_inward_strands: int = 12
 
     @property
     def strands(self) -> int:
-        """How many threads copy at once on this machine."""
+        """How many threads copy outwards at once on this machine; the ring has slots for so many."""
         return max(1, min(self.most_strands, len(os.sched_getaffinity(0))))
+
+    @property
+    def inward_strands(self) -> int:
+        """How many of these copy inwards at once."""
+        return min(self.strands, self.most_inward_strands)
 
     @property
     def streams(self) -> int:
@@ -261,15 +268,16 @@ class StagedCopy:
     def run(self, places: Iterable[Place], tell: Callable[[int], None]) -> Done:
         """Copy it all; `tell` hears how many bytes are done. Raises CudaError; nothing stays open or queued then."""
         pace = self._host.ring.pace
+        strands = pace.strands if self._direction == OUT else pace.inward_strands
         self._left = loads(places, pace.slot_bytes)
         with ExitStack() as undo:
             undo.callback(self._near.close)
             undo.callback(settle, self._streams)
             started = time.monotonic()
             share_out(
-                range(pace.strands),
+                range(strands),
                 lambda: lambda strand: self._work(strand, tell),
-                threads=pace.strands,
+                threads=strands,
                 name="staging",
             )
             tell(self._done_bytes)

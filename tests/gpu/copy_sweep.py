@@ -29,7 +29,10 @@ PACES = [
 ]
 
 STAGED = [
-    Staging(strands, slots, slot_mib * MIB) for strands in (16, 24, 32) for slots in (2, 3) for slot_mib in (4, 8)
+    Staging(strands, slots, slot_mib * MIB, strands)
+    for strands in (16, 24, 32)
+    for slots in (2, 3)
+    for slot_mib in (4, 8)
 ]
 
 

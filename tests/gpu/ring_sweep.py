@@ -28,13 +28,13 @@ WITHIN_S = 25.0
 def paces() -> Iterator[Pace]:
     """What is tried, the likeliest first."""
     for strands in (8, 12, 16, 24, 32):
-        yield Pace(most_strands=strands)
+        yield Pace(most_strands=strands, most_inward_strands=strands)
     for slot_mib in (1, 2, 4, 16, 32):
         yield Pace(slot_bytes=slot_mib * MIB)
     for slots in (3, 4):
         yield Pace(slots_a_strand=slots, slot_bytes=4 * MIB)
     for strands, slot_mib in ((12, 2), (16, 2), (16, 4), (32, 2), (32, 4)):
-        yield Pace(most_strands=strands, slot_bytes=slot_mib * MIB)
+        yield Pace(most_strands=strands, most_inward_strands=strands, slot_bytes=slot_mib * MIB)
 
 
 def pool(size_bytes: int) -> int:
