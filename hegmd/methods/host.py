@@ -48,9 +48,10 @@ _LAST_WORD_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """What goes ahead, or has: by which route, how far it reaches, and how long it took once that is known."""
+    """What goes ahead, or has: by which route into which of its memories, how far, and how long once that is known."""
 
     route: Route
+    attached: tuple[str, int] | None
     size_bytes: int
     done: Meanwhile
 
@@ -98,8 +99,9 @@ class HostCarrier(CopyingCarrier):
 
     async def disarm(self, subject: Subject) -> None:
         self._ahead.pop(lane_of(subject), None)
-        await super().disarm(subject)
+        # First, since the lane's end waits for what goes ahead; until then the memory is mapped there.
         await self._near.give(ahead_of(subject))
+        await super().disarm(subject)
         if self._is_unmarked(subject):
             await self._near.give(passing_of(subject))
 
@@ -229,7 +231,7 @@ class HostCarrier(CopyingCarrier):
         It goes on while the storages are made, too: `through` waits for its end.
         """
         size_bytes, known = self._reach_bytes(subject), self._ahead.get(lane_of(subject))
-        if known is not None and known.route is route and known.size_bytes >= size_bytes:
+        if known is not None and _is_in(known, route) and known.size_bytes >= size_bytes:
             return
         try:
             await self._have_near(route, subject, ahead_of(subject))
@@ -239,12 +241,12 @@ class HostCarrier(CopyingCarrier):
             await self.disarm(subject)
             return
         done.size_bytes = size_bytes
-        self._ahead[lane_of(subject)] = _Ahead(route, size_bytes, done)
+        self._ahead[lane_of(subject)] = _Ahead(route, route.attached, size_bytes, done)
 
     async def _has_gone_ahead(self, subject: Subject, route: Route, end_bytes: int) -> bool:
         """Whether video memory of this route has those bytes, once that is certain."""
         ahead = self._ahead.get(lane_of(subject))
-        if ahead is None or ahead.route is not route or ahead.size_bytes < end_bytes:
+        if ahead is None or not _is_in(ahead, route) or ahead.size_bytes < end_bytes:
             return False
         try:
             copied = await route.shifted(ahead.size_bytes)
@@ -358,3 +360,8 @@ class HostCarrier(CopyingCarrier):
         for owner in (passing_of(subject), ahead_of(subject), *others):
             if owner is not None:
                 await self._near.give(owner)
+
+
+def _is_in(ahead: _Ahead, route: Route) -> bool:
+    """Whether it is in what this route has attached now."""
+    return ahead.route is route and ahead.attached == route.attached

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
@@ -171,6 +172,48 @@ async def test_a_restore_that_failed_has_the_memory_that_was_held_beside_it(
         with pytest.raises(DriverFailed, match="cuMemcpyHtoDAsync"):
             await job.rig.link.call("shifted", {"lane": lane_of(job.subject)}, deadline_s=20)
         owner[0].mend()
+        await job.put_back()
+
+
+async def test_other_memory_on_the_same_route_is_not_taken_for_what_has_gone_ahead(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with moved(tmp_path, owner, monkeypatch) as job:
+        await job.take_out()
+        async with job.carrier.settling(job.subject):
+            pass
+        await job.carrier.arm(job.off)
+        async with job.carrier.nearing(job.off):
+            pass
+        await job.rig.link.call("shifted", {"lane": lane_of(job.subject)}, deadline_s=20)
+        await job.carrier.hold(job.subject, SIZE_BYTES)
+        assert passing_of(job.subject) in job.held(), "that is attached now"
+        await job.put_back()
+
+
+async def test_memory_is_given_back_before_the_copy_that_goes_ahead_into_it_has_ended(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restore that failed had five seconds for it, and was cut off while it waited for the end."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    async with moved(tmp_path, owner, monkeypatch) as job:
+        await job.take_out()
+        async with job.carrier.settling(job.subject):
+            pass
+        await job.carrier.arm(job.off)
+        owner[0].order(f"hold cuMemcpyHtoDAsync_v2 {gate}")
+        async with job.carrier.nearing(job.off):
+            held = await anyio.to_thread.run_sync(os.open, gate, os.O_WRONLY)  # returns when it has begun
+        owner[0].mend()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(job.carrier.disarm, job.off)
+            with anyio.move_on_after(10):
+                while job.held():
+                    await anyio.lowlevel.checkpoint()
+            left = job.held()
+            os.close(held)
+        assert not left
         await job.put_back()
 
 
