@@ -129,10 +129,11 @@ class Readied:
         return is_it and plain_surroundings(environ) == self.what.environ
 
     def _kill(self) -> None:
-        with suppress(ProcessLookupError):
+        """It is not waited for: in a call of the kernel that hangs it ends at some time, and is taken up then."""
+        with suppress(ProcessLookupError, PermissionError):  # it may have become another user
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         with suppress(ChildProcessError):  # it was taken up with others that have ended
-            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         os.close(self._pidfd)
 
 

@@ -23,7 +23,7 @@ from time import monotonic
 from hegmctl import claim_notes
 from hegmctl.rank_states import STATES, RankStates
 from hegmctl.readying import LOCK_FD, OPERATION, STATE, STATE_FD, Beforehand
-from hegmctl.supervising import GAVE_UP_STATUS, GiveUp, Start, left_status
+from hegmctl.supervising import GAVE_UP_STATUS, NOT_ITS_TURN_STATUS, GiveUp, Start, left_status
 from hegmctl.supervision_line import Line
 from hegmd.errors import HegmError
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
@@ -80,6 +80,7 @@ class DaemonDesk:
         self._status = GAVE_UP_STATUS
         self._ranks: RankStates | None = None
         self._starts = 0
+        self._was_ready = False
         self._due = False
         self._give_up: GiveUp | None = None
         #: Programs that are asked which Python they are.
@@ -131,6 +132,10 @@ class DaemonDesk:
             self._report(SuperviseReport(result="ended", status=status))
         elif status == 0:
             self._fail("its command ended with 0 and no training in it has gone on from its state")
+        elif status == NOT_ITS_TURN_STATUS and self._was_ready and self._order is not None:
+            self._say("the process that was made ready could not take its turn; it is started as without one")
+            self._starts -= 1  # nothing of the script has run
+            self._due = True
         elif status != GAVE_UP_STATUS and self._starts < self._tries and self._order is not None:
             self._say(f"it ended with {status} before its first boundary, and is started again")
             self._forget_notes()
@@ -168,7 +173,7 @@ class DaemonDesk:
 
     def started(self, pid: int, *, was_ready: bool = False) -> None:
         """The command runs."""
-        self._pid, self._resumes, self._expected = pid, None, None
+        self._pid, self._resumes, self._expected, self._was_ready = pid, None, None, was_ready
         if self._order is not None:
             self._due, self._left, self._started = False, False, True
             self._starts += 1

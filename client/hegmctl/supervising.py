@@ -66,6 +66,8 @@ if TYPE_CHECKING:
 # HeGM's own, for a worker that has written its state and left; and ours, for giving up with the state held elsewhere.
 LEFT_STATUS = 99
 GAVE_UP_STATUS = 98
+# Of a process that was made ready, and had its turn and could not take it: no line of the script has run.
+NOT_ITS_TURN_STATUS = 97
 # The number that a worker which has left its state ends with, where the job has one of its own.
 EXIT_CODE = "HEGM_EXIT_CODE"
 

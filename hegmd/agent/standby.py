@@ -46,18 +46,19 @@ _ITS_OWN = ("life", "carrying", "channel", "boundary", "restart.beginning", "res
 _MOST_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 4
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
-_NOT_ITS_TURN = 0
+# By which the supervisor tells it from a training that has come to its end. See client/hegmctl/supervising.py.
+_NOT_ITS_TURN = 97
 
 
 def wait_for_turn(hooks: Hooks) -> None:
     """Return once it is this process's turn, and at once where it was not started before it. Else end the process."""
-    if READY_FD not in os.environ:
+    line = os.environ.pop(READY_FD, None)  # before anything else: what is imported may start Pythons of its own
+    if line is None:
         return
     try:
-        _wait(hooks, int(os.environ[READY_FD]))
+        _wait(hooks, int(line))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the script is not to begin
         _end(repr(error))
-    os.environ.pop(READY_FD, None)
 
 
 def _wait(hooks: Hooks, fd: int) -> None:
@@ -96,12 +97,14 @@ def _told(supervisor: Any, what: bytes) -> list[str]:
 def _take_turn(supervisor: Any, socket: Any) -> None:
     """Have the rest of the environment: the first words are of descriptors, in their order, which come along."""
     int_bytes = 4
-    data, ancillary, _, _ = supervisor.recvmsg(
+    data, ancillary, flags, _ = supervisor.recvmsg(
         _MOST_BYTES, socket.CMSG_SPACE(_MOST_DESCRIPTORS * int_bytes), socket.MSG_CMSG_CLOEXEC
     )
     words = data.split(b"\0")
     if words[0] != GO:
         raise EOFError("it was not given its turn")
+    if flags & socket.MSG_CTRUNC:
+        raise OSError("not all descriptors of its state have come: it may have no more (ulimit -n)")
     fds = [
         int.from_bytes(numbers[at : at + int_bytes], sys.byteorder)
         for _, _, numbers in ancillary
@@ -216,6 +219,6 @@ class OutOfSight:
 
 
 def _end(why: str) -> NoReturn:
-    """Quietly: whoever has started it starts another one in its turn."""
+    """Quietly: whoever has started it starts another one, also where this fails in its turn."""
     note(f"ended before its turn: {why}")
     os._exit(_NOT_ITS_TURN)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import select
 import signal
 import socket
@@ -16,15 +18,19 @@ import pytest
 from hegmctl.rank_states import STATES
 from hegmctl.readying import LOCK_FD, OPERATION, READY_FD, STATE_FD, Beforehand, Readied, make_ready
 from hegmctl.running import inject_folder, msgpack_folder
+from hegmctl.supervising import NOT_ITS_TURN_STATUS
 
+ROOT = Path(__file__).parents[3]
+PTRACE_SEIZE = 0x4206
 PATIENCE_S = 20.0
 SCRIPT = """
 import os, sys
 seen = "torch" in sys.modules, READY in os.environ, os.environ.get("HEGM_RESTART")
+from torch import was_told as seen_by_its_imports
 import torch, torch.inner
 from torch import made
 state = os.pread(int(os.environ["HEGM_STATE_FD"]), 99, 0)
-os.write(3, repr((*seen, made, torch is sys.modules["torch"], state, torch.inner.made)).encode())
+os.write(3, repr((*seen, seen_by_its_imports, made, torch is sys.modules["torch"], state, torch.inner.made)).encode())
 """
 
 
@@ -41,7 +47,8 @@ def script(tmp_path: Path) -> Path:
     """One that says what it sees of a PyTorch, which counts how often it was made."""
     (tmp_path / "lib/torch").mkdir(parents=True)
     counts = "import builtins\nmade = builtins.counted = getattr(builtins, 'counted', 0) + 1\n"
-    (tmp_path / "lib/torch/__init__.py").write_text(counts)
+    told = f"import os\nwas_told = {READY_FD!r} in os.environ\n"
+    (tmp_path / "lib/torch/__init__.py").write_text(counts + told)
     (tmp_path / "lib/torch/inner.py").write_text(counts + "import warnings\nwarnings.warn('heard by nobody')\n")
     path = tmp_path / "script/train.py"
     path.parent.mkdir()
@@ -81,6 +88,14 @@ def made_ready(what: Beforehand) -> Readied:
     return readied
 
 
+def status_of(pid: int) -> int:
+    """How it has ended, if it was not taken up at once; then as one that was killed."""
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return -signal.SIGKILL
+
+
 @pytest.fixture
 def state() -> Iterator[int]:
     fd = os.memfd_create("state")
@@ -90,7 +105,10 @@ def state() -> Iterator[int]:
 
 
 def test_it_waits_before_the_first_line_and_goes_on_as_that_very_start(script: Path, state: int) -> None:
-    """PyTorch is out of sight until the script imports it, and then there without being made again."""
+    """PyTorch is out of sight until the script imports it, and then there without being made again.
+
+    Whatever PyTorch starts while it is imported is not told to wait as well.
+    """
     known = Next(script)
     readied = made_ready(known.expected())
     wanted = known.start(state)
@@ -100,7 +118,7 @@ def test_it_waits_before_the_first_line_and_goes_on_as_that_very_start(script: P
     assert known.said.read_text() == ""
     assert readied.go_on_as(*wanted) == readied.pid
     assert os.waitpid(readied.pid, 0) == (readied.pid, 0)
-    assert known.said.read_text() == repr((False, False, "4", 1, True, b"the state", 2))
+    assert known.said.read_text() == repr((False, False, "4", False, 1, True, b"the state", 2))
 
 
 @pytest.mark.parametrize("what", ["killed", "another environment", "ranks", "another command"])
@@ -114,8 +132,7 @@ def test_one_that_cannot_go_on_as_that_start_is_ended(script: Path, state: int, 
     if what == "another command":
         wanted = ("true",), wanted[1]
     assert readied.go_on_as(*wanted) is None
-    with pytest.raises(ChildProcessError):
-        os.waitpid(readied.pid, 0)
+    assert status_of(readied.pid) in {-signal.SIGKILL, NOT_ITS_TURN_STATUS}
     assert known.said.read_text() == ""
     readied.end()
 
@@ -125,8 +142,49 @@ def test_nobody_waits_any_more_once_it_is_let_go_of(script: Path) -> None:
     readied = made_ready(known.expected())
     readied.end()
     readied.end()
-    with pytest.raises(ChildProcessError):
-        os.waitpid(readied.pid, 0)
+    assert status_of(readied.pid) in {-signal.SIGKILL, NOT_ITS_TURN_STATUS}
+
+
+def test_a_supervisor_waited_for_one_that_it_had_killed_and_that_could_not_end(script: Path) -> None:
+    """As in a call of the kernel that hangs; here somebody traces it, and has not been told of its end yet."""
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    words = [sys.executable, "-m", "tests.unit.hegmctl.test_readying", str(script)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as supervisor:
+        assert supervisor.stdin is not None
+        assert supervisor.stdout is not None
+        pid = int(supervisor.stdout.readline())
+        assert ptrace(PTRACE_SEIZE, pid, None, None) == 0, os.strerror(ctypes.get_errno())
+        try:
+            supervisor.stdin.write(b"end it\n")
+            supervisor.stdin.flush()
+            poll = select.poll()
+            poll.register(supervisor.stdout, select.POLLIN)
+            assert poll.poll(PATIENCE_S * 1000), "it waits for it"
+        finally:
+            os.waitpid(pid, 0)  # its tracer is told, and then its parent
+        assert supervisor.stdout.readline() == b"ended\n"
+
+
+def end_one_when_told(script: Path) -> None:
+    """A supervisor, in a process of its own."""
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+    readied = made_ready(Next(script).expected())
+    os.write(1, b"%d\n" % readied.pid)
+    sys.stdin.readline()
+    readied.end()
+    os.write(1, b"ended\n")
+    status_of(readied.pid)
+
+
+def test_one_that_could_not_take_its_turn_ended_as_a_training_that_is_over(script: Path, state: int) -> None:
+    """It may have no descriptors but those that it has, and ended with 0: the restart was given up for that."""
+    known = Next(script)
+    readied = made_ready(known.expected())
+    resource.prlimit(readied.pid, resource.RLIMIT_NOFILE, (3, 3))
+    assert readied.go_on_as(*known.start(state)) == readied.pid
+    assert status_of(readied.pid) == NOT_ITS_TURN_STATUS
+    assert known.said.read_text() == ""
 
 
 def test_it_ends_by_itself_where_the_script_would_import_another_module(script: Path, state: int) -> None:
@@ -136,6 +194,7 @@ def test_it_ends_by_itself_where_the_script_would_import_another_module(script: 
     assert not readied.look()
     assert readied.awaited_until(*known.start(state)) is None
     assert readied.go_on_as(*known.start(state)) is None
+    assert status_of(readied.pid) in {-signal.SIGKILL, NOT_ITS_TURN_STATUS}
     assert known.said.read_text() == ""
 
 
@@ -146,7 +205,7 @@ def test_it_ends_with_its_supervisor_and_runs_no_line_of_the_script(script: Path
     with ours, theirs:
         environ = {**known.environ, READY_FD: str(theirs.fileno())}
         process = subprocess.Popen(known.command, env=environ, pass_fds=(theirs.fileno(),))
-    assert process.wait(PATIENCE_S) == 0
+    assert process.wait(PATIENCE_S) == NOT_ITS_TURN_STATUS
     assert known.said.read_text() == ""
 
 
@@ -156,3 +215,7 @@ def test_an_agent_that_knows_of_no_turn_would_have_run_the_script_at_once(script
     known = Next(script, inject=str(tmp_path))
     assert make_ready(known.expected(), set()) is None
     assert not known.said.exists()
+
+
+if __name__ == "__main__":
+    end_one_when_told(Path(sys.argv[1]))

@@ -19,7 +19,7 @@ import pytest
 
 from hegmctl.readying import LOCK_FD, OPERATION, STATE_FD
 from hegmctl.restarting import DaemonDesk
-from hegmctl.supervising import GAVE_UP_STATUS, LEFT_STATUS, GiveUp, Start
+from hegmctl.supervising import GAVE_UP_STATUS, LEFT_STATUS, NOT_ITS_TURN_STATUS, GiveUp, Start
 from hegmd.errors import Refused
 from hegmd.protocol.connection import Asked
 from hegmd.protocol.messages import Noted, Supervise, SuperviseReport, SupervisorOrder
@@ -213,6 +213,23 @@ def test_a_start_that_ends_at_once_is_tried_again_and_then_told_of(attended: Att
     assert isinstance(attended.desk.wanted(), Start)
     attended.desk.started(78)
     assert attended.desk.ended(1, told=None)
+    assert attended.desk.wanted() is None
+    attended.until(lambda: attended.reports()[-1].result == "failed")
+    assert attended.reports()[-1].starts == 2
+
+
+def test_a_restart_was_given_up_where_the_one_that_was_made_ready_could_not_take_its_turn(attended: Attended) -> None:
+    """It is started as without one then, as often as any other is; the script itself may end with that status."""
+    attended.attend()
+    attended.expect()
+    attended.order("start", state=b"the state")
+    attended.until(lambda: attended.desk.wanted() is not None)
+    attended.desk.started(77, was_ready=True)
+    for pid in (78, 79):
+        assert attended.desk.ended(NOT_ITS_TURN_STATUS, told=None)
+        assert isinstance(attended.desk.wanted(), Start)
+        attended.desk.started(pid)
+    assert attended.desk.ended(NOT_ITS_TURN_STATUS, told=None)
     assert attended.desk.wanted() is None
     attended.until(lambda: attended.reports()[-1].result == "failed")
     assert attended.reports()[-1].starts == 2
