@@ -62,10 +62,16 @@ class Cache:
         self.short_bytes = 0
 
     def note_given_back(self) -> None:
-        """The storages are freed, and the driver has what was kept: what is left with the allocator is in use."""
-        left = [(segment.address, segment.size_bytes) for segment in cuda_state.Segments(self._torch).all]
-        self._runs = most_runs(runs_between(self._segments, sorted([*self._storages, *left])))
-        self._is_taken = False
+        """The storages are freed, and the driver has what was kept: what is left with the allocator is in use.
+
+        Never raises: the storages are out. Without a word of the allocator all is one run.
+        """
+        self._runs, self._is_taken = [], False
+        try:
+            left = [(segment.address, segment.size_bytes) for segment in cuda_state.Segments(self._torch).all]
+            self._runs = most_runs(runs_between(self._segments, sorted([*self._storages, *left])))
+        except Exception as error:  # noqa: BLE001 - of any release of PyTorch, or a failure of CUDA's from before
+            note(f"in which pieces memory was cached is not known: {error!r}")
 
     def take(self, rest_bytes: dict[int, int] | None = None) -> None:
         """Have it again, and hold it. `rest_bytes` is for storages that have still to be made, by device.

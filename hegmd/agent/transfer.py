@@ -76,7 +76,7 @@ class Evacuated:
         except BaseException as error:
             for storage in made:
                 storage.resize_(0)
-            self._medium.give_back()
+            _give_back(self._medium)
             if isinstance(error, HegmError):
                 raise
             on_gpu = bool(self._storages) and self._storages[0].device.type == "cuda"
@@ -123,8 +123,16 @@ def evacuate(fd: int, storages: list[Any], sizes: list[int], progress: Callable[
             storage.resize_(0)
     except Exception as error:  # noqa: BLE001 - whatever it is, the bytes are in the descriptor and go back
         return _stay_out_or_undo(evacuated, error)
-    medium.give_back()
+    _give_back(medium)
     return evacuated
+
+
+def _give_back(medium: HostMemory | VideoMemory) -> None:
+    """Raises nothing: the storages are out, and whoever called has to know that before anything else."""
+    try:
+        medium.give_back()
+    except Exception as error:  # noqa: BLE001 - of PyTorch or CUDA; what is kept costs room, and no bytes
+        note(f"what is kept beside the storages stays with the process: {error!r}")
 
 
 def _stay_out_or_undo(evacuated: Evacuated, error: Exception) -> Evacuated:

@@ -309,6 +309,36 @@ def carries_them_by_itself_and_has_what_was_cached(state: Path) -> None:
     takes()
 
 
+def knows_what_is_out_where_giving_back_what_was_cached_fails(state: Path) -> None:
+    """The storages were freed, the order failed, and nobody knew that they were out."""
+    job = Job()
+    job.cache(64 * MIB)
+    with (state.parent / "pool").open("w+b") as pool:
+        os.truncate(pool.fileno(), transfer.room_bytes(list(SIZES)))
+        fails = job.torch.cuda.fails
+        fails.add("empty_cache")
+        out = transfer.evacuate(os.dup(pool.fileno()), job.storages, list(SIZES), lambda _: None)
+        fails.clear()
+        assert [storage.data_ptr() for storage in job.storages] == [0, 0, 0]
+        out.bring_back(out.fd, lambda _: None)
+        out.close()
+    assert [storage.content() for storage in job.storages] == job.contents
+
+
+def takes_what_was_cached_in_one_piece_where_its_allocator_says_nothing_any_more(_state: Path) -> None:
+    """All that was to be told then came as an error, after the storages were freed."""
+    job = Job()
+    job.cache(64 * MIB, 32 * MIB)
+    before_bytes = job.torch.cuda.memory_reserved(0)
+    job.shown.show()
+    job.torch.cuda.fails.add("memory_snapshot")
+    job.shown.free()
+    job.torch.cuda.fails.clear()
+    job.shown.make(None)
+    job.shown.fill(0, len(SIZES))
+    assert (job.torch.cuda.memory_reserved(0), job.shown.short_bytes) == (before_bytes, 0)
+
+
 def _order(state: Path, line: str) -> None:
     """The one order in force; empty for none."""
     lines = [kept for kept in (state / "scenario").read_text().splitlines() if not kept.startswith("error ")]
@@ -336,6 +366,8 @@ CASES: dict[str, Callable[[Path], None]] = {
         has_what_there_is_of_it_and_says_how_much_is_not,
         gives_it_all_back_again_when_it_leaves_once_more,
         carries_them_by_itself_and_has_what_was_cached,
+        knows_what_is_out_where_giving_back_what_was_cached_fails,
+        takes_what_was_cached_in_one_piece_where_its_allocator_says_nothing_any_more,
     )
 }
 

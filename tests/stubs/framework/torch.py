@@ -108,11 +108,18 @@ class Cuda:
         self.made_on: list[int] = []
         self.current_stream = 0
         self.snapshots = 0
+        #: What fails from now on, such as after a failure of CUDA's.
+        self.fails: set[str] = set()
+
+    def _fail(self, what: str) -> None:
+        if what in self.fails:
+            raise RuntimeError(f"{what}: an illegal memory access was encountered")
 
     def get_allocator_backend(self) -> str:
         return "native"
 
     def memory_snapshot(self) -> list[dict[str, Any]]:
+        self._fail("memory_snapshot")
         self.snapshots += 1
         return [
             {
@@ -168,6 +175,7 @@ class Cuda:
         next(segment for segment in self.segments if address in segment.blocks).free(address)
 
     def empty_cache(self) -> None:
+        self._fail("empty_cache")
         for segment in list(self.segments):
             if not any(is_used for _, is_used in segment.blocks.values()):
                 assert not driver.cuMemFree_v2(segment.address)
