@@ -330,12 +330,8 @@ def takes_what_was_cached_in_one_piece_where_its_allocator_says_nothing_any_more
     job = Job()
     job.cache(64 * MIB, 32 * MIB)
     before_bytes = job.torch.cuda.memory_reserved(0)
-    job.shown.show()
     job.torch.cuda.fails.add("memory_snapshot")
-    job.shown.free()
-    job.torch.cuda.fails.clear()
-    job.shown.make(None)
-    job.shown.fill(0, len(SIZES))
+    job.moved()
     assert (job.torch.cuda.memory_reserved(0), job.shown.short_bytes) == (before_bytes, 0)
 
 
