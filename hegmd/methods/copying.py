@@ -21,7 +21,6 @@ from hegmd.helper.link import DriverFailed, HelperLost, Link
 from hegmd.helper.route import VIDEO, Place, Route
 from hegmd.log import fields
 from hegmd.methods.base import Crowded, Making, Meanwhile, Progress, Subject
-from hegmd.methods.beside import beside
 from hegmd.methods.gpus import Gpus
 from hegmd.pieces import MIB, round_bytes
 from hegmd.protocol.messages import AgentReport
@@ -71,9 +70,6 @@ class CopyingCarrier:
     def piece(self, subject: Subject) -> tuple[int, int] | None:
         """The piece of the host pool that the route is opened with, by descriptor and size, if it has one."""
         return None
-
-    async def while_opening(self, subject: Subject) -> None:
-        """What is taken on GPUs while contexts are made there, in the same turn. Raises nothing."""
 
     async def before_copy_out(self, subject: Subject, end_bytes: int) -> None:
         """Where the bytes are to go, which reach so far, is settled here; nothing of them has been copied."""
@@ -208,8 +204,7 @@ class CopyingCarrier:
         route = self.routes.get(lane_of(subject))
         if route is None:
             uuids = await self.reach(subject)
-            turns = self.gpus.turns(self.gpus.name_of(uuid) for uuid in uuids)
-            async with turns, beside(lambda: self.while_opening(subject)):
+            async with self.gpus.turns(self.gpus.name_of(uuid) for uuid in uuids):
                 route = await Route.open(self._helper, lane_of(subject), uuids, *(self.piece(subject) or ()))
             self.routes[lane_of(subject)] = route
             await self.attach(subject, route)

@@ -184,10 +184,6 @@ class HostCarrier(CopyingCarrier):
 
     # -- and back ------------------------------------------------------------------------------------------------------
 
-    async def while_opening(self, subject: Subject) -> None:
-        if subject.goal is not None and self._may_go_ahead(subject):
-            await self._take_ahead(subject, subject.goal)
-
     def _may_go_ahead(self, subject: Subject) -> bool:
         """Whether the bytes are in the pool, and it is known where they go."""
         is_to_come = subject.gpu is None and subject.goal is not None and not subject.anywhere
@@ -209,6 +205,7 @@ class HostCarrier(CopyingCarrier):
 
     @asynccontextmanager
     async def nearing(self, subject: Subject) -> AsyncGenerator[Meanwhile]:
+        """Room is taken here and not when the carrier is armed: others of the operation may have yet to find theirs."""
         done = Meanwhile()
         gpu, route = subject.goal, self.routes.get(lane_of(subject))
         if gpu is None or route is None or not self._may_go_ahead(subject):
