@@ -13,13 +13,15 @@ import os
 import signal
 import socket
 import sys
+import time
 
 from hegmd.keeper.serving import Keeper
 from hegmd.keeper.wire import LOCK_NAME, SOCKET_NAME
 
 FIRST_CALLER_S = 5.0
-# How long the one before, which has nothing left to stay for, may take to end.
-LOCK_LIMIT_S = 5
+# How long whoever has the lock may take: to end, where it has nothing left to stay for, or to listen.
+LOCK_LIMIT_S = 10.0
+_LOOK_AGAIN_S = 0.02
 BACKLOG = 16
 
 
@@ -51,20 +53,21 @@ def main(folder: str) -> int:
 
 
 def _take(lock: int, path: str) -> bool:
-    """Whether the lock is ours now; false when a keeper listens there already. Raises OSError when neither is so."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        pass
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe, contextlib.suppress(OSError):
-        probe.connect(path)
-        return False
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(LOCK_LIMIT_S)  # ends this command; its starter says so
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    signal.alarm(0)
-    return True
+    """Whether the lock is ours now; false when a keeper listens there. Raises TimeoutError if neither comes to be.
+
+    Who has the lock keeps it for as long as it serves, and may not listen yet: so not its end alone is waited for.
+    """
+    deadline = time.monotonic() + LOCK_LIMIT_S
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe, contextlib.suppress(OSError):
+            probe.connect(path)
+            return False
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"whoever has the lock {LOCK_NAME} neither ended nor listened for {LOCK_LIMIT_S:g} s")
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def _leave() -> None:
