@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import select
@@ -15,6 +14,7 @@ from time import monotonic
 import pytest
 
 from hegmctl.python_probe import NoPython, Probe, Said
+from tests.unit.hegmctl.offspring import children, reap
 
 PATIENCE_S = 20.0
 ENVIRON = {"PATH": "/usr/bin:/bin"}
@@ -30,20 +30,20 @@ def without_signals() -> Iterator[None]:
 
 def said(python: str) -> Said:
     """What it comes to, and that nothing of it is left."""
+    others = children()
     probe = Probe(1, python, ENVIRON, monotonic())
     deadline = monotonic() + PATIENCE_S
     while (found := probe.look(0.0)) is None:
         assert monotonic() < deadline
         select.poll().poll(5)
-    _end(probe)
+    _end(probe, others)
     return found
 
 
-def _end(probe: Probe) -> None:
-    """As a supervisor does, which takes up whoever ends."""
+def _end(probe: Probe, others: set[int]) -> None:
+    """As a supervisor does, which takes up whoever ends; this process may have children of other tests."""
     probe.close()
-    with contextlib.suppress(ChildProcessError):  # it was quick
-        os.waitpid(-1, 0)
+    reap(children() - others)
 
 
 def _script(folder: Path, text: str) -> str:
@@ -77,12 +77,13 @@ def test_what_cannot_be_started_is_told(tmp_path: Path, name: str, why: str) -> 
 def test_one_that_does_not_answer_is_ended(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.set_inheritable(writer, True)
+    others = children()
     probe = Probe(1, _script(tmp_path, "#!/bin/sh\nexec sleep 1000\n"), ENVIRON, 0.0)
     os.close(writer)
     assert probe.look(probe.deadline - 1) is None
     found = probe.look(probe.deadline)
     assert found is not None
     assert found.text == "it does not answer within 5 s"
-    _end(probe)
+    _end(probe, others)
     assert os.read(reader, 1) == b""
     os.close(reader)

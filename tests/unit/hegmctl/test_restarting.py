@@ -7,7 +7,6 @@ Longer than 400 lines because every test has the same desk, and the daemon that 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
@@ -27,6 +26,7 @@ from hegmd.protocol.connection import Asked
 from hegmd.protocol.messages import Noted, Supervise, SuperviseReport, SupervisorOrder
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, saying
+from tests.unit.hegmctl.offspring import children, reap
 
 PATIENCE_S = 10.0
 COMMAND = ("python3", "train.py")
@@ -193,6 +193,7 @@ def test_another_python_for_a_command_that_is_none_is_refused(socket_path: Path,
 
 @pytest.mark.parametrize("python", [sys.executable, "true", "/nowhere/python3"])
 def test_it_is_said_which_python_a_program_is_before_anything_ends(attended: Attended, python: str) -> None:
+    others = children()
     assert attended.attend().asks
     attended.order("ask", operation="", python=python, set={"PATH": "/usr/bin:/bin"})
     attended.until(lambda: bool(attended.reports()))
@@ -200,8 +201,7 @@ def test_it_is_said_which_python_a_program_is_before_anything_ends(attended: Att
     assert (report.order, report.result) == (1, "done" if python == sys.executable else "failed")
     assert report.message.startswith(f"{sys.implementation.name} ") == (python == sys.executable)
     assert attended.desk.wanted() is None
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(-1, 0)
+    reap(children() - others)
 
 
 def test_a_start_that_ends_at_once_is_tried_again_and_then_told_of(attended: Attended) -> None:
