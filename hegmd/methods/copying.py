@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -20,7 +19,8 @@ from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost, Link
 from hegmd.helper.route import VIDEO, Place, Route
 from hegmd.log import fields
-from hegmd.methods.base import Crowded, Making, Meanwhile, Progress, Subject
+from hegmd.methods.at_once import AtOnce
+from hegmd.methods.base import Crowded, Making, Progress, Subject
 from hegmd.methods.gpus import Gpus
 from hegmd.pieces import MIB, round_bytes
 from hegmd.protocol.messages import AgentReport
@@ -38,7 +38,7 @@ _OPEN_CALL = "cuIpcOpenMemHandle"
 _OUT_OF_MEMORY = 2
 
 
-class CopyingCarrier:
+class CopyingCarrier(AtOnce):
     """Base of those. A carrier says what the copies are in, and which GPUs the helper has to reach for that."""
 
     name = ""
@@ -117,20 +117,6 @@ class CopyingCarrier:
         await self._copy(subject, "out", report, places, on_progress)
         freed = await subject.worker.order("free")
         return freed.size_bytes or 0
-
-    def is_passing(self, subject: Subject) -> bool:
-        return False
-
-    def near(self, subject: Subject) -> Meanwhile | None:
-        return None
-
-    def settling(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
-        """They are where they may stay."""
-        return nullcontext(Meanwhile())
-
-    def nearing(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
-        """They are where they are carried from."""
-        return nullcontext(Meanwhile())
 
     async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
         """Raises HegmError; what is not filled by then is still held, and the next call goes on from there."""

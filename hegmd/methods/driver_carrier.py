@@ -5,13 +5,12 @@ The bytes go into the process's own memory, with the driver's checkpoint, which 
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager, nullcontext
-
-from hegmd.methods.base import Making, Meanwhile, Progress, Subject
+from hegmd.methods.at_once import AtOnce
+from hegmd.methods.base import Making, Progress, Subject
 from hegmd.methods.driver import NAME
 
 
-class DriverCarrier:
+class DriverCarrier(AtOnce):
     """There is nothing to hold and nothing to carry."""
 
     name = NAME
@@ -33,20 +32,6 @@ class DriverCarrier:
 
     async def disarm(self, subject: Subject) -> None:
         """Nothing is."""
-
-    def is_passing(self, subject: Subject) -> bool:
-        return False
-
-    def near(self, subject: Subject) -> Meanwhile | None:
-        return None
-
-    def settling(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
-        """They are where they may stay."""
-        return nullcontext(Meanwhile())
-
-    def nearing(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
-        """They are where they are carried from."""
-        return nullcontext(Meanwhile())
 
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
         return 0

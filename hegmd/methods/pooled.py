@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager, nullcontext
-
-from hegmd.methods.base import Meanwhile, Progress, Subject
+from hegmd.methods.at_once import AtOnce
+from hegmd.methods.base import Progress, Subject
 from hegmd.pool import Key, Pool, Source
 
 __all__ = ["Pooled", "key_of", "source_of"]
 
 
-class Pooled:
+class Pooled(AtOnce):
     """Memory of the pool, and nothing that has to be ready beside it."""
 
     def __init__(self, pool: Pool) -> None:
@@ -33,20 +32,6 @@ class Pooled:
 
     async def disarm(self, subject: Subject) -> None:
         """Nothing is."""
-
-    def is_passing(self, subject: Subject) -> bool:
-        return False
-
-    def near(self, subject: Subject) -> Meanwhile | None:
-        return None
-
-    def settling(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
-        """They are where they may stay."""
-        return nullcontext(Meanwhile())
-
-    def nearing(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
-        """They are where they are carried from."""
-        return nullcontext(Meanwhile())
 
 
 def key_of(subject: Subject) -> Key:

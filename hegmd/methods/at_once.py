@@ -1,0 +1,27 @@
+"""What carriers are whose bytes have come where they may stay as soon as they are out of the process."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager, nullcontext
+
+from hegmd.methods.base import Meanwhile, Subject
+
+__all__ = ["AtOnce"]
+
+
+class AtOnce:
+    """Nothing of such a carrier goes on beside the driver's steps."""
+
+    def is_passing(self, subject: Subject) -> bool:
+        return False
+
+    def near(self, subject: Subject) -> Meanwhile | None:
+        return None
+
+    def settling(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
+        """They are where they may stay."""
+        return nullcontext(Meanwhile())
+
+    def nearing(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
+        """They are where they are carried from."""
+        return nullcontext(Meanwhile())
