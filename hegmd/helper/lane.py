@@ -162,27 +162,20 @@ class Lane:
 
         Raises CudaError, Refused.
         """
-        self._context(ordinal)
+        context = self._context(ordinal)
+
+        def copy() -> Done:
+            space, spend = self._space(through), self._provisions.spend
+            if isinstance(space, HostSpace):
+                near = Allocations(context, handles, spend=spend)
+                staged = StagedCopy(context, space, direction, near, self._provisions.streams(ordinal))
+                return staged.run(joined(places, len(near)), tell)
+            streams = self._provisions.streams(space.ordinal if direction == IN else ordinal)
+            return Copy(context, space, direction, handles, streams, spend=spend).run(places, tell)
+
         with self._guard:
             self._refuse_closed()
-            return self._tried_again(lambda: self._copy(ordinal, direction, through, handles, places, tell))
-
-    def _copy(
-        self,
-        ordinal: int,
-        direction: str,
-        through: str | None,
-        handles: Sequence[bytes],
-        places: Sequence[Sequence[int]],
-        tell: Callable[[int], None],
-    ) -> Done:
-        space, context, spend = self._space(through), self._contexts[ordinal], self._provisions.spend
-        if isinstance(space, HostSpace):
-            near = Allocations(context, handles, spend=spend)
-            copy = StagedCopy(context, space, direction, near, self._provisions.streams(ordinal))
-            return copy.run(joined(places, len(near)), tell)
-        streams = self._provisions.streams(space.ordinal if direction == IN else ordinal)
-        return Copy(context, space, direction, handles, streams, spend=spend).run(places, tell)
+            return self._tried_again(copy)
 
     def shift(self, direction: str, size_bytes: int, tell: Callable[[int], None]) -> Done:
         """Copy so much of its video memory `out` to its piece of the host pool, or `in`. Raises CudaError, Refused."""
