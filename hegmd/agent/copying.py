@@ -40,7 +40,7 @@ MOST_THREADS = 8
 # Less is freed as quickly by the C library alone; less than this holds no huge page for certain.
 LARGE_BYTES = 4 * 1024 * 1024
 # So many threads and more are held up by one another in `pwrite`, and copy through a mapping of any pages.
-MANY_THREADS = 4
+_MANY_THREADS = 4
 # A process may have 65,530 mappings, and advice on a part of one can make three of it: the job needs the rest.
 MOST_ADVISED = 4096
 _PROGRESS_EVERY_S = 0.2
@@ -61,6 +61,11 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def copies_by_many() -> bool:
+    """Whether so many threads copy here that they get in one another's way."""
+    return len(os.sched_getaffinity(0)) >= _MANY_THREADS
 
 
 def round_up(size_bytes: int, border_bytes: int = PAGE_BYTES) -> int:
@@ -98,8 +103,9 @@ class Writing:
 
         Of a file on a full disk, and on a kernel before 5.14, touching them would be a signal that ends the job.
         """
-        many = len(os.sched_getaffinity(0)) >= MANY_THREADS
-        return many and _is_in_memory(self._fd) and not _libc.madvise(base, PAGE_BYTES, _MADV_POPULATE_WRITE)
+        return (
+            copies_by_many() and _is_in_memory(self._fd) and not _libc.madvise(base, PAGE_BYTES, _MADV_POPULATE_WRITE)
+        )
 
     def __exit__(self, *_exc: object) -> None:
         self._mapping.close()

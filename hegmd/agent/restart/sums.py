@@ -9,12 +9,11 @@ storage does. NumPy adds fastest, PyTorch about as fast; without both it is done
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from array import array
 from binascii import crc32
 
-from ..copying import MANY_THREADS, PAGE_BYTES
+from ..copying import PAGE_BYTES, copies_by_many
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def summing(copy: Copy, sums: dict[int, int]) -> Copy:
 
 
 def _block_bytes() -> int:
-    return _NEAR_BYTES if len(os.sched_getaffinity(0)) < MANY_THREADS else _FAR_BYTES
+    return _FAR_BYTES if copies_by_many() else _NEAR_BYTES
 
 
 def _bytes_at(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
