@@ -11,6 +11,8 @@ between. Every failure is a HegmError with code, message and hint. A Connection 
 
 To add a request: add a method that builds it and names its reply; those about operations are in `moves`. The bytes are
 in `wire`, the rules of the conversation in `hegmd.protocol.connection`.
+
+Longer than 400 lines because it is one face: each of its conversations with the daemon shares the state of one socket.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from __future__ import annotations
 from time import monotonic
 
 from hegmctl.endpoint import Endpoint, find_endpoint, unreachable
-from hegmctl.failures import broken, gone, not_offered, refused_hello, silent, with_versions
+from hegmctl.failures import Stopping, broken, gone, not_offered, refused_hello, silent, with_versions
 from hegmctl.moves import Moves
 from hegmctl.wire import Descriptors, Wire
 from hegmd import __version__
-from hegmd.errors import BAD_REQUEST, DISCONNECTED, Bug, HegmError, PeerError
+from hegmd.errors import BAD_REQUEST, DISCONNECTED, UNAVAILABLE, Bug, HegmError, PeerError
 from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progress, ProtocolBroken
 from hegmd.protocol.messages import (
     SUPPORTED_VERSIONS,
@@ -79,29 +81,38 @@ def connect(socket: str | None = None, *, timeout_s: float | None = TIMEOUT_S, n
     """
     endpoint = find_endpoint(socket)
     deadline = None if timeout_s is None else monotonic() + timeout_s
+    connection = Connection(_open(endpoint, timeout_s, deadline), endpoint, timeout_s, name)
     try:
-        wire = Wire.connect(endpoint.path, deadline)
-    except TimeoutError:
-        raise silent(endpoint.path, "connecting", timeout_s) from None
-    except OSError as error:
-        raise unreachable(endpoint, error) from error
-    connection = Connection(wire, endpoint, timeout_s)
-    try:
-        connection.greet(name, deadline)
+        connection.greet(deadline)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-class Connection(Moves):
-    """A greeted connection to the daemon; made by `connect`. A context manager; closing twice is fine."""
+def _open(endpoint: Endpoint, timeout_s: float | None, deadline: float | None) -> Wire:
+    try:
+        return Wire.connect(endpoint.path, deadline)
+    except TimeoutError:
+        raise silent(endpoint.path, "connecting", timeout_s) from None
+    except OSError as error:
+        raise unreachable(endpoint, error) from error
 
-    def __init__(self, wire: Wire, endpoint: Endpoint, timeout_s: float | None) -> None:
+
+class Connection(Moves):
+    """A greeted connection to the daemon; made by `connect`. A context manager; closing twice is fine.
+
+    Nobody who only looks is refused because the daemon is started anew: the next one is asked then.
+    """
+
+    def __init__(self, wire: Wire, endpoint: Endpoint, timeout_s: float | None, name: str) -> None:
         self.endpoint = endpoint
         self.timeout_s = timeout_s
+        self._name = name
         self._wire = wire
         self._protocol = ClientConnection()
+        # Whether the daemon may hold something for this connection, which the next daemon would not.
+        self._has_changed_state = False
         # What was said to a request while another one was being waited for; a request not in here is not waited for.
         self._waiting: dict[int, list[Said]] = {}
 
@@ -186,15 +197,14 @@ class Connection(Moves):
     ) -> tuple[R, Descriptors]:
         """The answer to a request, and the descriptors that came with it; the caller closes them."""
         deadline = self._deadline()
-        request_id = self._ask(request, fds, deadline)
-        try:
-            while True:
-                said, descriptors = self._hear(request_id, deadline, request.op)
-                if not isinstance(said, Progress):
-                    return self._answer(said, reply), descriptors
-                descriptors.close()
-        finally:
-            self._forget(request_id)
+        while True:
+            try:
+                return self._call_once(request, reply, fds, deadline)
+            except Stopping as stopping:
+                if self._has_changed_state or fds or self._waiting:
+                    raise
+                self._turn_to_the_next(stopping, deadline)
+                self.greet(deadline)
 
     def stream(
         self,
@@ -234,14 +244,21 @@ class Connection(Moves):
             else:
                 self._sort(said)
 
-    def greet(self, name: str, deadline: float | None) -> None:
-        """Say hello; `connect` does it, once."""
-        hello = Hello(versions=SUPPORTED_VERSIONS, name=name, program_version=__version__)
-        request_id = self._ask(hello, (), deadline)
-        said, descriptors = self._hear(request_id, deadline, "hello")
-        descriptors.close()
-        if isinstance(said, Failure):
-            raise refused_hello(said.error)
+    def greet(self, deadline: float | None) -> None:
+        """Say hello, once to each daemon; one that is just leaving is not the one that was meant."""
+        hello = Hello(versions=SUPPORTED_VERSIONS, name=self._name, program_version=__version__)
+        while True:
+            try:
+                request_id = self._ask(hello, (), deadline)
+                said, descriptors = self._hear(request_id, deadline, "hello")
+            except Stopping as stopping:
+                self._waiting.clear()
+                self._turn_to_the_next(stopping, deadline)
+                continue
+            descriptors.close()
+            if isinstance(said, Failure):
+                raise refused_hello(said.error)
+            return
 
     def close(self) -> None:
         """End the connection: what was asked for is cancelled, what was held is given back."""
@@ -257,6 +274,27 @@ class Connection(Moves):
     def __exit__(self, *_exc: object) -> None:
         self.close()
 
+    def _turn_to_the_next(self, stopping: Stopping, deadline: float | None) -> None:
+        """Connect to the daemon that follows one which stops. Raises what that one said where none does."""
+        try:
+            self._wire = _open(self.endpoint, self.timeout_s, deadline)
+        except HegmError as error:
+            raise stopping from error
+        self._protocol = ClientConnection()
+
+    def _call_once(
+        self, request: Request, reply: type[R], fds: Sequence[int], deadline: float | None
+    ) -> tuple[R, Descriptors]:
+        request_id = self._ask(request, fds, deadline)
+        try:
+            while True:
+                said, descriptors = self._hear(request_id, deadline, request.op)
+                if not isinstance(said, Progress):
+                    return self._answer(said, reply), descriptors
+                descriptors.close()
+        finally:
+            self._forget(request_id)
+
     def _deadline(self) -> float | None:
         return None if self.timeout_s is None else monotonic() + self.timeout_s
 
@@ -266,6 +304,7 @@ class Connection(Moves):
             raise not_offered(request.capability, welcome)
         if self._wire.fileno() < 0:
             raise HegmError(DISCONNECTED, "this connection is closed", "connect again")
+        self._has_changed_state |= request.changes_state
         request_id, frame = self._protocol.request(request, len(fds))
         try:
             self._wire.send(frame, fds, deadline)
@@ -287,10 +326,17 @@ class Connection(Moves):
         try:
             while (said := self._protocol.next_event()) is not None:
                 if isinstance(said, Failure):
-                    return self._explained(said.error)
+                    return self._ended_by(said)
         except ProtocolBroken as error:
             return broken(self.endpoint.path, error, self._protocol.welcome)
         return None
+
+    def _ended_by(self, said: Failure) -> HegmError:
+        """The error of a connection that the daemon ends."""
+        error = said.error
+        if said.id is None and error.code.name == UNAVAILABLE.name:
+            return Stopping(error.code, error.message, error.hint, error.facts)
+        return self._explained(error)
 
     def _explained(self, error: HegmError) -> HegmError:
         welcome = self._protocol.welcome
@@ -326,7 +372,7 @@ class Connection(Moves):
         """Put what was said to the request that it belongs to, with the descriptors that came with it."""
         if isinstance(said, Failure) and said.id is None:
             self.close()
-            raise self._explained(said.error)
+            raise self._ended_by(said)
         fds = 0 if isinstance(said, Failure) else said.fds
         descriptors = self._wire.take(fds)
         if descriptors is None:

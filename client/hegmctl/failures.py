@@ -17,6 +17,10 @@ _NEEDED_START = {
 _BEGINS = frozenset(("migrate", "suspend", "resume", "drain", "swap", "adopt", "checkpoint"))
 
 
+class Stopping(HegmError):
+    """The daemon ends the connection because it stops."""
+
+
 def silent(path: str, what: str, timeout_s: float | None) -> HegmError:
     """No answer in time. `what` was being done."""
     limit = "" if timeout_s is None else f" within {timeout_s:g} s"

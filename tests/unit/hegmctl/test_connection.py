@@ -21,7 +21,6 @@ from hegmd.errors import (
     NOT_FOUND,
     REFUSED,
     TIMEOUT,
-    UNAVAILABLE,
     Bug,
     HegmError,
 )
@@ -205,19 +204,6 @@ def test_a_daemon_that_goes_away_in_the_middle_of_a_frame_is_told_as_that(
     with pytest.raises(HegmError) as raised:
         hegmd.gpus()
     assert raised.value.code is DISCONNECTED
-
-
-def test_a_daemon_that_says_why_it_leaves_is_heard(hegmd: Connection, daemon: FakeDaemon) -> None:
-    stopping = HegmError(UNAVAILABLE, "hegmd is stopping", "connect again when it is back")
-
-    def answer(caller: Caller, _asked: Asked) -> None:
-        caller.send(caller.protocol.error(None, stopping))
-        daemon.hang_up()
-
-    daemon.answers[m.Gpus] = answer
-    with pytest.raises(HegmError, match="hegmd is stopping") as raised:
-        hegmd.gpus()
-    assert raised.value.code is UNAVAILABLE
 
 
 def test_the_reason_for_being_hung_up_on_is_read_though_nothing_can_be_sent_any_more(

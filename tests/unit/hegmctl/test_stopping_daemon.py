@@ -1,0 +1,105 @@
+"""The synchronous library face while the daemon is stopped, or started anew."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmctl.connection import Connection, connect
+from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.protocol import messages as m
+from hegmd.protocol.connection import Asked
+from hegmd.protocol.record import Record
+from tests.unit.hegmctl import node
+from tests.unit.hegmctl.fake_daemon import Answerer, Caller, FakeDaemon
+
+
+@pytest.fixture
+def daemon(socket_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(socket_path, node.answers()) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def hegmd(daemon: FakeDaemon) -> Iterator[Connection]:
+    with connect(str(daemon.path), timeout_s=5) as connection:
+        yield connection
+
+
+STOPPING = HegmError(UNAVAILABLE, "hegmd is stopping", "connect again when it is back")
+
+
+def leaving(*, times: int) -> Answerer:
+    """What a daemon says that stops while it is asked, so many times; then the answer of the next daemon."""
+    left = times
+
+    def answer(caller: Caller, asked: Asked) -> m.GpusReply | None:
+        nonlocal left
+        if not left:
+            return node.GPUS
+        left -= 1
+        caller.send(caller.protocol.error(None, STOPPING))
+        caller.socket.shutdown(socket.SHUT_RDWR)
+        return None
+
+    return answer
+
+
+def test_nobody_who_looks_is_refused_because_the_daemon_is_started_anew(hegmd: Connection, daemon: FakeDaemon) -> None:
+    daemon.answers[m.Gpus] = leaving(times=2)
+    assert hegmd.gpus() == node.GPUS
+    assert hegmd.ping() == m.Pong()
+
+
+def test_a_daemon_that_stops_while_it_is_greeted_is_not_the_one_that_was_meant(
+    hegmd: Connection, daemon: FakeDaemon
+) -> None:
+    daemon.answers[m.Gpus] = leaving(times=1)
+    welcomes = daemon.answers[m.Hello]
+    refused = 0
+
+    def greet(caller: Caller, asked: Asked) -> Record | None:
+        nonlocal refused
+        if refused:
+            return welcomes(caller, asked)
+        refused += 1
+        caller.send(caller.protocol.error(None, STOPPING))
+        caller.socket.shutdown(socket.SHUT_RDWR)
+        return None
+
+    daemon.answers[m.Hello] = greet
+    assert hegmd.gpus() == node.GPUS
+    with connect(str(daemon.path), timeout_s=5) as another:
+        assert another.gpus() == node.GPUS
+    assert refused == 1
+
+
+def test_what_changes_something_is_asked_once_only(hegmd: Connection, daemon: FakeDaemon) -> None:
+    daemon.answers[m.Reload] = daemon.answers[m.Gpus] = leaving(times=1)
+    with pytest.raises(HegmError, match="hegmd is stopping") as raised:
+        hegmd.reload()
+    assert raised.value.code is UNAVAILABLE
+
+
+def test_what_the_daemon_held_for_a_connection_is_not_taken_to_be_held_by_the_next(socket_path: Path) -> None:
+    with FakeDaemon(socket_path, node.answers(node.SIMULATED)) as daemon, connect(str(socket_path)) as hegmd:
+        hegmd.simulate_hold("gpu0", node.GIB)
+        daemon.answers[m.Gpus] = leaving(times=1)
+        with pytest.raises(HegmError, match="hegmd is stopping"):
+            hegmd.gpus()
+
+
+def test_a_daemon_that_stops_and_has_no_next_one_is_heard(hegmd: Connection, daemon: FakeDaemon) -> None:
+    leave = leaving(times=1)
+
+    def answer(caller: Caller, asked: Asked) -> Record | None:
+        daemon.path.unlink()
+        return leave(caller, asked)
+
+    daemon.answers[m.Gpus] = answer
+    with pytest.raises(HegmError, match="hegmd is stopping") as raised:
+        hegmd.gpus()
+    assert raised.value.code is UNAVAILABLE
