@@ -57,7 +57,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hegmd.errors import Refused
-from hegmd.migration import actions
+from hegmd.migration import actions, endings
 from hegmd.migration.course import PLANNED, SUSPENDED, TERMINAL, advance
 from hegmd.migration.effects import Effect, Seal
 from hegmd.migration.events import Ending, Event
@@ -206,28 +206,28 @@ def _put_happenings(put: Put) -> None:
 
 # What each ending event writes down, and the effects that it can end are those whose `ends` name it.
 _WRITES: dict[str, Callable[..., Operation]] = {
-    "room-taken": actions.room_taken,
-    "room-given": actions.room_given,
-    "pool-taken": actions.pool_taken,
-    "pool-given": actions.pool_given,
-    "surveyed": actions.surveyed,
-    "parked": actions.parked,
-    "overran": actions.overran,
-    "withdrawn": actions.withdrawn,
-    "evacuated": actions.evacuated,
-    "checkpointed": actions.checkpointed,
-    "held": actions.held,
-    "dumped": actions.dumped,
-    "sealed": actions.sealed,
-    "scrapped": actions.scrapped,
-    "ended": actions.ended,
-    "outgrown": actions.outgrown,
-    "restored": actions.restored,
-    "refilled": actions.refilled,
-    "released": actions.released,
-    "verified": actions.verified,
-    "inspected": actions.inspected,
-    "failed": actions.failed,
+    "room-taken": endings.room_taken,
+    "room-given": endings.room_given,
+    "pool-taken": endings.pool_taken,
+    "pool-given": endings.pool_given,
+    "surveyed": endings.surveyed,
+    "parked": endings.parked,
+    "overran": endings.overran,
+    "withdrawn": endings.withdrawn,
+    "evacuated": endings.evacuated,
+    "checkpointed": endings.checkpointed,
+    "held": endings.held,
+    "dumped": endings.dumped,
+    "sealed": endings.sealed,
+    "scrapped": endings.scrapped,
+    "ended": endings.ended,
+    "outgrown": endings.outgrown,
+    "restored": endings.restored,
+    "refilled": endings.refilled,
+    "released": endings.released,
+    "verified": endings.verified,
+    "inspected": endings.inspected,
+    "failed": endings.failed,
 }
 
 

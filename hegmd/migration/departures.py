@@ -1,0 +1,90 @@
+"""A worker whose process has ended, and what that means for its operation.
+
+It may be lost with its state, or be what it was for; of a restart, to end is how it leaves, and another one goes on
+from its state. Owns which of these it is. Pure, as the actions are.
+"""
+
+from __future__ import annotations
+
+from hegmd.errors import REFUSED
+from hegmd.migration import course, turns
+from hegmd.migration.effects import Effect
+from hegmd.migration.operation import FORWARD, Operation, Worker
+from hegmd.migration.stages import is_away
+
+
+def gone(op: Operation, name: str, why: str) -> Operation:
+    """That process has ended; why, in words."""
+    worker = op.worker(name)
+    if worker is None or worker.gone:
+        return op
+    if worker.restarts and _is_to_be_gone_on_from(op, worker):
+        return absent(op, worker, why)
+    if op.ends_workers or _has_gone_on(op):  # it is in an image, and was to end, or does what it would have done anyway
+        return without_orders(op, name).with_worker(departed(worker, lost=False))
+    away = is_away(op) or op.holds
+    lost = worker.touched and not worker.verified and (worker.out or worker.at is None or worker.parked)
+    lost = lost and not worker.restarts  # nothing was taken out of it: it ended as it would have by itself
+    op = without_orders(op, name).with_worker(departed(worker, lost=lost))
+    state = " while its state was out of it" if lost else ""
+    op = turns.because(op, REFUSED.name, f"process {worker.pid} is gone{state}: {why}", "see the log of the job")
+    return course.turned_back(op) if op.heading == FORWARD and away else op
+
+
+def _has_gone_on(op: Operation) -> bool:
+    """Whether all of a job that has an image were seen to train after it."""
+    return op.is_handed and all(worker.verified or worker.gone for worker in op.workers)
+
+
+def _is_to_be_gone_on_from(op: Operation, worker: Worker) -> bool:
+    """Whether another can go on from its state, and has not done so for certain: of ranks, for all or none."""
+    crew = [other for other in op.workers if other.restarts] if op.restarts_together else [worker]
+    return all(one.saved and not one.gone for one in crew) and not all(one.verified for one in crew)
+
+
+def absent(op: Operation, worker: Worker, why: str) -> Operation:
+    """The process has ended and its state is in the pool: that is how it leaves. Another goes on from there.
+
+    One that had gone on from it, and ended before it was seen at a boundary, is not replaced for ever: the job goes on
+    where it was, and if that ends too it is held.
+    """
+    if worker.at is None and worker.out and not worker.unsure:
+        return op  # that is known
+    fell = worker.starts > 0 and worker.at is not None and not worker.leaves
+    rooms = {gpu: size_bytes for gpu, size_bytes in worker.rooms.items() if gpu != worker.at}
+    left = worker.replace(
+        at=None,
+        left=worker.at or worker.left,
+        rooms=rooms,
+        out=True,
+        leaves=False,
+        parked=False,
+        asked=False,
+        unsure=False,
+        waits=None,
+        doing="",
+    )
+    op = without_orders(op, worker.name).with_worker(left)
+    if not fell:
+        return course.together(op)
+    message = f"process {worker.pid} went on from the saved state and ended before a boundary was seen: {why}"
+    op = turns.because(op, REFUSED.name, message, f"see what it printed, and: hegmctl op {op.id}")
+    return course.turned_back(op) if op.heading == FORWARD else course.held(op)
+
+
+def departed(worker: Worker, *, lost: bool) -> Worker:
+    """It has ended, its state with it or not: nothing is asked of it any more."""
+    return worker.replace(gone=True, lost=lost, unsure=False, waits=None, parked=False, asked=False)
+
+
+def living(op: Operation, name: str) -> Worker | None:
+    """That worker, unless its process has ended."""
+    worker = op.worker(name)
+    return None if worker is None or worker.gone else worker
+
+
+def without_orders(op: Operation, name: str) -> Operation:
+    """The operation without what is under way in that worker: it was on a connection or in a process that has ended."""
+    return op.replace(
+        pending=tuple([p for p in op.pending if p.worker != name or not Effect.register[p.effect].in_worker])
+    )
