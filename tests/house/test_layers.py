@@ -231,6 +231,12 @@ FENCES: dict[str, tuple[str, ...]] = {
     "requests": (),
 }
 
+_PURE_MIGRATION = (
+    "actions adoption candidates carriage course departures draft driver_rules effects endings events "
+    "forecast itinerary journal machine members operation outlook paces plan restarting stages tagged "
+    "targets telling wording"
+)
+
 # Same arguments, same answer: these are tested without a clock, a network or a process.
 PURE = (
     "hegmd.errors",
@@ -240,32 +246,7 @@ PURE = (
     "hegmd.workloads",
     "hegmd.criu.complaints",
     "hegmd.criu.orders",
-    "hegmd.migration.actions",
-    "hegmd.migration.adoption",
-    "hegmd.migration.candidates",
-    "hegmd.migration.carriage",
-    "hegmd.migration.course",
-    "hegmd.migration.departures",
-    "hegmd.migration.draft",
-    "hegmd.migration.driver_rules",
-    "hegmd.migration.effects",
-    "hegmd.migration.endings",
-    "hegmd.migration.events",
-    "hegmd.migration.forecast",
-    "hegmd.migration.itinerary",
-    "hegmd.migration.journal",
-    "hegmd.migration.machine",
-    "hegmd.migration.members",
-    "hegmd.migration.operation",
-    "hegmd.migration.outlook",
-    "hegmd.migration.paces",
-    "hegmd.migration.plan",
-    "hegmd.migration.restarting",
-    "hegmd.migration.stages",
-    "hegmd.migration.tagged",
-    "hegmd.migration.targets",
-    "hegmd.migration.telling",
-    "hegmd.migration.wording",
+    *(f"hegmd.migration.{name}" for name in _PURE_MIGRATION.split()),
     "hegmd.pieces",
     "hegmd.places",
 )
