@@ -24,7 +24,7 @@ from hegmd.lookout import Lookout
 from hegmd.manifests import needs_in
 from hegmd.migration.candidates import Plan, Request, Snapshot
 from hegmd.migration.course import SUSPENDED
-from hegmd.migration.operation import CHECKPOINT, RESUME, Operation
+from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, RESUME, Operation
 from hegmd.migration.operation import Handoff as Wish
 from hegmd.migration.outlook import from_image, with_image
 from hegmd.migration.paces import IN, Paces
@@ -79,7 +79,9 @@ class Checkpoints:
         looked = await self._handoff.against(pids, path, plan.size_bytes, rights)
         if looked.reasons:
             raise refusal(looked.reasons)
-        size_bytes = plan.size_bytes + looked.criu_bytes
+        # Of a job that goes on, it stands only for what CRIU writes: what the driver has put into its memory, too.
+        with_it_bytes = plan.size_bytes if not leave_running else _driven_bytes(plan)
+        size_bytes = looked.criu_bytes + with_it_bytes
         plan = with_image(plan, snapshot.rates, size_bytes=size_bytes, leave_running=leave_running)
         wish = _wish(path, rights, looked, leave_running=leave_running)
         return await self._operations.carry_out(plan, snapshot, asked, handoff=wish)
@@ -212,6 +214,10 @@ async def reading(op_id: str, size_bytes: int, emit: Emit) -> AsyncGenerator[Cal
             tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
+
+
+def _driven_bytes(plan: Plan) -> int:
+    return sum(worker.size_bytes for worker in plan.workers if worker.carrier == BY_DRIVER)
 
 
 def _told_lost(names: Sequence[str]) -> Iterator[str]:

@@ -1,10 +1,11 @@
 """Jobs that are handed to an image: agents step aside, CRIU dumps the processes, their bytes go beside that.
 
 Owns the order of these, and what is undone when any of it fails or is not wanted any more: the image is discarded, the
-processes go on, and their agents are called back before anybody hears of the failure. The bytes are written while CRIU
-dumps. A job that is to end stands still from the dump to its end, since a thread of it that is not parked would go on
-writing to files whose sizes are in the image. One that goes on does so as soon as all is written, and its image is read
-back while it trains: reading it needs nothing of the job. What is decided from the outcome is the machine's business.
+processes go on, and their agents are called back before anybody hears of the failure. A job that is to end stands still
+from the dump to its end, since a thread of it that is not parked would go on writing to files whose sizes are in the
+image; its bytes are written while CRIU dumps. One that goes on stands for the dump alone: its bytes are in the pool and
+stay there, and are written from there, and read back, while it trains. What is decided from the outcome is the
+machine's business.
 
 Longer than 400 lines because what is begun, undone and found again after a restart is to be read against one another.
 """
@@ -15,9 +16,8 @@ import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 import anyio
@@ -25,17 +25,26 @@ import anyio
 from hegmd.agent_orders import AgentAway
 from hegmd.concert import Progress, in_concert, parts_of
 from hegmd.criu import runs
-from hegmd.criu.dumped import dumped_processes, strangers
-from hegmd.criu.guise import Guise, closed_to, rights_missing, to_dump, worn_by_root
+from hegmd.criu.dumped import dumped_processes
+from hegmd.criu.guise import Guise, rights_missing
 from hegmd.criu.needs import Needs, needs_of
 from hegmd.criu.node import describe
-from hegmd.criu.population import Population, end_all, let_go, population_of
+from hegmd.criu.population import population_of
 from hegmd.criu.program import Criu
-from hegmd.criu.tree import Member as Process
-from hegmd.criu.tree import Tell, Tree, pids_below, read_tree
+from hegmd.criu.tree import Tree, pids_below, read_tree
 from hegmd.detached import Looks, run_detached
-from hegmd.errors import DENIED, NOT_FOUND, REFUSED, TIMEOUT, Bug, HegmError, Refused
+from hegmd.errors import NOT_FOUND, TIMEOUT, Bug, HegmError, Refused
 from hegmd.external import Rights
+from hegmd.handed_tree import (
+    ancestors_of,
+    anonymous_bytes_of,
+    end_tree,
+    guise_for,
+    let_all_go,
+    not_theirs,
+    require_no_more,
+    tree_of,
+)
 from hegmd.helper.mark import MARK_BYTES, read_mark
 from hegmd.image.images import Images, Lent
 from hegmd.image.shelf import size_of
@@ -50,7 +59,6 @@ from hegmd.migration.operation import Worker as Member
 from hegmd.migration.paces import LEFT, OUT
 from hegmd.pool import Key, Pool
 from hegmd.pool_memory import Memory
-from hegmd.pool_names import parse_name
 from hegmd.protocol.images import ImageWorker, Manifest
 from hegmd.protocol.operations import Reason
 from hegmd.workers import Worker, Workers
@@ -63,6 +71,16 @@ _LOOK_AGAIN_S = 0.05
 COMES_BACK_WITHIN_S = 30.0
 # After this an agent comes back by itself, whatever has become of its daemon.
 ASIDE_LIMIT_S = 4 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """An image whose job goes on: its processes are in it, and these workers' bytes are still to be written from the
+    pool. How a worker stood then is no matter of how it stands now."""
+
+    lent: Lent
+    manifest: Manifest
+    out: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +112,7 @@ class Handoff:
         locks: LockFiles,
         noted: Callable[[str, int, float], object] = lambda _direction, _size_bytes, _took_s: None,
     ) -> None:
-        self._written: dict[str, tuple[Lent, Manifest]] = {}
+        self._left: dict[str, Left] = {}
         self._noted = noted
         self._locks = locks
         self._images = images
@@ -124,14 +142,14 @@ class Handoff:
             await self._criu()
         except HegmError as error:
             reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
-        root, tree = await self._looks.at(lambda tell: _tree_of(pids, tell), name="hegmd-tree")
+        root, tree = await self._looks.at(lambda tell: tree_of(pids, tell), name="hegmd-tree")
         needs = needs_of(tree, gpu_pids=pids, agent_sockets=self._agent_sockets)
-        guise = await self._looks.at(lambda _: _guise(tree, needs, rights), name="hegmd-guise")
+        guise = await self._looks.at(lambda _: guise_for(tree, needs, rights), name="hegmd-guise")
         reasons += [*needs.reasons, *self._lacking(tree, guise)]
         reasons += await self._looks.at(lambda _: not_theirs(tree, needs, rights), name="hegmd-theirs")
         criu_bytes = 0
         try:
-            criu_bytes = await run_detached(lambda _: sum(map(_anonymous_bytes, tree.pids)), name="hegmd-memory")
+            criu_bytes = await run_detached(lambda _: sum(map(anonymous_bytes_of, tree.pids)), name="hegmd-memory")
             await self._images().require_room(
                 path, rights, criu_bytes=criu_bytes, bytes_of_gpus=size_bytes, apart=guise is not None
             )
@@ -159,7 +177,7 @@ class Handoff:
         try:
             criu = await self._criu()
             tree, needs = await self._look_at_tree(op, wish, self._agent_sockets)
-            guise = await self._looks.at(lambda _: _guise(tree, needs, _rights(wish)), name="hegmd-guise")
+            guise = await self._looks.at(lambda _: guise_for(tree, needs, _rights(wish)), name="hegmd-guise")
             lent = await self._images().lend(wish.path, _rights(wish), apart=guise is not None)
             await self._step_aside(op, wish)
             manifest = await self._write(op, wish, lent, criu, guise, on_progress)
@@ -175,19 +193,19 @@ class Handoff:
         if not wish.leave_running:
             self._noted(OUT, size_of(manifest), took_s)
             return
-        self._written[op.id] = lent, manifest
-        self._noted(LEFT, await run_detached(lambda _: lent.written_bytes(), name="hegmd-written"), took_s)
+        self._left[op.id] = Left(lent, manifest, tuple([member for member in op.live if member.out]))
+        self._noted(LEFT, await run_detached(lambda _: lent.criu_bytes(), name="hegmd-written"), took_s)
         await self._go_on(op, wish)
 
     async def seal(self, op: Operation, on_progress: Progress) -> None:
-        """Read back the image of a job that has gone on, and give it its name.
+        """Write the bytes of a job that has gone on to its image, read all of that back, and give it its name.
 
-        Raises HegmError; there is no image then. Cancelled, the same. One that a daemon before this one had written,
-        and that is not whole by now, is none.
+        Raises HegmError; there is no image then. Cancelled, the same. One that a daemon before this one had begun, and
+        that is not whole by now, is none.
         """
         wish = _wish_of(op)
-        written = self._written.pop(op.id, None)
-        if written is None:
+        left = self._left.pop(op.id, None)
+        if left is None:
             try:
                 await self._require_whole(op, wish)
             except BaseException as error:
@@ -195,23 +213,27 @@ class Handoff:
                     raise
                 await self._leave_none(wish, error)
             return
-        lent, manifest = written
+        did = "written"
         try:
-            await lent.finish(manifest, on_progress)
+            progress_of = parts_of(on_progress)
+            out = [partial(self._write_bytes, op, each, left.lent, progress_of(each.name)) for each in left.out]
+            await in_concert(*out)
+            did = "good when it was read back"
+            await left.lent.finish(left.manifest, on_progress)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
-                await lent.discard()
+                await left.lent.discard()
             if not isinstance(error, HegmError):
                 raise
-            message = f"the image in {wish.path} was not good when it was read back, and is removed: {error.message}"
+            message = f"the image in {wish.path} was not {did}, and is removed: {error.message}"
             raise HegmError(error.code, message, f"the job goes on; {error.hint}", error.facts) from error
 
     async def scrap(self, op: Operation) -> None:
         """Leave nothing of an image that was written, or that was being read back. Raises nothing."""
         wish = _wish_of(op)
-        written = self._written.pop(op.id, None)
-        if written is not None:
-            await written[0].discard()
+        left = self._left.pop(op.id, None)
+        if left is not None:
+            await left.lent.discard()
             return
         with contextlib.suppress(HegmError):
             await self._images().sweep(wish.path, _rights(wish))
@@ -235,7 +257,7 @@ class Handoff:
         if against:
             raise Refused("\n".join(reason.message for reason in against), against[0].hint)
         attending = {member.pid: self._told(member) for member in op.live}
-        if guise != await self._looks.at(lambda _: _guise(tree, needs, _rights(wish)), name="hegmd-guise"):
+        if guise != await self._looks.at(lambda _: guise_for(tree, needs, _rights(wish)), name="hegmd-guise"):
             raise Refused("the job has got other rights meanwhile", "ask again when it starts no programs")
         node = await self._write_side_by_side(op, wish, lent, criu, (tree, needs, guise), on_progress)
         dumped = await run_detached(lambda _: dumped_processes(lent.criu_dir_fd), name="hegmd-dumped")
@@ -274,7 +296,10 @@ class Handoff:
         taken: tuple[Tree, Needs, Guise | None],
         on_progress: Progress,
     ) -> Mapping[str, object]:
-        """CRIU's files and the bytes; meanwhile what a node has to have in common with this one is looked at."""
+        """CRIU's files, and the bytes of a job that is to end; meanwhile what another node has to have is looked at.
+
+        Of one that goes on they are only seen to be in the pool: for as long as they are written it would stand.
+        """
         tree, needs, guise = taken
         node: dict[str, object] = {}
         progress_of = parts_of(on_progress)
@@ -293,19 +318,27 @@ class Handoff:
                 guise=guise,
             )
 
-        out = [
-            partial(self._write_bytes, op, member, lent, progress_of(member.name)) for member in op.live if member.out
-        ]
+        out: list[Callable[[], Awaitable[object]]] = []
+        for member in op.live:
+            if member.out and wish.leave_running:
+                out.append(partial(self._bytes_of, op, member))
+            elif member.out:
+                out.append(partial(self._write_bytes, op, member, lent, progress_of(member.name)))
         await in_concert(*out, take, look)
         return node
 
     async def _write_bytes(self, op: Operation, member: Member, lent: Lent, on_progress: Progress) -> None:
+        memory = await self._bytes_of(op, member)
+        await lent.write_bytes(byte_name(member), memory.fd, memory.size_bytes, on_progress)
+
+    async def _bytes_of(self, op: Operation, member: Member) -> Memory:
+        """The memory of the pool that has them all. Raises HegmError."""
         key = Key(op.id, member.name)
         await self._pool.fetch(key)
         memory = self._pool.memory(key)
         if member.carrier == HOST:
             require_unmarked(memory, member.pid)
-        await lent.write_bytes(byte_name(member), memory.fd, memory.size_bytes, on_progress)
+        return memory
 
     def _told(self, member: Member) -> ImageWorker:
         """What its agent has told of itself, and what its piece of the pool was made for."""
@@ -366,7 +399,7 @@ class Handoff:
     async def _go_on(self, op: Operation, wish: Wish) -> None:
         """Whoever was left stopped goes on, and the agents come back, as far as they are there. Raises nothing."""
         with anyio.CancelScope(shield=True):
-            await run_detached(lambda _: _let_all_go(wish), name="hegmd-let-go")
+            await run_detached(lambda _: let_all_go(wish), name="hegmd-let-go")
             members = list(op.live)
             await self._leave_places(op, wish)
             with anyio.move_on_after(COMES_BACK_WITHIN_S):
@@ -435,13 +468,13 @@ class Handoff:
         except HegmError as error:  # the image is whole, and so the job ends all the same
             logger.error("no lock file tells of operation %s: %s; %s", op.id, error.message, error.hint)
         await self._leave_places(op, wish)  # they are stopped, and will not look there any more
-        await run_detached(lambda _: _end_tree(wish, member), name="hegmd-end")
+        await run_detached(lambda _: end_tree(wish, member), name="hegmd-end")
 
     def _tell_controllers(self, op: Operation, wish: Wish) -> None:
         """While its parent can still be told; of ranks, the first that ends takes the whole tree with it. Blocks."""
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             if population_of([wish.root_pid]).start_ticks.get(wish.root_pid) == wish.root_ticks:
-                self._locks.make(_ancestors(wish.root_pid)[1], wish.path, mark_of(op))
+                self._locks.make(ancestors_of(wish.root_pid)[1], wish.path, mark_of(op))
 
     async def forget(self, manifest: Manifest) -> None:
         """The job of that image is back: nobody is to take it for gone. Raises nothing."""
@@ -461,83 +494,6 @@ def _rights(wish: Wish) -> Rights:
     return Rights(wish.uid, wish.gid, wish.groups)
 
 
-# ---- processes; all of these block -----------------------------------------------------------------------------------
-
-
-def _tree_of(pids: Sequence[int], tell: Tell) -> tuple[int, Tree]:
-    """The root of the smallest tree that has all of these, and the tree. Raises HegmError."""
-    try:
-        lines = [_ancestors(pid) for pid in pids]
-        common = set(lines[0]).intersection(*lines[1:])
-        root = next((pid for pid in lines[0] if pid in common), None)
-        if root is None or root == 1:
-            raise Refused(
-                f"processes {', '.join(map(str, pids))} have no common parent that could be taken with them",
-                "start the ranks of a job by one launcher, as torchrun is",
-            )
-        return root, read_tree(root, tell=tell)
-    except (ProcessLookupError, FileNotFoundError) as error:
-        raise HegmError(NOT_FOUND, f"a process of the job has ended: {error}", "see the log of the job") from error
-
-
-def _ancestors(pid: int) -> list[int]:
-    """The process, its parent, and so on."""
-    line = [pid]
-    while line[-1] > 1:
-        fields = Path(f"/proc/{line[-1]}/stat").read_bytes().rpartition(b")")[2].split()
-        line.append(int(fields[1]))
-    return line
-
-
-def _anonymous_bytes(pid: int) -> int:
-    """Memory of a process that is in no file, and so is in its image."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def _guise(tree: Tree, needs: Needs, rights: Rights) -> Guise | None:
-    """Whose rights CRIU has; None for root's. Blocks."""
-    return worn_by_root(_without_pieces(tree), needs) if rights.uid == 0 else to_dump(tree, rights.groups)
-
-
-def _without_pieces(tree: Tree) -> Tree:
-    """The tree as it will be when the agents have closed what they had of the pool, whose files are the daemon's."""
-    kept = (each for each in tree.descriptors if parse_name(os.path.basename(each.path)) is None)
-    return replace(tree, descriptors=tuple(kept))
-
-
-def not_theirs(tree: Tree, needs: Needs, rights: Rights) -> list[Reason]:
-    """Against an image whose reader would get what is not theirs, or that CRIU cannot make with a user's rights."""
-    if rights.uid == 0:
-        return []
-    gid, gids = tree.member(tree.root).gid, {rights.gid, *rights.groups}
-    strange = [
-        member
-        for member in tree.members
-        if member.uid != rights.uid or member.is_guarded or member.gid != gid or gid not in gids
-    ]
-    return [
-        *(_not_theirs_reason(member, rights) for member in strange),
-        *needs.only_by_root,
-        *closed_to(_without_pieces(tree), rights.uid, frozenset(gids)),
-    ]
-
-
-def _not_theirs_reason(member: Process, rights: Rights) -> Reason:
-    hint = "an image holds all of a process's memory: have its owner make it, or root"
-    message = f"process {member.pid} runs as uid {member.uid}, and its image would be yours, of uid {rights.uid}"
-    if member.uid == rights.uid:
-        message = (
-            f"process {member.pid} has other rights or another group (gid {member.gid}) than uid {rights.uid} here, or "
-            "hides its memory from its own user"
-        )
-        hint = "end it first (as sudo, su, passwd or ssh-agent), or have root make the image"
-    return Reason(code=DENIED.name, message=message, hint=hint, pid=member.pid)
-
-
 def require_unmarked(memory: Memory, pid: int) -> None:
     """Raises HegmError where a piece says that its bytes are elsewhere: an image of it would be without them."""
     if read_mark(os.pread(memory.fd, MARK_BYTES, memory.size_bytes - MARK_BYTES)) is not None:
@@ -546,28 +502,3 @@ def require_unmarked(memory: Memory, pid: int) -> None:
             "ask again; if it is so once more, resume the job and suspend it, then see the log of hegmd",
             {"pid": pid},
         )
-
-
-def require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> None:
-    """Raise HegmError if there is more in the image than was looked at: somebody who came, or has got other rights."""
-    if strange := strangers(dumped, tree.pids, may_read_all=rights.uid == 0):
-        raise HegmError(
-            DENIED if rights.uid != 0 else REFUSED,
-            f"process {strange[0]} has come to the job while its image was made, or has got other rights",
-            "ask again when the job starts no programs; the job goes on as before",
-            {"pids": strange},
-        )
-
-
-def _let_all_go(wish: Wish) -> None:
-    found = population_of(pids_below(wish.root_pid))
-    if found.start_ticks.get(wish.root_pid) == wish.root_ticks:
-        let_go(Population(found.start_ticks))
-
-
-def _end_tree(wish: Wish, member: Member) -> None:
-    pids = [member.pid, *pids_below(wish.root_pid)]
-    found = population_of(pids).start_ticks
-    if found.get(wish.root_pid) != wish.root_ticks:  # it has ended, and another process may have its number
-        found = {pid: ticks for pid, ticks in found.items() if (pid, ticks) == (member.pid, member.start_ticks)}
-    end_all(Population({pid: found[pid] for pid in reversed(pids) if pid in found}))

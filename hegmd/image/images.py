@@ -99,10 +99,9 @@ class Lent(_InHand):
         """The process that writes it."""
         return self._hand.pid
 
-    def written_bytes(self) -> int:
-        """How much of it is written by now: the bytes of the GPUs, and what CRIU has left in its directory. Blocks."""
-        criu_bytes = sum(status.st_size for _, status in listed(self.criu_dir_fd))
-        return criu_bytes + sum(file.size_bytes for file in self._byte_files.values())
+    def criu_bytes(self) -> int:
+        """How much CRIU has left in its directory. Blocks."""
+        return sum(status.st_size for _, status in listed(self.criu_dir_fd))
 
     async def begin(self) -> None:
         """Have the directory made. Raises HegmError, with nothing there."""

@@ -172,7 +172,7 @@ def deadline_passed(op: Operation, event: events.DeadlinePassed, now: float) -> 
     if op.deadline is None or now < op.deadline:
         return op  # an alarm that was set for an earlier phase
     if op.phase == "sealing" and op.handoff is not None and not op.handoff.unwanted:
-        message = f"the image was not read back within {limit_s(op.limits, op.phase):g} s"
+        message = f"the image was not written and read back within {limit_s(op.limits, op.phase):g} s"
         return course.later(
             turns.image_dropped(op, TIMEOUT.name, message, "look at the disk that it is on: dmesg"), now
         )

@@ -122,10 +122,10 @@ class Rates(Record):
     leave_s: float = field("until the GPU is seen to be free, and that is said", default=0.1)
     arm_s: float = field("making the helper ready to copy, its contexts on the GPUs above all", default=0.3)
     image_out_bytes_per_s: float = field("into an image, until it was read back", default=6.0e8)
-    image_left_bytes_per_s: float = field("into one whose job goes on, until it was written", default=1.2e9)
+    image_left_bytes_per_s: float = field("into one whose job goes on, of its processes", default=1.2e9)
     image_in_bytes_per_s: float = field("out of an image, while CRIU restores", default=1.5e9)
     image_out_s: float = field("a dump, and an image with next to nothing in it", default=1.0)
-    image_left_s: float = field("the same, until it was written", default=0.8)
+    image_left_s: float = field("a dump, with next to nothing in it", default=0.8)
     image_in_s: float = field("a restore of processes, with next to nothing to read", default=1.5)
 
 

@@ -96,8 +96,8 @@ class Hold(Effect, tag="hold", ends=("held",), on_cancel=CUT, in_worker=False):
 
 
 class Dump(Effect, tag="dump", ends=("dumped",), on_cancel=UNDO, in_worker=False):
-    """Write the image of the whole job. If that is to end, read it back too and give it its name; `seal` does this for
-    one that goes on. It is asked of one worker, for all of them.
+    """Write the image of the whole job. If that is to end, read it back too and give it its name; of one that goes on
+    write the processes alone, and `seal` does the rest. It is asked of one worker, for all of them.
 
     Dropped, it leaves no image behind, and the processes as they were: standing, their agents on their way back.
     """
@@ -106,7 +106,8 @@ class Dump(Effect, tag="dump", ends=("dumped",), on_cancel=UNDO, in_worker=False
 
 
 class Seal(Effect, tag="seal", ends=("sealed",), on_cancel=UNDO, in_worker=False):
-    """Read back the image of a job that has gone on, and give it its name. It is asked of one worker, for all of them.
+    """Write the bytes of a job that has gone on from the pool to its image, read that back, and give it its name. It is
+    asked of one worker, for all of them.
 
     One that is not good is removed. Undone by `scrap`.
     """

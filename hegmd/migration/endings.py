@@ -99,7 +99,7 @@ def held(op: Operation, worker: Worker, pending: Pending, event: events.Held) ->
 
 
 def dumped(op: Operation, worker: Worker, pending: Pending, event: events.Dumped) -> Operation:
-    """The job ends from here, its image being whole; or goes home, before that is read back."""
+    """The job ends from here, its image being whole; or goes home, before the bytes are in it."""
     if op.handoff is None:
         return op
     if not op.handoff.leave_running:

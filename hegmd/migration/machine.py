@@ -31,8 +31,8 @@ What a runner has to keep to:
 | evacuate | | evacuated(size_bytes) | order evacuate with the memory |
 | checkpoint | | checkpointed, outgrown(rest_bytes) | nothing to do; the room there stays held |
 | hold | | held | nothing but time passes |
-| dump | find | dumped | the image is written; read back and named, or, if the job goes on, its agents are called back |
-| seal | | sealed | the image of a job that has gone on is read back and named |
+| dump | find | dumped | the image is written, read back and named; of a job that goes on its processes, no more |
+| seal | | sealed | the image of a job that has gone on is written from the pool, read back and named |
 | scrap | | scrapped | nothing is left of it |
 | end | | ended | the process is ended |
 | restore | gpu | restored | the room there becomes the worker's own; of a restart also: training-ended |

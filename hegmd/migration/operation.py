@@ -80,7 +80,7 @@ class Handoff(Record):
     leave_running: bool = field("whether the job goes on after it; otherwise it ends", default=False)
     begun: bool = field("whether anything may have been written", default=False)
     written: bool = field(
-        "of one whose job goes on: whether all of it is written, so that it needs nothing of the job to be read back",
+        "of one whose job goes on: whether its processes are written, so that what it still needs is in the pool alone",
         default=False,
     )
     unwanted: bool = field("whether what is written is to go", default=False)

@@ -31,6 +31,11 @@ _DRIVER_STEPS = {
     RESUME: "take room; restore and unlock; {in}see it run there",
     CHECKPOINT: "{out}lock and checkpoint; write process and bytes",
 }
+# In the place of the last step of a checkpoint, where the job goes on.
+_LEFT_RUNNING = (
+    "write the process; put the bytes back; let it go on; see a boundary; write the bytes from the pool and read all of "
+    "it back meanwhile"
+)
 _AROUND = {
     "out": "stop at a boundary; take the bytes out by {carrier}; ",
     "in": "put the bytes back; let it go on; see a boundary; ",
@@ -38,16 +43,16 @@ _AROUND = {
 
 
 def with_image(plan: Plan, rates: Rates, *, size_bytes: int, leave_running: bool) -> Plan:
-    """The plan of a checkpoint or a handoff, with an image of that size, and with its last step."""
+    """The plan of a checkpoint or a handoff, with an image for which the job stands while so much is written, and with
+    its last steps."""
     made_s = image_s(rates, LEFT if leave_running else OUT, size_bytes)
     back_s = estimate_s(plan.workers, RESUME, rates) if leave_running else 0.0
-    home = "put the bytes back; let it go on; see a boundary; read all of the image back meanwhile"
-    last = home if leave_running else "read all of it back; end the job"
+    ends = (*plan.steps, "read all of it back", "end the job")
     return plan.replace(
         estimate_s=plan.estimate_s + made_s + back_s,
         image_s=made_s,
         ends=not leave_running,
-        steps=(*plan.steps, *last.split("; ")),
+        steps=(*plan.steps[:-1], *_LEFT_RUNNING.split("; ")) if leave_running else ends,
     )
 
 

@@ -14,7 +14,7 @@ __all__ = ["HELPED", "IN", "LEFT", "OUT", "Paces"]
 # Below this, a copy is mostly its overhead.
 TELLING_BYTES = 256 << 20
 OUT, IN = "out", "in"
-# Of an image whose job goes on: only until it is written.
+# Of an image whose job goes on: its processes alone, since the job stands for no more of it.
 LEFT = "left"
 # What an image takes beside its bytes is never less than that.
 _LEAST_S = 0.05

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -279,6 +279,11 @@ class Performer:
         return events.Dumped(**_ends(effect))
 
     async def _seal(self, op: Operation, member: Member, effect: effects.Seal, tell: Progress) -> Event:
+        """The pool's memory is kept for it; what carriers have ready beside that, on the job's own GPU, is not needed."""
+        for each in op.workers:
+            if each.pool_bytes and each.carrier in self._carriers:
+                with suppress(HegmError):  # it is given back with the memory, and said then
+                    await self._carriers[each.carrier].disarm(self._subject(op, each))
         await self._imager_for(member).seal(op, tell)
         return events.Sealed(**_ends(effect))
 

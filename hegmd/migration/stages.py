@@ -116,7 +116,8 @@ def _handing(op: Operation, worker: Worker) -> Iterator[Want]:
 
 
 def _sealing(op: Operation, worker: Worker) -> Iterator[Want]:
-    # The image needs nothing of the job any more, whatever has become of that: not even that it is there.
+    # The image needs nothing of the job any more but what the pool has, whatever has become of it: not even that it is
+    # there.
     image = op.handoff
     if image is None or worker is not op.workers[0]:
         return
@@ -178,7 +179,8 @@ def _tidying(op: Operation, worker: Worker) -> Iterator[Want]:
     for gpu in worker.rooms:
         if worker.gone or gpu != worker.at:
             yield effects.GiveRoom, {"gpu": gpu}
-    if worker.pool_bytes:
+    # Of a job that goes on, the pool has what its image is still to be written from.
+    if worker.pool_bytes and not (op.handoff is not None and op.handoff.written):
         yield effects.GivePool, {}
 
 
@@ -207,7 +209,7 @@ STAGES: tuple[Stage, ...] = (
         _handing,
         ("dump",),
         "hand_s",
-        "the image of a job that is to be in one is written, and read back if the job is to end",
+        "the processes of a job that is to be in an image are written; all of it, and read back, if the job is to end",
     ),
     Stage("ending", _ending, ("end",), "retry_s", "the processes that are in an image that is whole end"),
     Stage("restoring", _restoring, ("restore",), "move_s", "the driver brings the process back, where it is to be"),
@@ -216,7 +218,11 @@ STAGES: tuple[Stage, ...] = (
     Stage("verifying", _verifying, ("verify",), "verify_s", "the next boundary is waited for"),
     Stage("tidying", _tidying, ("give-room", "give-pool"), "retry_s", "what was held for the move is given back"),
     Stage(
-        "sealing", _sealing, ("seal", "scrap"), "hand_s", "the image of a job that has gone on is read back and named"
+        "sealing",
+        _sealing,
+        ("seal", "scrap"),
+        "hand_s",
+        "the image of a job that has gone on has its bytes written from the pool, is read back and named",
     ),
 )
 BY_PHASE = {stage.phase: stage for stage in STAGES}

@@ -228,6 +228,8 @@ class Hands:
             names = [worker.name for worker in self.daemon.ops[running.op_id].live]
             if not all(self.steps_aside(node.processes[name]) for name in names):
                 return failure(effect, REFUSED)
+            if any(not node.processes[name].has_bytes and name not in node.pool for name in names):
+                return failure(effect, REFUSED)  # they went with an earlier daemon; the agent has its own
             handoff = self.daemon.ops[running.op_id].handoff
             node.dump(running.op_id, names, goes_on=handoff is not None and handoff.leave_running)
         return events.Dumped(effect=effect.number, worker=effect.worker)

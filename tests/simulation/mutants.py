@@ -228,6 +228,14 @@ def frees_before_the_refill(op: Operation, event: Event, now: float) -> Result:
     return after, wanted
 
 
+def frees_before_the_image_is_written(op: Operation, event: Event, now: float) -> Result:
+    """The pool's memory goes back as soon as the job has proved that it has its own."""
+    after, wanted = machine.handle(op, event, now)
+    if isinstance(event, events.Verified) and after is not op:
+        wanted = (effects.GivePool(number=10_000 + after.seq, worker=event.worker, cause=0), *wanted)
+    return after, wanted
+
+
 def ends_before_the_image_is_whole(op: Operation, event: Event, now: float) -> Result:
     after, wanted = machine.handle(op, event, now)
     early = [
@@ -273,6 +281,7 @@ _BROKEN_HANDLES = (
     does_not_count_again,
     lets_go_one_by_one,
     ends_before_the_image_is_whole,
+    frees_before_the_image_is_written,
 )
 _ALL: dict[str, Mutant] = {
     **{handle.__name__: Mutant(Parts(handle=handle)) for handle in _BROKEN_HANDLES},

@@ -7,7 +7,7 @@ the driver does to a process is in driver.py; what must hold between any two ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -82,7 +82,8 @@ class Node:
     copies: dict[str, int] = field(default_factory=dict)
     own_copies: set[str] = field(default_factory=set)  # those whose agent holds a descriptor of its own
     images: set[str] = field(default_factory=set)  # operations whose image is whole; these outlive everything
-    written: set[str] = field(default_factory=set)  # those whose image is only written: nobody has read it back
+    # Those whose image has the processes alone, and of whom the pool has what: each of which step.
+    written: dict[str, dict[str, int]] = field(default_factory=dict)
     unclaimed: set[str] = field(default_factory=set)  # no journal tells of them any more: they wait for `adopt`
 
     def free(self, gpu: str) -> int:
@@ -223,20 +224,27 @@ class Node:
             raise Violation(f"{name} was restored on {gpu} without the room: it is lost")
         process.gpu = gpu
 
-    def dump(self, op_id: str, names: Iterable[str], *, goes_on: bool) -> None:
+    def dump(self, op_id: str, names: Sequence[str], *, goes_on: bool) -> None:
         """Write the image of a job. What is on a GPU, or moves, cannot be in it. If the job ends, it is whole."""
         for process in (self.processes[name] for name in names):
             if process.gpu is not None or not process.parked or process.under_way:
                 raise Violation(f"an image was made of {process.name} while it is not off its GPU and at rest")
-        (self.written if goes_on else self.images).add(op_id)
+        if goes_on:
+            out = {name: self.processes[name].step for name in names if not self.processes[name].has_bytes}
+            self.written[op_id] = out
+        else:
+            self.images.add(op_id)
 
     def seal(self, op_id: str) -> None:
-        """What was written of a job that goes on was read back."""
-        self.written.remove(op_id)
+        """What the pool has of a job that goes on is written, and all was read back."""
+        for name, step in self.written.pop(op_id).items():
+            if self.copies.get(name) != step:
+                had = f"the bytes of step {self.copies.get(name)}, not {step}"
+                raise Violation(f"the image of {op_id} was to be written from the pool, which has of {name} {had}")
         self.images.add(op_id)
 
     def scrap(self, op_id: str) -> None:
-        self.written.discard(op_id)
+        self.written.pop(op_id, None)
 
     def end(self, op_id: str, name: str) -> None:
         if op_id not in self.images:

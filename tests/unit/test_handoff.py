@@ -22,7 +22,8 @@ from hegmd.criu.tree import Member as Process
 from hegmd.criu.tree import Tree
 from hegmd.errors import DENIED, NOT_FOUND, REFUSED, UNAVAILABLE, HegmError, Refused
 from hegmd.external import Rights
-from hegmd.handoff import Handoff, not_theirs, require_no_more, require_unmarked
+from hegmd.handed_tree import not_theirs, require_no_more
+from hegmd.handoff import Handoff, require_unmarked
 from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
 from hegmd.lock_files import LockFiles
 from hegmd.meeting import MeetingPlaces

@@ -43,13 +43,14 @@ def test_a_checkpoint_ends_the_process_after_its_image_is_whole() -> None:
 def test_a_job_that_is_left_running_goes_home_and_proves_itself() -> None:
     drive = Drive(checkpoint(leave_running=True)).until("done")
     assert "end" not in asked(drive)
-    assert drive.phases[-7:] == ["restoring", "refilling", "releasing", "verifying", "tidying", "sealing", "done"]
+    assert drive.phases[-7:] == ["restoring", "refilling", "releasing", "verifying", "sealing", "tidying", "done"]
+    assert asked(drive)[-2:] == ["seal", "give-pool"]
     assert drive.op.workers[0].at == "gpu0"
     assert not drive.op.workers[0].gone
 
 
-def test_a_job_that_was_to_go_on_stood_while_its_image_was_read_back() -> None:
-    """Reading it needs nothing of the job, which stood for twice as long as it had to."""
+def test_a_job_that_was_to_go_on_stood_while_its_image_was_written_and_read_back() -> None:
+    """That takes what the pool has and nothing of the job, which stood for four times as long as it had to."""
     drive = Drive(checkpoint(leave_running=True)).until("sealing")
     assert asked(drive).index("dump") < asked(drive).index("release") < asked(drive).index("seal")
     assert drive.op.handoff is not None
@@ -62,11 +63,30 @@ def sealing(*names: str) -> Drive:
     return Drive(checkpoint(*names, leave_running=True)).until("sealing")
 
 
+@pytest.mark.parametrize("how", ["it is whole", "it fails", "it is cancelled"])
+def test_the_pool_keeps_what_an_image_is_written_from_until_nobody_writes(how: str) -> None:
+    """Whatever has become of the job by then."""
+    drive = sealing("a", "b")
+    drive.feed(events.WorkerGone(worker="b", why="it has ended"))
+    seal = drive.wanted.pop(0)
+    drive.on(lambda: not drive.wanted)  # all that can be done meanwhile
+    assert (seal.tag, drive.op.phase) == ("seal", "sealing")
+    drive.wanted = [seal]
+    if how == "it fails":
+        drive.fail("refused")
+    elif how == "it is cancelled":
+        drive.feed(events.CancelAsked(by="somebody"))
+        drive.wanted.remove(seal)
+    assert "give-pool" not in asked(drive)
+    drive.until("done" if how == "it is whole" else "undone")
+    assert asked(drive)[-2:] == ["give-pool", "give-pool"]
+
+
 def test_an_image_that_is_not_good_is_told_of_and_the_job_goes_on() -> None:
     drive = sealing()
     drive.fail("broken")
     drive.until("undone")
-    assert asked(drive)[-1] == "scrap"
+    assert asked(drive)[-2:] == ["scrap", "give-pool"]
     assert drive.op.workers[0].at == "gpu0"
     assert drive.op.failure is not None
     assert drive.op.failure.message == "seal failed"
@@ -80,7 +100,7 @@ def test_an_image_that_is_cancelled_while_it_is_read_back_goes_and_nobody_is_ask
         drive.feed(events.CancelAsked(by="somebody"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "seal"]
     drive.until("undone")
-    assert asked(drive)[-2:] == ["seal", "scrap"]
+    assert asked(drive)[-3:] == ["seal", "scrap", "give-pool"]
 
 
 def test_an_image_that_is_not_read_back_in_time_goes() -> None:
@@ -88,7 +108,7 @@ def test_an_image_that_is_not_read_back_in_time_goes() -> None:
     drive.now = drive.op.deadline or 0.0
     drive.feed(events.DeadlinePassed())
     assert drive.op.failure is not None
-    assert "was not read back within" in drive.op.failure.message
+    assert "was not written and read back within" in drive.op.failure.message
     assert (drive.op.deadline or 0.0) > drive.now, "it would ask at once again, and again"
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "seal"]
     drive.until("undone")
@@ -122,7 +142,7 @@ def test_an_image_whose_job_cannot_come_back_is_made_whole_all_the_same() -> Non
     drive.feed(events.WorkerGone(worker="a", why="it was killed"))
     drive.wanted = [effect for effect in drive.wanted if effect.tag != "restore"]
     drive.until("lost")
-    assert asked(drive)[-1] == "seal"
+    assert asked(drive)[-2:] == ["seal", "give-pool"]
     assert drive.op.handoff is not None
     assert drive.op.handoff.whole
 

@@ -292,8 +292,9 @@ def test_the_time_for_an_image_was_not_in_the_estimate() -> None:
     back_s = 2 * GIB / snapshot.rates.in_bytes_per_s
     left_s = image_s(snapshot.rates, pace.LEFT, 3 * GIB)
     assert left_s < made_s, "it does not stand while the image is read back"
+    assert "write process and bytes" not in left.steps, "nor while its bytes are written"
     assert left.estimate_s >= plan.estimate_s + left_s + back_s
-    assert (left.ends, left.steps[-1]) == (False, "read all of the image back meanwhile")
+    assert (left.ends, left.steps[-1]) == (False, "write the bytes from the pool and read all of it back meanwhile")
 
 
 def test_a_job_that_comes_back_takes_the_reading_and_the_resume() -> None:
