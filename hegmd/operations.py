@@ -25,6 +25,7 @@ from hegmd.migration.machine import HOLDING
 from hegmd.migration.operation import MIGRATE, QUIESCE, RESTART, RESUME, SUSPEND, Handoff, Limits, Operation, Respawn
 from hegmd.migration.plan import planned, planned_resume
 from hegmd.migration.runner import Runner
+from hegmd.migration.telling import in_hand
 from hegmd.pool import Key, Pool
 from hegmd.protocol import operations as told
 from hegmd.protocol.operations import Reason
@@ -349,12 +350,7 @@ class Operations:
     def _refuse_if_taken(self, pid: int, but_for: Operation | None = None) -> None:
         op = self.runner.of_process(pid)
         if op is not None and (but_for is None or op.id != but_for.id):
-            raise HegmError(
-                BUSY,
-                f"operation {op.id} ({op.kind}, {op.phase}) has process {pid} already",
-                f"see: hegmctl op {op.id}",
-                {"pid": pid, "operation": op.id},
-            )
+            raise HegmError(BUSY, *in_hand(op, pid), {"pid": pid, "operation": op.id})
 
     async def _outcome(self, op_id: str, plan: Plan, asked: Asked) -> Answer:
         if asked.wait:

@@ -81,8 +81,12 @@ def _outcome(operation: Operation, style: Style) -> list[str]:
 
 def _figures(operation: Operation) -> str:
     blackout = "" if operation.blackout_s is None else f"stood for {operation.blackout_s:.3f} s"
+    # Only of an image is much done beside the job.
+    is_telling = operation.kind == "checkpoint" and operation.took_s is not None
+    took = f"{operation.took_s:.1f} s in all" if is_telling else ""
     where = _journeys(operation)
-    parts = [part for part in (where, binary_size(operation.size_bytes), blackout) if part not in ("", operation.phase)]
+    told = (where, binary_size(operation.size_bytes), blackout, took)
+    parts = [part for part in told if part not in ("", operation.phase)]
     return f" ({', '.join(parts)})"
 
 

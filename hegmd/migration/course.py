@@ -75,7 +75,7 @@ def _is_pending(op: Operation, worker: Worker, want: Want) -> bool:
 
 
 def _is_covered(op: Operation, wants: list[tuple[Worker, Want]]) -> bool:
-    """Whether everything under way is what this stage wants, or is in nobody's way: an image that is read back."""
+    """Whether everything under way is what this stage wants, or is in nobody's way: an image that is sealed."""
     return all(
         pending.effect == effects.Seal.tag or any(_matches(pending, worker, want) for worker, want in wants)
         for pending in op.pending

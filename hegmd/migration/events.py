@@ -200,7 +200,7 @@ class Held(Ending, tag="held"):
 
 
 class Dumped(Ending, tag="dumped"):
-    """The image of the job is whole: it was read back, and has its name. Of a job that goes on, it is written."""
+    """The image of the job is whole, read back, and has its name. Of one that goes on, its processes are in it."""
 
 
 class Sealed(Ending, tag="sealed"):

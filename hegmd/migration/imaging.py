@@ -19,9 +19,9 @@ class Imager(Protocol):
     async def dump(self, op: Operation, on_progress: Callable[[int], object]) -> None:
         """Have the image written. Raises HegmError; there is none then, and the job is as it was.
 
-        Of a job that is to end it is read back too, and named; of one that goes on only what cannot be had once it does
-        is written, and the bytes stay in the pool until `seal` has them. Cancelled, the same as failed: the job is as it
-        was when this comes back.
+        Of a job that is to end it is read back too, and named. Of one that goes on only what cannot be had once it does
+        is written; the bytes stay in the pool until `seal` has them.
+        Cancelled, the same as failed: the job is as it was when this comes back.
         """
         ...
 

@@ -13,6 +13,7 @@ from hegmd.migration.candidates import Candidate, Snapshot
 from hegmd.migration.draft import Draft, candidate_of
 from hegmd.migration.machine import HOLDING
 from hegmd.migration.operation import CHECKPOINT, QUIESCE, RESTART
+from hegmd.migration.telling import in_hand
 from hegmd.migration.wording import listed
 
 NVIDIA = "nvidia"
@@ -76,9 +77,7 @@ def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
         if op.phase == HOLDING and draft.request.kind != QUIESCE:
             continue  # it holds its job for whoever wants it next
         if any(worker.pid == candidate.pid for worker in op.live):
-            next_step = f"hegmctl resume {candidate.pid}" if op.phase == "suspended" else f"hegmctl op {op.id}"
-            message = f"operation {op.id} ({op.kind}, {op.phase}) has {who} already"
-            draft.against(BUSY, message, f"see: {next_step}", pid=candidate.pid)
+            draft.against(BUSY, *in_hand(op, candidate.pid), pid=candidate.pid)
             return False  # where it is and what it holds is that operation's doing, and no reason of its own
         if candidate.job is not None and any(worker.restarts and worker.run == candidate.job for worker in op.live):
             message = f"operation {op.id} ({op.kind}, {op.phase}) has started {who}, and waits for its next boundary"

@@ -33,8 +33,8 @@ _DRIVER_STEPS = {
 }
 # In the place of the last step of a checkpoint, where the job goes on.
 _LEFT_RUNNING = (
-    "write the process; put the bytes back; let it go on; see a boundary; write the bytes from the pool and read all of "
-    "it back meanwhile"
+    "write the process; put the bytes back; let it go on; see a boundary; "
+    "write the bytes from the pool and read all of it back meanwhile"
 )
 _AROUND = {
     "out": "stop at a boundary; take the bytes out by {carrier}; ",

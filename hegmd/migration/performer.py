@@ -279,7 +279,7 @@ class Performer:
         return events.Dumped(**_ends(effect))
 
     async def _seal(self, op: Operation, member: Member, effect: effects.Seal, tell: Progress) -> Event:
-        """The pool's memory is kept for it; what carriers have ready beside that, on the job's own GPU, is not needed."""
+        """It is written from the pool's memory; what carriers have ready beside that, on the job's own GPU, can go."""
         for each in op.workers:
             if each.pool_bytes and each.carrier in self._carriers:
                 with suppress(HegmError):  # it is given back with the memory, and said then

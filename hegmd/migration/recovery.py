@@ -324,7 +324,7 @@ process that were on their way to the pool through video memory are brought ther
 they stay where they are, which a mark in the pool names, and come back from there.
 
 Where an image may have been begun it is looked for before anything else. One that has its name is whole and was read
-back; without one, what there is of it is removed and the job goes back. Once the image of a job that goes on is
+back; without one, what there is of it is removed and the job goes back. Once the processes of a job that goes on are
 written, the job comes home first, and the image is looked for then. A process that has ended while its image was being
 made, and is not in one that is whole, is lost.
 

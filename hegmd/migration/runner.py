@@ -229,9 +229,11 @@ class Runner:
     def describe(self, op_id: str) -> told.Operation:
         """How it stands, for people and programs. Raises NOT_FOUND."""
         running = self._running.get(op_id) or self._ended.get(op_id)
+        history = self.history(op_id)
         return description(
-            self.history(op_id).operation,
+            history.operation,
             moved_bytes=0 if running is None else sum(running.moved.values()),
+            last_utc=history.story[-1].utc if history.story else None,
             trouble=self._ledger.trouble,
         )
 

@@ -19,8 +19,11 @@ from hegmd.migration.operation import Worker as Member
 from hegmd.protocol import operations as told
 
 
-def description(op: Operation, *, moved_bytes: int = 0, trouble: HegmError | None = None) -> told.Operation:
-    """How it stands; the figures are the runner's, who has the clock and the reports, and the journal's trouble too."""
+def description(
+    op: Operation, *, moved_bytes: int = 0, last_utc: float | None = None, trouble: HegmError | None = None
+) -> told.Operation:
+    """How it stands; the figures are the runner's, who has the clock and the reports, and the journal's trouble too.
+    `last_utc`: when it came to where it is."""
     failure = op.failure or op.lacks
     return told.Operation(
         id=op.id,
@@ -32,6 +35,7 @@ def description(op: Operation, *, moved_bytes: int = 0, trouble: HegmError | Non
         size_bytes=sum(member.carried_bytes for member in op.workers),
         moved_bytes=moved_bytes,
         blackout_s=op.blackout_s,
+        took_s=max(0.0, last_utc - op.created_utc) if last_utc is not None and op.phase in TERMINAL else None,
         failure=None if failure is None else told.Reason(code=failure.code, message=failure.message, hint=failure.hint),
         waits=waiting(op, trouble),
         way=way_of(op),
@@ -92,6 +96,15 @@ def waiting(op: Operation, trouble: HegmError | None = None) -> told.Wait | None
             next=f"see what it meets with: hegmctl op {op.id} --story",
         )
     return None
+
+
+def in_hand(op: Operation, pid: int) -> tuple[str, str]:
+    """What is said to whoever wants that process of it for something else, and the next step."""
+    if op.phase == "sealing":
+        message = f"the image of process {pid} is being written while it trains, which is operation {op.id}'s"
+        return message, f"wait for its end: hegmctl op {op.id} --follow; or give the image up: hegmctl cancel {op.id}"
+    see = f"hegmctl resume {pid}" if op.phase == SUSPENDED else f"hegmctl op {op.id}"
+    return f"operation {op.id} ({op.kind}, {op.phase}) has process {pid} already", f"see: {see}"
 
 
 def process_of(member: Member) -> told.OperationProcess:

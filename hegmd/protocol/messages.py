@@ -316,8 +316,9 @@ class Suspend(Request, op="suspend", reply=OperationReply, event=OperationProgre
 class Checkpoint(Request, op="checkpoint", reply=OperationReply, event=OperationProgress, changes_state=True):
     """Write a running job into an image, between two of its batches: its processes and the bytes that it had on GPUs.
 
-    The job ends then, once the image was read back. With `leave_running` it goes on as soon as the image is
-    written, while that is read back. Whenever that fails there is no image, and the job goes on.
+    The job ends then, once the image was read back. With `leave_running` it goes on as soon as its processes are
+    written; the bytes of its GPUs are written from the pool, and all of it read back, while it trains. Whenever that
+    fails there is no image, and the job goes on.
     For the owner of all its processes, and for root: an image holds their memory.
     """
 

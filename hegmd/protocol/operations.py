@@ -123,6 +123,10 @@ class Operation(Record):
     blackout_s: float | None = field(
         "how long the training threads stood; nil as long as that is not over", default=None
     )
+    took_s: float | None = field(
+        "from the request to the end; nil as long as it is not over. An image is written beyond `blackout_s`",
+        default=None,
+    )
     failure: Reason | None = field("why it did not, or will not, get to what was asked", default=None)
     waits: Wait | None = field("what it waits for; nil while it comes on by itself, and when it is over", default=None)
     way: str = field("agent; driver for processes without one; or restart", default="agent")

@@ -21,7 +21,6 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu
 from tests.e2e.mounting import why_no_mounts
 from tests.stubs.build import build_stub
-from tests.unit.image.directory import flip
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
@@ -246,64 +245,103 @@ def test_a_daemon_killed_with_an_image_under_way_leaves_a_whole_one_or_a_job_tha
         assert job.output() == expected
 
 
-@pytest.mark.parametrize(("moment", "whole"), [(RECORDED, False), (UNRECORDED, True)])
-def test_a_daemon_killed_while_an_image_is_read_back_leaves_a_job_that_trains(
-    halted: RunningDaemon, halts: Halts, tmp_path: Path, expected: list[str], moment: str, whole: bool
+# When a daemon is killed whose job has gone on: none of its bytes are in the image, some may be, or it is whole.
+HELD, WRITING, WHOLE = "held", "writing", "whole"
+
+
+@pytest.mark.parametrize("when", [HELD, WRITING, WHOLE])
+def test_a_job_that_was_to_go_on_stood_while_its_image_was_written(
+    halted: RunningDaemon, halts: Halts, tmp_path: Path, expected: list[str], when: str
 ) -> None:
-    """Its job has gone on, and goes on: the image is whole by then, or nothing is left of it."""
+    """It trains while nobody has begun to write its bytes, and whatever becomes of the daemon; the image is whole by
+    then, or nothing is left of it."""
     image = tmp_path / "image"
     with HandedJob(tmp_path / "job", halted.socket_path) as job:
         job.await_steps(20)
-        halts.set(Trap(job.pid, "sealing", moment))
+        halts.set(Trap(job.pid, "sealing", UNRECORDED if when == WHOLE else RECORDED))
         words = [sys.executable, "-m", "hegmctl", "checkpoint", "--leave-running", str(job.pid), str(image)]
         with subprocess.Popen(words, env=job.environ, stderr=subprocess.DEVNULL) as client:
             halts.wait(ENDS_WITHIN_S)
-            job.await_steps(len(job.losses) + 2)  # it trains, and nobody has read its image
-            assert image.exists() is whole
+            job.await_steps(len(job.losses) + 2)
+            assert image.exists() is (when == WHOLE)
+            assert when == WHOLE or os.listdir(_unnamed(image) / "bytes") == []
+            if when == WRITING:
+                for writer in _writers(halted):
+                    writer.suspend()
+                halts.go()
             halted.stop(signal.SIGKILL)
-            halts.forget()
+            if when != WRITING:
+                halts.forget()
             client.wait(ENDS_WITHIN_S)
         halted.start()
         op = job.operation("op", "1", "--follow", status=None)
-        assert (op["phase"], image.is_dir()) == ("done" if whole else "undone", whole)
+        assert (op["phase"], image.is_dir()) == (("done", True) if when == WHOLE else ("undone", False))
         assert [name for name in os.listdir(tmp_path) if "hegm-new" in name] == []
+        assert 'hegmd_pool_bytes{what="memory"} 0\n' in _metrics(job)
         assert job.output() == expected
 
 
-def _flip_a_bit(daemon: RunningDaemon, written: Path) -> None:
-    (bytes_of_gpu,) = (written / "bytes").iterdir()
-    flip(bytes_of_gpu, 4096)
+def _unnamed(image: Path) -> Path:
+    (unnamed,) = image.parent.glob(f".{image.name}.hegm-new-*")
+    return unnamed
 
 
-def _kill_writers(daemon: RunningDaemon, _written: Path) -> None:
-    for child in psutil.Process(daemon.process.pid).children():
-        if "hegmd.image.child" in child.cmdline():
-            child.kill()
+def _metrics(job: HandedJob) -> str:
+    words = [sys.executable, "-m", "hegmctl", "metrics"]
+    return subprocess.run(words, env=job.environ, capture_output=True, text=True, check=True).stdout
 
 
-def test_an_image_that_cannot_be_read_back_is_removed_and_told_of_while_its_job_trains(
+def _writers(daemon: RunningDaemon) -> list[psutil.Process]:
+    children = psutil.Process(daemon.process.pid).children()
+    return [child for child in children if "hegmd.image.child" in child.cmdline()]
+
+
+def _kill_writers(daemon: RunningDaemon, _disk: Path) -> None:
+    for writer in _writers(daemon):
+        writer.kill()
+
+
+def _fill(_daemon: RunningDaemon, disk: Path) -> None:
+    status = os.statvfs(disk)
+    with (disk / "somebody else's").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize)
+
+
+@pytest.mark.skipif(why_no_mounts() is not None, reason=why_no_mounts() or "")
+def test_an_image_that_cannot_be_written_any_more_is_removed_and_told_of_while_its_job_trains(
     halted: RunningDaemon, halts: Halts, tmp_path: Path, expected: list[str]
 ) -> None:
-    """A bit of it is another one on the disk, or whoever reads it is killed."""
-    image = tmp_path / "image"
-    harms = ((_flip_a_bit, "does not fit its checksum"), (_kill_writers, "the process that touches images"))
-    with HandedJob(tmp_path / "job", halted.socket_path) as job:
-        job.await_steps(20)
-        for number, (harm, why) in enumerate(harms, 1):
-            halts.set(Trap(job.pid, "sealing", RECORDED))
-            words = [sys.executable, "-m", "hegmctl", "checkpoint", "--leave-running", str(job.pid), str(image)]
-            with subprocess.Popen(words, env=job.environ, stderr=subprocess.DEVNULL) as client:
-                halts.wait(ENDS_WITHIN_S)
-                (written,) = tmp_path.glob(".image.hegm-new-*")
-                harm(halted, written)
-                halts.go()
-                assert client.wait(ENDS_WITHIN_S) != 0
-            op = job.operation("op", str(number), status=None)
-            assert (op["phase"], op["processes"][0]["state"]) == ("undone", "running")
-            assert "was not good when it was read back, and is removed" in op["failure"]["message"]
-            assert why in op["failure"]["message"]
-            assert [name for name in os.listdir(tmp_path) if "image" in name] == []
-        assert job.output() == expected
+    """The disk has filled up since the job went on, or whoever writes is killed. The next image is made."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    harms = ((_fill, "No space left on device"), (_kill_writers, "the process that touches images"))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "none", str(disk)], check=True)
+    try:
+        with HandedJob(tmp_path / "job", halted.socket_path) as job:
+            job.await_steps(20)
+            checkpoint = ("checkpoint", "--leave-running", str(job.pid), str(disk / "image"))
+            for number, (harm, why) in enumerate(harms, 1):
+                halts.set(Trap(job.pid, "sealing", RECORDED))
+                words = [sys.executable, "-m", "hegmctl", *checkpoint]
+                with subprocess.Popen(words, env=job.environ, stderr=subprocess.DEVNULL) as client:
+                    halts.wait(ENDS_WITHIN_S)
+                    harm(halted, disk)
+                    halts.go()
+                    assert client.wait(ENDS_WITHIN_S) != 0
+                op = job.operation("op", str(number), status=None)
+                assert (op["phase"], op["processes"][0]["state"]) == ("undone", "running")
+                assert f"the image in {disk}/image was not written, and is removed" in op["failure"]["message"]
+                assert why in op["failure"]["message"]
+                assert [name for name in os.listdir(disk) if "image" in name] == []
+                (disk / "somebody else's").unlink(missing_ok=True)
+            assert job.operation(*checkpoint)["phase"] == "done"
+            assert 'hegmd_pool_bytes{what="memory"} 0\n' in _metrics(job)
+            assert job.output() == expected
+            job.process.wait(ENDS_WITHIN_S)
+            job.operation("restore", str(disk / "image"), "--truncate-outputs")
+            assert job.output() == expected
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_daemon_killed_within_a_restore_leaves_a_job_or_only_the_image(

@@ -173,8 +173,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.meeting": ("hegmd.errors",),
     "hegmd.manifests": (*GROUND, "hegmd.criu", "hegmd.migration"),
     "hegmd.lock_files": ("hegmd.errors",),
+    "hegmd.handed_tree": (*GROUND, "hegmd.criu", "hegmd.external", "hegmd.migration", "hegmd.pool_names"),
     "hegmd.handoff": (
-        *(*MOVING, *IMAGED, "hegmd.helper.mark", "hegmd.lock_files", "hegmd.pool_memory", "hegmd.pool_names"),
+        *(*MOVING, *IMAGED, "hegmd.handed_tree", "hegmd.helper.mark", "hegmd.lock_files", "hegmd.pool_memory"),
     ),
     "hegmd.half_revived": (*GROUND, "hegmd.criu", "hegmd.detached", "hegmd.pool", "hegmd.units"),
     "hegmd.reviving": (

@@ -14,7 +14,10 @@ IMAGING = (
         "holds all memory of the job. Whatever fails, the job goes on where it was. `restore` brings it back, also "
         "after a reboot, or on another node with the same chip and the same files.",
         options=(
-            Option("--leave-running", doc="let the job go on as soon as all is written, instead of ending it"),
+            Option(
+                "--leave-running",
+                doc="let the job go on as soon as its processes are written; its bytes are written while it trains",
+            ),
             CARRIER,
             *IN_HAND,
         ),

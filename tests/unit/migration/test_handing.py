@@ -9,6 +9,7 @@ import pytest
 from hegmd.errors import Refused
 from hegmd.migration import events
 from hegmd.migration.operation import CHECKPOINT, Handoff, Operation
+from hegmd.migration.telling import in_hand
 from tests.unit.migration.operations import Drive, operation, worker
 
 
@@ -61,6 +62,14 @@ def test_a_job_that_was_to_go_on_stood_while_its_image_was_written_and_read_back
 
 def sealing(*names: str) -> Drive:
     return Drive(checkpoint(*names, leave_running=True)).until("sealing")
+
+
+def test_whoever_wants_a_job_whose_image_is_being_written_is_told_how_to_have_it() -> None:
+    message, hint = in_hand(sealing().op, 4711)
+    assert message == "the image of process 4711 is being written while it trains, which is operation op1's"
+    assert hint == "wait for its end: hegmctl op op1 --follow; or give the image up: hegmctl cancel op1"
+    suspended = operation(worker(), phase="suspended")
+    assert in_hand(suspended, 4711)[1] == "see: hegmctl resume 4711"
 
 
 @pytest.mark.parametrize("how", ["it is whole", "it fails", "it is cancelled"])
