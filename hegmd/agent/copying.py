@@ -21,7 +21,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from _thread import allocate_lock, start_new_thread
+
+from .crew import share_out
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,10 +44,10 @@ LARGE_BYTES = 4 * 1024 * 1024
 _MANY_THREADS = 4
 # A process may have 65,530 mappings, and advice on a part of one can make three of it: the job needs the rest.
 MOST_ADVISED = 4096
-_PROGRESS_EVERY_S = 0.2
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
-_MAP_SHARED, _MAP_FIXED, _MAP_RESERVED = 0x01, 0x10, 0x4022  # the last: private, of nothing, taking nothing
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
+_MAP_NO_RESERVE, _MAP_RESERVED = 0x4000, 0x4022  # the last: private, of nothing, taking nothing
 _MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 4, 14, 22, 23
 _PAGEMAP_ENTRY_BYTES = 8
 # The first field of `struct statfs`, which is smaller than this, for tmpfs and hugetlbfs.
@@ -167,8 +168,8 @@ def _size_of(span: Span) -> int:
 # ---- one piece ------------------------------------------------------------------------------------------------------
 
 
-def _pieces(spans: Iterable[Span]) -> list[Span]:
-    """All of it, in pieces for several threads."""
+def pieces(spans: Iterable[Span]) -> list[Span]:
+    """All of it, in pieces for several threads, none of which is of two spans."""
     return [
         (address + start, place + start, min(PIECE_BYTES, size_bytes - start))
         for address, place, size_bytes in spans
@@ -190,13 +191,13 @@ def _called(fd: int, call: Callable[[int, int, int, int], int]) -> Copy:
 
 def _mapped(base: int) -> Copy:
     def copy(address: int, place: int, size_bytes: int) -> None:
-        _have_pages(base + place, size_bytes)
+        have_pages(base + place, size_bytes)
         ctypes.memmove(base + place, address, size_bytes)
 
     return copy
 
 
-def _have_pages(address: int, size_bytes: int) -> None:
+def have_pages(address: int, size_bytes: int) -> None:
     """Have a mapping's pages present, or fail with an error where touching them would be a signal. Raises OSError."""
     start = address // PAGE_BYTES * PAGE_BYTES
     if _libc.madvise(start, round_up(address + size_bytes) - start, _MADV_POPULATE_WRITE):
@@ -237,6 +238,24 @@ class _Mapping:
             self._reserved = _MAP_FAILED
 
 
+def private_view(fd: int, size_bytes: int) -> memoryview:
+    """So much of the descriptor in memory, for reading; who writes there gets pages of its own, made only then.
+
+    It lies on a border of huge pages: those that the file is of are mapped whole then, and not by 4096 bytes, which
+    takes as long as adding the bytes up. Raises OSError.
+    """
+    border_bytes = max(HUGE_PAGE_BYTES, os.fstatvfs(fd).f_bsize)
+    reserved_bytes = round_up(size_bytes, border_bytes) + border_bytes
+    whole = mmap.mmap(-1, reserved_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NO_RESERVE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+    base = round_up(start, border_bytes)
+    flags = _MAP_PRIVATE | _MAP_FIXED | _MAP_NO_RESERVE
+    if _libc.mmap(base, size_bytes, _PROT_READ_WRITE, flags, fd, 0) != base:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{size_bytes} bytes cannot be mapped: {os.strerror(number)}")
+    return memoryview(whole)[base - start : base - start + size_bytes]
+
+
 def _comes_in_huge_pages(base: int) -> bool:
     """Whether the first page, once it is had, is part of a huge one: the middle of that is present with it then."""
     if _libc.madvise(base, PAGE_BYTES, _MADV_POPULATE_WRITE):
@@ -258,76 +277,15 @@ def _comes_in_huge_pages(base: int) -> bool:
 # ---- threads --------------------------------------------------------------------------------------------------------
 
 
-class _Crew:
-    """Threads that take pieces until there are none left; what fails in one of them ends them all."""
-
-    def __init__(self, copy: Copy, pieces: list[Span]) -> None:
-        self._copy = copy
-        self._left = iter(pieces)
-        self._lock = allocate_lock()
-        self._at_work = 0
-        self.copied_bytes = 0
-        self.ended = allocate_lock()
-        self.failure: BaseException | None = None
-
-    def start(self, threads: int) -> None:
-        """Set that many to work, or as many as can be had; where none can, do all of it here and now."""
-        self.ended.acquire()
-        self._at_work = 1  # this one, until all are started
-        started = 0
-        while started < threads and self._start_one():
-            started += 1
-        if not started:
-            self._take_pieces()
-        self._leave()
-
-    def _start_one(self) -> bool:
-        with self._lock:
-            self._at_work += 1
-        try:
-            start_new_thread(self._work, ())
-        except RuntimeError:
-            self._leave()
-            return False
-        return True
-
-    def _work(self) -> None:
-        self._take_pieces()
-        self._leave()
-
-    def _take_pieces(self) -> None:
-        try:
-            while self.failure is None:
-                with self._lock:
-                    piece = next(self._left, None)
-                if piece is None:
-                    break
-                self._copy(*piece)
-                with self._lock:
-                    self.copied_bytes += piece[2]
-        except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits for this one
-            self.failure = error
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._at_work -= 1
-            if self._at_work == 0:
-                self.ended.release()
-
-
 def in_threads(copy: Copy, spans: Iterable[Span], progress: Progress, most: int = MOST_THREADS) -> None:
     """Have all the spans copied, piece by piece, by as many threads as are of use. Raises what a copy raises."""
-    pieces = _pieces(spans)
-    threads = max(1, min(most, len(os.sched_getaffinity(0)), len(pieces) // 2))
-    crew = _Crew(copy, pieces)
-    crew.start(threads)
-    while not crew.ended.acquire(timeout=_PROGRESS_EVERY_S):
-        try:
-            progress(crew.copied_bytes)
-        except BaseException as error:  # noqa: BLE001 - raised below, once nobody copies any more
-            crew.failure = error
-    if crew.failure is not None:
-        raise crew.failure
+
+    def work(take: Callable[[], Span | None], tell: Progress) -> None:
+        while (piece := take()) is not None:
+            copy(*piece)
+            tell(piece[2])
+
+    share_out(work, pieces(spans), progress, most)
 
 
 def ignore(_copied_bytes: int) -> None:

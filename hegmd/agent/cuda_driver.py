@@ -20,6 +20,7 @@ USUAL_STACK_BYTES = 1024
 _UUID_BYTES = 16
 _OUT_OF_MEMORY = 2  # of CUresult
 _LIMIT_STACK_SIZE = 0  # of CUlimit
+_NON_BLOCKING = 1  # of CUstream_flags
 
 
 class _Handle(ctypes.Structure):
@@ -46,8 +47,6 @@ class Driver:
         self._use = _bound(library.cuCtxSetCurrent, ctypes.c_void_p)
         self._limit = _bound(library.cuCtxGetLimit, ctypes.POINTER(size), ctypes.c_int)
         self._set_limit = _bound(library.cuCtxSetLimit, ctypes.c_int, size)
-        self._pin = _bound(library.cuMemAllocHost_v2, ctypes.POINTER(ctypes.c_void_p), size)
-        self._unpin = _bound(library.cuMemFreeHost, ctypes.c_void_p)
 
     def allocation_of(self, address: int) -> int:
         """Where the allocation begins that this address of video memory lies in."""
@@ -97,15 +96,54 @@ class Driver:
         """Copy to video memory, and wait for it."""
         _check("cuMemcpyHtoD", self._in(video, host, size_bytes))
 
-    def pin(self, size_bytes: int) -> int:
-        """Host memory that the GPU reaches by itself; where it is."""
-        address = ctypes.c_void_p()
-        _check("cuMemAllocHost", self._pin(ctypes.byref(address), size_bytes))
-        return address.value or 0
+
+class Copies(Driver):
+    """Copies that are begun and waited for, each in a stream, and the host memory that the GPU reaches by itself.
+
+    Memory that a copy is under way in stays where it is until that was waited for, also if it failed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        library = self._library
+        pointer, size, stream = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+        self._begin_out = _bound(library.cuMemcpyDtoHAsync_v2, ctypes.c_void_p, pointer, size, stream)
+        self._begin_in = _bound(library.cuMemcpyHtoDAsync_v2, pointer, ctypes.c_void_p, size, stream)
+        self._wait = _bound(library.cuStreamSynchronize, stream)
+        self._make = _bound(library.cuStreamCreate, ctypes.POINTER(stream), ctypes.c_uint)
+        self._end = _bound(library.cuStreamDestroy_v2, stream)
+        self._pin = _bound(library.cuMemHostRegister_v2, ctypes.c_void_p, size, ctypes.c_uint)
+        self._unpin = _bound(library.cuMemHostUnregister, ctypes.c_void_p)
+
+    def make_stream(self) -> int | None:
+        """A stream that waits for no other one."""
+        stream = ctypes.c_void_p()
+        _check("cuStreamCreate", self._make(ctypes.byref(stream), _NON_BLOCKING))
+        return stream.value
+
+    def end_stream(self, stream: int | None) -> None:
+        """Once all that is in it is done."""
+        _check("cuStreamDestroy", self._end(stream))
+
+    def begin_out(self, host: int, video: int, size_bytes: int, stream: int | None) -> None:
+        """Copy from video memory. None is the stream of those that have none."""
+        _check("cuMemcpyDtoHAsync", self._begin_out(host, video, size_bytes, stream))
+
+    def begin_in(self, video: int, host: int, size_bytes: int, stream: int | None) -> None:
+        """Copy to video memory."""
+        _check("cuMemcpyHtoDAsync", self._begin_in(video, host, size_bytes, stream))
+
+    def wait(self, stream: int | None) -> None:
+        """Until all copies are done that were begun in it."""
+        _check("cuStreamSynchronize", self._wait(stream))
+
+    def pin(self, address: int, size_bytes: int) -> None:
+        """Have the GPU reach this memory by itself."""
+        _check("cuMemHostRegister", self._pin(address, size_bytes, 0))
 
     def unpin(self, address: int) -> None:
-        """Free such memory."""
-        _check("cuMemFreeHost", self._unpin(address))
+        """No longer."""
+        _check("cuMemHostUnregister", self._unpin(address))
 
 
 class PeerAccess:

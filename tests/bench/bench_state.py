@@ -5,6 +5,7 @@ present. Writing is all of `plain.write`: the walk through the value, the copies
 `carriage.fill`, into tensors that are there; before it `plain.read` has held every byte against its checksum, which is
 a row of its own. The budget is 0.9 of memcpy's speed, so 1.11 times its time, each way.
 
+What each takes of all processors is said beside its speed: that is what bounds it where there are many, or a GPU.
 Medians over the rounds; ratios are made within a round. Without PyTorch there is no state, and all of it is left out.
 """
 
@@ -13,9 +14,10 @@ from __future__ import annotations
 import ctypes
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import anyio
@@ -69,15 +71,15 @@ def _rows(rounds: list[dict[str, float]]) -> list[Row]:
     def against(what: str, plain_copy: str) -> Row:
         return Row(f"{what}, against memcpy", median(lambda one: one[what] / one[plain_copy]), "times", BUDGET_TIMES)
 
-    return [
-        speed("memcpy out"),
-        speed("memcpy in"),
-        speed("written"),
-        against("written", "memcpy out"),
-        speed("checked"),
-        speed("put back"),
-        against("put back", "memcpy in"),
-    ]
+    def worked(what: str) -> Row:
+        return Row(f"{what}, processors", median(lambda one: one[f"{what}, processors"]) * GIB / COPIED_BYTES, "s/GiB")
+
+    rows: list[Row] = []
+    for what, plain_copy in (("written", "memcpy out"), ("checked", ""), ("put back", "memcpy in")):
+        rows += [speed(what), worked(what)]
+        if plain_copy:
+            rows.append(against(what, plain_copy))
+    return [speed("memcpy out"), speed("memcpy in"), *rows]
 
 
 def _round(memory: Memory, value: dict[str, Any]) -> dict[str, float]:
@@ -85,14 +87,15 @@ def _round(memory: Memory, value: dict[str, Any]) -> dict[str, float]:
     import torch
 
     took = {"memcpy out": _memcpy_s(memory, value["large"], inwards=False)}
-    took["written"] = _timed_s(lambda: plain.write(memory.fd, value))
-    began = perf_counter()
-    found = plain.read(memory.fd)
-    took["checked"] = perf_counter() - began
+    with _timed(took, "written"):
+        plain.write(memory.fd, value)
+    with _timed(took, "checked"):
+        found = plain.read(memory.fd)
     pairs = list(zip(found["large"], value["large"], strict=True))
     for number, small in found["small"].items():
         pairs.extend((small[name], value["small"][number][name]) for name in small)
-    took["put back"] = _timed_s(lambda: carriage.fill(pairs))
+    with _timed(took, "put back"):
+        carriage.fill(pairs)
     if not torch.equal(found["large"][3], value["large"][3]) or value["large"][3][0] != 3.0:
         raise RuntimeError("what was put back is not what was written")
     took["memcpy in"] = _memcpy_s(memory, value["large"], inwards=True)
@@ -113,6 +116,15 @@ def _memcpy(base: int, tensors: list[Any], *, inwards: bool) -> None:
             ctypes.memmove(tensor.data_ptr(), base + place, TENSOR_BYTES)
         else:
             ctypes.memmove(base + place, tensor.data_ptr(), TENSOR_BYTES)
+
+
+@contextmanager
+def _timed(took: dict[str, float], what: str) -> Iterator[None]:
+    """Note what it takes, by the clock and of all processors."""
+    began, began_working = perf_counter(), process_time()
+    yield
+    took[what] = perf_counter() - began
+    took[f"{what}, processors"] = process_time() - began_working
 
 
 def _timed_s(action: Callable[[], object]) -> float:

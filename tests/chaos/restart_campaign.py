@@ -19,7 +19,7 @@ from hegmd.protocol.operations import Operation
 from tests.chaos.campaign import Say
 from tests.chaos.cells import DAEMON
 from tests.chaos.halts import BEGUN, Trap
-from tests.chaos.node import REST_LIMIT_S, Client, Node
+from tests.chaos.node import OVER, REST_LIMIT_S, Client, Node
 from tests.chaos.restart_cells import (
     ENDING,
     ENDING_ALONE,
@@ -146,7 +146,7 @@ class RestartCampaign:
         until = monotonic() + REST_LIMIT_S
         while True:
             op = self._node.rest()[op_id]
-            if op.phase != "suspended" or job.process() is None:
+            if op.phase in OVER or (op.phase == "suspended" and job.process() is None):
                 return op
             assert monotonic() < until, f"{op_id} does not go on\n{self._node.story(op_id)}\n{job.errors()}"
 
@@ -158,7 +158,7 @@ class RestartCampaign:
         until = monotonic() + REST_LIMIT_S
         while True:
             op = self._node.rest()[op.id]
-            if op.phase != "suspended":
+            if op.phase in OVER:  # any other may have been seen just as it was asked to go on
                 assert op.phase == "done", self._node.story(op.id)
                 return op.phase
             assert monotonic() < until, f"{op.id} does not go on\n{self._node.story(op.id)}\n{job.errors()}"

@@ -19,13 +19,11 @@ import pytest
 from hegmd.agent import copying
 from hegmd.agent.restart import carriage, sums
 from hegmd.errors import HegmError
-from tests.stubs.cuda.node import CudaNode
+from tests.stubs.cuda.node import CudaNode, order_in_force
 
 ROOT = Path(__file__).parents[2]
 # Less than a page, on no border, more than one part, several parts.
 SIZES = (700, 4096, 8 * (1 << 20) + 4099, 21 * (1 << 20))
-
-MOST_PINNED = 4096  # MAX_HOST in tests/stubs/cuda/process.h
 
 
 class Tensor:
@@ -95,10 +93,8 @@ def _out(torch: Any, fd: int) -> tuple[list[bytes], list[int], dict[int, int]]:
     return contents, places, found
 
 
-def writes_video_and_host_memory_with_their_checksums(state: Path) -> None:
-    torch = _job()
-    fd = os.open(state / "file", os.O_RDWR | os.O_CREAT)
-    contents, places, found = _out(torch, fd)
+def _see_the_file(out: tuple[list[bytes], list[int], dict[int, int]], fd: int) -> None:
+    contents, places, found = out
     for content, place in zip(contents, places, strict=True):
         assert os.pread(fd, len(content), place) == content
         for start in range(0, len(content), copying.PIECE_BYTES):
@@ -107,20 +103,77 @@ def writes_video_and_host_memory_with_their_checksums(state: Path) -> None:
     assert found == {}
 
 
-def leaves_no_pinned_memory_behind(state: Path) -> None:
-    """The stub driver pins so many pieces and no more."""
+def _order(state: Path, *lines: str) -> None:
+    for line in lines:
+        order_in_force(state, line)
+
+
+def _file(state: Path) -> int:
+    return os.open(state / "file", os.O_RDWR | os.O_CREAT)
+
+
+def writes_video_and_host_memory_with_their_checksums(state: Path) -> None:
+    torch, fd = _job(), _file(state)
+    _see_the_file(_out(torch, fd), fd)
+    assert torch.cuda.summed == 2, "the GPU adds up what is large"
+
+
+def adds_up_by_itself_where_the_gpu_cannot(state: Path) -> None:
+    """Nothing is left without a checksum where there is no room for the sums."""
+    torch, fd = _job(), _file(state)
+    torch.cuda.fails.add("sum")
+    _see_the_file(_out(torch, fd), fd)
+
+
+def copies_where_nothing_can_be_pinned(state: Path) -> None:
+    torch, fd = _job(), _file(state)
+    _order(state, "error cuMemHostRegister_v2 304")
+    _see_the_file(_out(torch, fd), fd)
+    _see_it_filled(torch)
+
+
+def copies_where_no_stream_can_be_had(state: Path) -> None:
+    torch, fd = _job(), _file(state)
+    _order(state, "error cuStreamCreate 2")
+    _see_the_file(_out(torch, fd), fd)
+    _see_it_filled(torch)
+
+
+def puts_many_small_pieces_in_one_slot(state: Path) -> None:
+    """One wait for the GPU for all that fit: a thousand of them took a thousand waits."""
+    torch = _job()
+    storage = torch.Storage(bytes(1 << 20))
+    raws = [(storage, storage.data_ptr() + 700 * number, 700, "cuda:0") for number in range(1000)]
+    places = [copying.PAGE_BYTES + 1024 * number for number in range(1000)]
+    fd = _file(state)
+    os.ftruncate(fd, 2 << 20)
+    found: dict[int, int] = {}
+    carriage.copy_pieces_out(fd, 2 << 20, raws, places, found, copying.ignore)
+    assert sorted(found) == places
+    waits = [line for line in (state / "log").read_text().splitlines() if "cuStreamSynchronize" in line]
+    assert 0 < len(waits) < 10
+
+
+def leaves_no_pinned_memory_behind_where_a_copy_fails(state: Path) -> None:
     torch = _job()
     storage = torch.Storage(bytes(700))
     host = ctypes.create_string_buffer(700)
     pair = Tensor(ctypes.addressof(host), len(host), CPU), Tensor(storage.data_ptr(), len(host), GPU)
-    (state / "scenario").write_text((state / "scenario").read_text() + "\nerror cuMemcpyHtoD_v2 700\n")
-    for _ in range(MOST_PINNED + 1):
-        with pytest.raises(HegmError, match="cuMemcpyHtoD answered 700"):
-            carriage.fill([pair])
+    _order(state, "error cuMemcpyHtoDAsync_v2 700", "error cuMemcpyDtoHAsync_v2 700")
+    with pytest.raises(HegmError, match="cuMemcpyHtoDAsync answered 700"):
+        carriage.fill([pair])
+    with pytest.raises(HegmError, match="cuMemcpyDtoHAsync answered 700"):
+        _out(torch, _file(state))
+    calls = (state / "log").read_text()
+    assert calls.count("cuMemHostRegister") == calls.count("cuMemHostUnregister") > 1
+    assert calls.count("cuStreamCreate") == calls.count("cuStreamDestroy") > 1
 
 
 def fills_video_memory(_state: Path) -> None:
-    torch = _job()
+    _see_it_filled(_job())
+
+
+def _see_it_filled(torch: Any) -> None:
     contents = [_content(size, size)[:size] for size in SIZES]
     hosts = [ctypes.create_string_buffer(content, len(content)) for content in contents]
     storages = [torch.Storage(bytes(len(content))) for content in contents]
@@ -132,21 +185,16 @@ def fills_video_memory(_state: Path) -> None:
     assert [storage.content() for storage in storages] == contents
 
 
-def says_which_call_failed_and_frees_what_it_took(state: Path) -> None:
-    torch = _job()
-    fd = os.open(state / "file", os.O_RDWR | os.O_CREAT)
-    (state / "scenario").write_text((state / "scenario").read_text() + "\nerror cuMemcpyDtoH_v2 700\n")
-    with pytest.raises(HegmError, match="cuMemcpyDtoH answered 700"):
-        _out(torch, fd)
-
-
 CASES: dict[str, Callable[[Path], None]] = {
     case.__name__: case
     for case in (
         writes_video_and_host_memory_with_their_checksums,
-        leaves_no_pinned_memory_behind,
+        adds_up_by_itself_where_the_gpu_cannot,
+        copies_where_nothing_can_be_pinned,
+        copies_where_no_stream_can_be_had,
+        puts_many_small_pieces_in_one_slot,
+        leaves_no_pinned_memory_behind_where_a_copy_fails,
         fills_video_memory,
-        says_which_call_failed_and_frees_what_it_took,
     )
 }
 
@@ -158,6 +206,17 @@ def test_a_state_in_video_memory(case: str, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "tests.contract.test_state_video", case, str(node.state)]
     ran = subprocess.run(words, env=environ, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_the_program_that_compares_the_ways_of_a_state_runs(tmp_path: Path) -> None:
+    """It is run where a machine with a GPU is lent, which is no time to find out."""
+    node = CudaNode.make(tmp_path / "node")
+    environ = {**os.environ, **node.environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/stubs/framework'}"}
+    words = [sys.executable, "-m", "tests.gpu.state_sweep", "40"]
+    ran = subprocess.run(words, env=environ, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    for way in ("pinned, out", "the agent's way", "ring of 24", "checked by", "pool pinned", "straight to pages"):
+        assert way in ran.stdout
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Raw bytes between memory and a state file: each by the quickest way that its device has.
 
-Host memory is copied by several threads. Video memory goes through pinned buffers, one a thread: while one thread adds
-up and writes what it has fetched, the GPU copies for the others. The agent's own carrier does without pinned memory,
-which makes the driver's part slower; here the process ends, or has only just begun. What is on neither a CPU nor an
-NVIDIA GPU goes the way that PyTorch has for it.
+Host memory is copied by several threads. Video memory goes through a little pinned memory (`ring`), and is added up by
+the GPU that it is on (`video_sums`). The agent's own carrier does without pinned memory, which makes the driver's part
+slower; here the process ends, or has only just begun. What is on neither a CPU nor an NVIDIA GPU goes the way that
+PyTorch has for it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import sys
 
 from ...errors import HegmError
 from .. import copying
-from ..cuda_driver import Driver
+from ..copying import PIECE_BYTES
+from ..crew import share_out
+from ..cuda_driver import Copies
 from ..notes import note
 from . import sums
 from .arrays import CPU
+from .ring import Ring, loads
+from .video_sums import VideoSums
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
-
-    from typing_extensions import Self
 
     from ..copying import Copy, Span
     from .arrays import Raw
@@ -31,8 +33,10 @@ if TYPE_CHECKING:
     Progress = Callable[[int], None]
 
 
-# Each adds up and copies at some GB/s, and waits for the GPU besides, whose link takes 55 GB/s.
-VIDEO_THREADS = 24
+# As the daemon's own ring has them: each copies at some 3 GB/s beside the GPU, whose link takes 55 GB/s. Inwards more
+# than these wait for the interpreter.
+OUT_THREADS = 24
+IN_THREADS = 12
 
 
 def copy_pieces_out(
@@ -40,25 +44,49 @@ def copy_pieces_out(
 ) -> None:
     """Copy them to their places, and put the checksum of each part under its place. Raises OSError, HegmError."""
     spans: dict[str, list[Span]] = {}
+    there: dict[str, list[tuple[Raw, int]]] = {}
     fetched: list[Any] = []
     driver = _driver_for(raw[3] for raw in raws)
     for raw, place in zip(raws, places):
         _owner, address, size_bytes, where = raw
-        if where != CPU and (driver is None or not where.startswith("cuda")):
+        if where != CPU and driver is not None and where.startswith("cuda"):
+            there.setdefault(where, []).append((raw, place))
+            continue
+        if where != CPU:
             copy, address = _fetched(raw)
             fetched.append(copy)
-            where = CPU
-        spans.setdefault(where, []).append((address, place, size_bytes))
+        spans.setdefault(CPU, []).append((address, place, size_bytes))
     done = _Done(progress)
     with copying.Writing(fd, room_bytes) as write:
-        out = sums.summing(write, found)
-        for where, mine in spans.items():
-            if where == CPU or driver is None:
-                copying.in_threads(out, mine, done.tell)
-            else:
-                with _Video(driver, where) as video:
-                    copying.in_threads(video.fetching(out), mine, done.tell, VIDEO_THREADS)
+        for mine in spans.values():
+            copying.in_threads(sums.summing(write, found), mine, done.tell)
             done.add(mine)
+        for where, pairs in there.items():
+            if driver is not None:
+                _copy_video_out(driver, where, pairs, write, found, done)
+
+
+def _copy_video_out(
+    driver: Copies, where: str, pairs: list[tuple[Raw, int]], write: Copy, found: dict[int, int], done: _Done
+) -> None:
+    """All of one GPU. What that could not add up goes once more, and is added up on its way."""
+    spans = [(raw[1], place, raw[2]) for raw, place in pairs]
+    with _Video(driver, where) as ring:
+        added = VideoSums([raw for raw, _place in pairs], [place for _raw, place in pairs])
+        wanted = added.places
+        summing = sums.summing(write, found)
+        theirs = {
+            place + start for _a, place, size in spans if place in wanted for start in range(0, size, PIECE_BYTES)
+        }
+
+        def move(host: int, place: int, size_bytes: int) -> None:
+            (write if place in theirs else summing)(host, place, size_bytes)
+
+        share_out(ring.out(move), loads(spans), done.tell, OUT_THREADS, beside=lambda: added.add(found))
+        left = [span for span in spans if span[1] in wanted - added.places]
+        if left:
+            share_out(ring.out(summing), loads(left), copying.ignore, OUT_THREADS)
+    done.add(spans)
 
 
 def fill(pairs: Iterable[tuple[Any, Any]], progress: Progress | None = None) -> None:
@@ -88,8 +116,8 @@ def fill(pairs: Iterable[tuple[Any, Any]], progress: Progress | None = None) -> 
         if where == CPU or driver is None:
             copying.in_threads(_move, moves, done.tell)
         else:
-            with _Video(driver, where) as video:
-                copying.in_threads(video.storing(), moves, done.tell, VIDEO_THREADS)
+            with _Video(driver, where) as ring:
+                share_out(ring.into(_move), loads(moves), done.tell, IN_THREADS)
         done.add(moves)
     _note_changes(torch, filled)
 
@@ -117,7 +145,6 @@ class _Done:
 
 
 def _move(source: int, target: int, size_bytes: int) -> None:
-    copying.fetch_pages(source, size_bytes)
     ctypes.memmove(target, source, size_bytes)
 
 
@@ -155,67 +182,30 @@ def _fetched(raw: Raw) -> tuple[Any, int]:
 # ---- video memory ---------------------------------------------------------------------------------------------------
 
 
-def _driver_for(devices: Iterable[str]) -> Driver | None:
+def _driver_for(devices: Iterable[str]) -> Copies | None:
     """The CUDA driver, if one of these is a GPU of its; None where PyTorch has to copy, as for AMD's."""
     if not any(where.startswith("cuda") for where in devices):
         return None
     try:
-        return Driver()
+        return Copies()
     except HegmError as error:
         note(f"PyTorch copies: {error.message}")
         return None
 
 
 class _Video:
-    """The video memory of one GPU, for as long as the context lasts: no kernel runs there meanwhile."""
+    """The way to the video memory of one GPU, for as long as the context lasts: no kernel writes there meanwhile."""
 
-    def __init__(self, driver: Driver, where: str) -> None:
+    def __init__(self, driver: Copies, where: str) -> None:
         self._driver = driver
         self._device = int(where.partition(":")[2] or 0)
-        self._free: list[int] = []
-        self._all: list[int] = []
         self._cuda: Any = sys.modules["torch"].cuda
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Ring:
         self._chosen = self._cuda.device(self._device)
         self._chosen.__enter__()
         self._cuda.synchronize(self._device)
-        self._context = self._driver.context()
-        return self
+        return Ring(self._driver)
 
     def __exit__(self, *exc: object) -> None:
-        for buffer in self._all:
-            self._driver.unpin(buffer)
         self._chosen.__exit__(*exc)
-
-    def fetching(self, out: Copy) -> Copy:
-        """Copy from video memory, by way of a buffer, and from there on."""
-
-        def copy(address: int, place: int, size_bytes: int) -> None:
-            host = self._take()
-            self._driver.copy_out(host, address, size_bytes)
-            out(host, place, size_bytes)
-            self._free.append(host)
-
-        return copy
-
-    def storing(self) -> Copy:
-        """Copy into video memory, by way of a buffer."""
-
-        def copy(address: int, video: int, size_bytes: int) -> None:
-            host = self._take()
-            _move(address, host, size_bytes)
-            self._driver.copy_in(video, host, size_bytes)
-            self._free.append(host)
-
-        return copy
-
-    def _take(self) -> int:
-        """A buffer that no thread has now; the thread is in the GPU's context from here on."""
-        self._driver.use(self._context)
-        try:
-            return self._free.pop()
-        except IndexError:
-            made = self._driver.pin(copying.PIECE_BYTES)
-            self._all.append(made)
-            return made

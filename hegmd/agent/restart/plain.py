@@ -15,7 +15,6 @@ a file whose writing was cut short has none. Reading hands out nothing before al
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import struct
 from binascii import crc32
@@ -42,7 +41,7 @@ VERSION = 1
 _HEADER = struct.Struct("<8sIIQQQII")
 HEADER_BYTES = 64
 _BORDER_BYTES = 64
-_NO_RESERVE = 0x4000  # MAP_NORESERVE: the mapping's private copies of pages are made only if somebody writes
+CHECKING_THREADS = 24
 
 
 def size_bytes(value: Any) -> int:
@@ -92,9 +91,8 @@ def read(fd: int) -> Any:
     given_bytes = os.fstat(fd).st_size
     tree_bytes, pieces, total_bytes, sum_of_tree, sum_of_table = _read_header(fd, given_bytes)
     mapped_bytes = min(round_up(total_bytes, os.fstatvfs(fd).f_bsize), given_bytes)
-    flags = mmap.MAP_PRIVATE | _NO_RESERVE
-    mapping = mmap.mmap(fd, mapped_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    tree = mapping[HEADER_BYTES : HEADER_BYTES + tree_bytes]
+    mapping = copying.private_view(fd, mapped_bytes)
+    tree = bytes(mapping[HEADER_BYTES : HEADER_BYTES + tree_bytes])
     if crc32(tree) != sum_of_tree:
         raise Damaged("its tree does not fit its checksum")
     places, sizes = _read_table(mapping, HEADER_BYTES + tree_bytes, pieces, total_bytes, sum_of_table)
@@ -129,7 +127,7 @@ def _read_header(fd: int, given_bytes: int) -> tuple[int, int, int, int, int]:
 
 
 def _read_table(
-    mapping: mmap.mmap, table_at: int, pieces: int, total_bytes: int, sum_of_table: int
+    mapping: memoryview, table_at: int, pieces: int, total_bytes: int, sum_of_table: int
 ) -> tuple[list[int], list[int]]:
     """Where the pieces are and their sizes, once all are as they were. Raises Damaged."""
     sizes = list(struct.unpack_from(f"<{pieces}Q", mapping, table_at))
@@ -147,7 +145,7 @@ def _read_table(
     return places, sizes
 
 
-def _check(mapping: mmap.mmap, places: list[int], sizes: list[int], expected: dict[int, int]) -> None:
+def _check(mapping: memoryview, places: list[int], sizes: list[int], expected: dict[int, int]) -> None:
     """Hold every part against its checksum, by several threads. Raises Damaged."""
     first = ctypes.c_char.from_buffer(mapping)
     base = ctypes.addressof(first)
@@ -159,7 +157,7 @@ def _check(mapping: mmap.mmap, places: list[int], sizes: list[int], expected: di
             wrong.append(place)
 
     spans = [(base + place, place, size) for place, size in zip(places, sizes)]
-    copying.in_threads(check, spans, copying.ignore)
+    copying.in_threads(check, spans, copying.ignore, CHECKING_THREADS)
     if wrong:
         total = len(expected)
         raise Damaged(f"{len(wrong)} of {total} parts do not fit their checksums, the first at byte {min(wrong)}")

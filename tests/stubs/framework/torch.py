@@ -7,8 +7,10 @@ noted in `made_on`. To be found as `torch`, put this folder on the path.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +50,10 @@ class Storage:
 
     def nbytes(self) -> int:
         return self.size_bytes
+
+    def untyped_storage(self) -> Storage:
+        """Also for whoever holds it for a tensor."""
+        return self
 
     def content(self) -> bytes:
         copy = ctypes.create_string_buffer(self.size_bytes)
@@ -108,18 +114,22 @@ class Cuda:
         self.made_on: list[int] = []
         self.current_stream = 0
         self.snapshots = 0
+        self.summed = 0
         #: What fails from now on, such as after a failure of CUDA's.
         self.fails: set[str] = set()
 
-    def _fail(self, what: str) -> None:
+    def fail_if_told(self, what: str) -> None:
         if what in self.fails:
             raise RuntimeError(f"{what}: an illegal memory access was encountered")
+
+    def init(self) -> None:
+        start()
 
     def get_allocator_backend(self) -> str:
         return "native"
 
     def memory_snapshot(self) -> list[dict[str, Any]]:
-        self._fail("memory_snapshot")
+        self.fail_if_told("memory_snapshot")
         self.snapshots += 1
         return [
             {
@@ -134,7 +144,7 @@ class Cuda:
 
     def memory_reserved(self, device: int) -> int:
         assert device == 0
-        return sum(segment.size_bytes for segment in self.segments)
+        return builtins.sum(segment.size_bytes for segment in self.segments)
 
     def memory_stats_as_nested_dict(self, device: int) -> dict[str, dict[str, dict[str, int]]]:
         return {"reserved_bytes": {"all": {"current": self.memory_reserved(device)}}}
@@ -175,7 +185,7 @@ class Cuda:
         next(segment for segment in self.segments if address in segment.blocks).free(address)
 
     def empty_cache(self) -> None:
-        self._fail("empty_cache")
+        self.fail_if_told("empty_cache")
         for segment in list(self.segments):
             if not any(is_used for _, is_used in segment.blocks.values()):
                 assert not driver.cuMemFree_v2(segment.address)
@@ -199,6 +209,84 @@ class Cuda:
         self.current_stream = stream.number if isinstance(stream, Stream) else stream or 0
         yield
         self.current_stream = before
+
+
+class Tensor:
+    """Elements of a storage, one after the other. Its copy in the process's own memory is a `HostTensor`."""
+
+    def __init__(self, count: int, width: int) -> None:
+        self.storage = Storage(bytes(count * width)) if count else None
+        self.first, self.count, self.width = 0, count, width
+
+    def set_(self, storage: Storage, first: int, size: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+        assert strides[-1] == 1
+        self.storage, self.first, self.count = storage, first, math.prod(size)
+        return self
+
+    def __getitem__(self, part: slice) -> Tensor:
+        found = Tensor(0, self.width)
+        first, end, _ = part.indices(self.count)
+        assert self.storage is not None
+        return found.set_(self.storage, self.first + first, (end - first,), (1,))
+
+    def untyped_storage(self) -> Storage:
+        assert self.storage is not None
+        return self.storage
+
+    def data_ptr(self) -> int:
+        return self.untyped_storage().data_ptr() + self.first * self.width
+
+    def content(self) -> bytes:
+        assert self.storage is not None
+        content = self.storage.content()
+        return content[self.first * self.width : (self.first + self.count) * self.width]
+
+    def fill(self, content: bytes) -> None:
+        assert self.storage is not None
+        assert len(content) == self.count * self.width
+        assert not driver.cuMemcpyHtoD_v2(self.storage.address + self.first * self.width, content, len(content))
+
+    def copy_(self, other: Tensor) -> None:
+        self.fill(other.content())
+
+    def cpu(self) -> HostTensor:
+        return HostTensor(self.content() if self.count else b"")
+
+
+class HostTensor:
+    """Bytes in the process's own memory."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = ctypes.create_string_buffer(content, len(content))
+
+    def data_ptr(self) -> int:
+        return ctypes.addressof(self._content)
+
+    def numel(self) -> int:
+        return len(self._content)
+
+    def element_size(self) -> int:
+        return 1
+
+
+uint8, int64 = 1, 8
+inference_mode = contextlib.nullcontext
+
+
+def empty(count: int, dtype: int, device: str) -> Tensor:
+    assert device == "cuda:0"
+    return Tensor(count, dtype)
+
+
+def sum(words: Tensor, dim: int, out: Tensor) -> None:  # noqa: A001 - PyTorch's name
+    """Of each row's words, which are of 4096 bytes here."""
+    cuda.fail_if_told("sum")
+    assert dim == 1
+    page_words = words.count // out.count if out.count else 0
+    numbers = memoryview(words.content()).cast("Q").tolist()
+    rows = (numbers[start : start + page_words] for start in range(0, len(numbers), page_words or 1))
+    out.fill(b"".join((builtins.sum(row) & (1 << 64) - 1).to_bytes(8, "little") for row in rows))
+    cuda.summed += 1
 
 
 class autograd:  # noqa: N801 - the name of a module

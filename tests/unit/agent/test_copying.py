@@ -216,3 +216,19 @@ def test_a_failure_in_one_thread_ends_the_copy_and_is_told() -> None:
         copying.copy_in(fd, [(block.address, 0, block.size_bytes)], _ignore)
     os.close(fd)
     block.close()
+
+
+def test_a_file_in_huge_pages_was_read_by_pages_of_4096_bytes_as_it_lay_on_no_border_of_theirs() -> None:
+    fd = os.memfd_create("state", os.MFD_CLOEXEC)
+    try:
+        os.truncate(fd, 3 * copying.HUGE_PAGE_BYTES)
+        os.pwrite(fd, b"written", copying.HUGE_PAGE_BYTES - 3)
+        view = copying.private_view(fd, 2 * copying.HUGE_PAGE_BYTES + 5)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        assert address % copying.HUGE_PAGE_BYTES == 0
+        assert len(view) == 2 * copying.HUGE_PAGE_BYTES + 5
+        assert bytes(view[copying.HUGE_PAGE_BYTES - 3 :][:7]) == b"written"
+        view[copying.HUGE_PAGE_BYTES - 3] = 0
+        assert os.pread(fd, 7, copying.HUGE_PAGE_BYTES - 3) == b"written", "the file is another's"
+    finally:
+        os.close(fd)

@@ -1,0 +1,105 @@
+"""Threads that share out a row of items among them; what fails in one of them ends them all.
+
+For work that lets go of the interpreter, as calls by ctypes do. Knows nothing of what the items are. Everything here is
+of `_thread`, because `threading` is the job's to import.
+"""
+
+from __future__ import annotations
+
+import os
+from _thread import allocate_lock, start_new_thread
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, TypeVar
+
+    Item = TypeVar("Item")
+    Tell = Callable[[int], None]
+    #: What each thread does once: it takes items until there are none, and tells how many bytes it has done.
+    Work = Callable[[Callable[[], "Item | None"], Tell], None]
+
+_PROGRESS_EVERY_S = 0.2
+
+
+class _Crew:
+    def __init__(self, work: Work[Any], items: list[Any]) -> None:
+        self._work = work
+        self._left = iter(items)
+        self._lock = allocate_lock()
+        self._at_work = 0
+        self.done_bytes = 0
+        self.ended = allocate_lock()
+        self.failure: BaseException | None = None
+
+    def start(self, threads: int) -> None:
+        """Set that many to work, or as many as can be had; where none can, do all of it here and now."""
+        self.ended.acquire()
+        self._at_work = 1  # this one, until all are started
+        started = 0
+        while started < threads and self._start_one():
+            started += 1
+        if not started:
+            self._do()
+        self._leave()
+
+    def _start_one(self) -> bool:
+        with self._lock:
+            self._at_work += 1
+        try:
+            start_new_thread(self._live, ())
+        except RuntimeError:
+            self._leave()
+            return False
+        return True
+
+    def _live(self) -> None:
+        self._do()
+        self._leave()
+
+    def _do(self) -> None:
+        try:
+            self._work(self._take, self._tell)
+        except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits for this one
+            self.failure = error
+
+    def _take(self) -> Any:
+        with self._lock:
+            return next(self._left, None) if self.failure is None else None
+
+    def _tell(self, done_bytes: int) -> None:
+        with self._lock:
+            self.done_bytes += done_bytes
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._at_work -= 1
+            if self._at_work == 0:
+                self.ended.release()
+
+
+def share_out(
+    work: Work[Item],
+    items: list[Item],
+    progress: Tell,
+    most: int,
+    beside: Callable[[], object] | None = None,
+) -> None:
+    """Have the items worked on by as many threads as are of use; `beside` is done here meanwhile.
+
+    Raises what any of these raises, once nobody is at work any more.
+    """
+    crew = _Crew(work, items)
+    crew.start(max(1, min(most, len(os.sched_getaffinity(0)), len(items) // 2)))
+    try:
+        if beside is not None:
+            beside()
+    except BaseException as error:  # noqa: BLE001 - raised below
+        crew.failure = error
+    while not crew.ended.acquire(timeout=_PROGRESS_EVERY_S):
+        try:
+            progress(crew.done_bytes)
+        except BaseException as error:  # noqa: BLE001 - the same
+            crew.failure = error
+    if crew.failure is not None:
+        raise crew.failure
