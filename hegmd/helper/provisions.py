@@ -36,17 +36,23 @@ class Provisions:
     def provide(self, streams: int, host: int | None = None) -> None:
         """Have at least so many streams on each GPU, that have copied to `host` if there is one; and the reserve.
 
-        Raises CudaError; what was made stays until `close`.
+        Raises CudaError; what was made stays until `close`. Nothing of the reserve can be spent meanwhile.
         """
         self.restock()
-        for ordinal, context in self._contexts.items():
-            cuda.use(context)
-            while len(self._streams[ordinal]) < streams:
-                self._streams[ordinal].append(cuda.create_stream())
-                self._try(ordinal, self._streams[ordinal][-1], host)
-        for ordinal in self._contexts:
-            for stream in self._streams[ordinal]:
-                cuda.synchronize(stream)
+        with self._guard:  # to the end of what is tried: a piece that was given back may be somebody else's by then
+            try:
+                for ordinal, context in self._contexts.items():
+                    cuda.use(context)
+                    while len(self._streams[ordinal]) < streams:
+                        self._streams[ordinal].append(cuda.create_stream())
+                        self._try(ordinal, self._streams[ordinal][-1], host)
+                for ordinal in self._contexts:
+                    for stream in self._streams[ordinal]:
+                        cuda.synchronize(stream)
+            except BaseException:
+                for ordinal in self._contexts:
+                    settle(self._streams[ordinal])
+                raise
 
     def _try(self, ordinal: int, stream: Any, host: int | None) -> None:
         """Between pieces of the reserve, which nobody has anything in."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import pytest
 
 from hegmd.errors import Refused
 from hegmd.helper.link import DriverFailed
 from hegmd.helper.provisions import PIECE_BYTES, PIECES
-from tests.contract.driven import REST_BYTES, Parts, rigged
+from tests.contract.driven import QUESTIONS, REST_BYTES, Parts, rigged
 from tests.contract.helped import MIB, SIZE_BYTES, Owner, ask, carry, hold, linked, places
 from tests.stubs.cuda.node import CudaNode
 
@@ -72,6 +74,42 @@ async def test_a_lane_gives_its_reserve_bit_by_bit_and_has_it_again(
             node.mend()
             await ask(link, "close", lane="7")
             assert watcher.free_bytes() > before_bytes
+
+
+async def test_memory_was_given_back_to_others_while_a_copy_that_was_only_tried_still_went_to_it(
+    node: CudaNode, owner: Owner, gate: Path
+) -> None:
+    """Streams are tried on the reserve, which a checkpoint on a full GPU may spend at that moment from its thread."""
+    async with linked(node) as link:
+        held, sizes = await hold(link, node.uuids[0], [SIZE_BYTES])
+        with held:
+            await ask(link, "open", lane="7", gpus=node.uuids[:1])
+            await ask(link, "lock", pid=owner.pid, timeout_s=1.0)
+            node.order(f"hold cuStreamSynchronize {gate}")
+            async with anyio.create_task_group() as tasks:
+
+                async def attach() -> None:
+                    await ask(link, "attach-video", lane="7", gpu=node.uuids[0], sizes=sizes, fds=held.view())
+
+                async def checkpoint() -> None:
+                    await ask(link, "checkpoint", pid=owner.pid)
+
+                tasks.start_soon(attach)
+                gated = await anyio.to_thread.run_sync(gate.open, "w")  # returns when it waits for its copies
+                node.mend()
+                node.order("error step:checkpoint 999 1 1")
+                tasks.start_soon(checkpoint)
+                while not node.calls("step:checkpoint"):
+                    await ask(link, "state", pid=owner.pid)
+                for _ in range(QUESTIONS):
+                    await ask(link, "state", pid=owner.pid)
+                given_back = len(node.calls("cuMemFree_v2"))
+                gated.close()
+            assert not given_back, "as long as something was under way"
+            assert node.calls("cuMemFree_v2"), "once that is over"
+            await ask(link, "restore", pid=owner.pid, pairs=[])
+            await ask(link, "unlock", pid=owner.pid)
+            await ask(link, "close", lane="7")
 
 
 @pytest.mark.parametrize("code", [2, 999])
