@@ -185,11 +185,13 @@ class Moving:
         steps = Steps(self.helper, gpus, self._neighbours)
         method = DriverMethod(steps, self.memory, gpus, self._neighbours)
         restarting, by_state = self._restarting(method)
+        host = HostCarrier(self.helper, gpus, self.pool, self.memory)
+        self.memory.make_room = host.make_room
         carriers: tuple[Carrier, ...] = (
             by_worker,
             by_state,
             DriverCarrier(),
-            HostCarrier(self.helper, gpus, self.pool, self.memory),
+            host,
             PeerCarrier(self.helper, gpus, self.memory),
         )
         return {method.name: method, restarting.name: restarting}, {carrier.name: carrier for carrier in carriers}
@@ -223,7 +225,12 @@ class Moving:
     def _make_strays(self, events: EventLog) -> Strays:
         """Of all kinds."""
         self._distrusted = DistrustedStrays()
-        in_video = VideoStrays(self.memory, self._owned, self._why_stray, self._gpu_named)
+        in_video = VideoStrays(
+            self.memory,
+            lambda key: self._owned(key) or self.pool.was_claimed_from(key),
+            self._why_stray,
+            self._gpu_named,
+        )
         sources: list[Source] = [PieceStrays(self.pool, self._why_stray), in_video, self._distrusted, self._standing]
         if self._by_driver is None:
             return Strays(sources, events)

@@ -110,6 +110,11 @@ class Pool:
         """Every piece that has an owner."""
         return dict(self._held)
 
+    def was_claimed_from(self, key: Key) -> bool:
+        """Whether a piece that another operation has now was that one's: what is in it may name that one still."""
+        own = [piece.name for piece in self._held.values()]
+        return any(name.key.worker == key.worker and key.operation in name.before for name in own)
+
     def unclaimed(self) -> Mapping[str, Piece]:
         """Every piece that was found and that no operation has, by its name."""
         return dict(self._unclaimed)
@@ -259,7 +264,7 @@ class Pool:
     async def claim(self, name: str, key: Key) -> None:
         """Make an owner of a piece that had none. Raises HegmError; it has none then."""
         piece = self._stray(name)
-        new = PieceName(key, piece.name.usable_bytes, piece.name.nonce, piece.name.source)
+        new = piece.name.claimed_by(key)
         async with piece.lock:
             self._stray(name)  # whoever had the lock may have given it up
             if key in self._held:
@@ -268,7 +273,7 @@ class Pool:
             if piece.memory is not None and piece.memory.place is None:
                 await self._put(str(new), piece.memory)
                 await self._drop(name)
-            piece.claimed_from, piece.name = piece.name.key, new
+            piece.name = new
             del self._unclaimed[name]
             self._held[key] = piece
 

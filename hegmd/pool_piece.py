@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import anyio
 
 from hegmd.pool_memory import Memory
-from hegmd.pool_names import Key, PieceName
+from hegmd.pool_names import PieceName
 from hegmd.pool_places import Place
 from hegmd.spill_file import SpillFolder
 from hegmd.store import Store
@@ -35,8 +35,6 @@ class Piece:
         self.spilled = spilled
         #: Whether one was ever begun: a copy that was given up may be whole, and its file be there, all the same.
         self.may_have_file = spilled
-        #: Whose it was when it was found: what it says of itself is of that time.
-        self.claimed_from: Key | None = None
         self.lock = anyio.Lock()
         self.spilling: anyio.CancelScope | None = None
 

@@ -219,8 +219,8 @@ def _file_bytes(size_bytes: int) -> int:
 
 
 def _mark_of(name: str) -> str:
-    """The part of a piece's name that is its own, whoever owns it: size and nonce."""
-    return name.rpartition("-")[2]
+    """The part of a piece's name that is its own, whoever owns it or did before: size, nonce and source."""
+    return name.rpartition("-")[2].partition(".from.")[0]
 
 
 def _write_ends(file: int, mark: str, size_bytes: int, sums: list[int]) -> None:

@@ -19,7 +19,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -101,6 +101,9 @@ class VideoMemory:
 
     def __init__(self, helper: Helper, store: Store | None = None) -> None:
         self.store = store
+        #: Asked to have given back what can be done without on that GPU, before somebody is refused; tells whether
+        #: anything was, and raises nothing.
+        self.make_room: Callable[[str], Awaitable[bool]] | None = None
         self._helper = helper
         self._held: dict[Key, _Holding] = {}
         self._taking = anyio.Lock()
@@ -130,9 +133,10 @@ class VideoMemory:
 
     # -- taking and giving ---------------------------------------------------------------------------------------------
 
-    async def hold(self, who: str, gpu: str, size_bytes: int) -> None:
+    async def hold(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None:
         """Hold at least so much there for that owner from now on, in all; what is missing is added.
 
+        For what is `spare`, because it can be done without, nobody is asked to give anything back.
         Raises Refused when the GPU has no room, and whatever the helper fails with; then all is as it was. Cancelled,
         what was on its way is given back.
         """
@@ -144,10 +148,11 @@ class VideoMemory:
             deadline_s = _HOLD_S + missing_bytes / _HOLD_BYTES_PER_S
             args: dict[str, object] = {"gpu": gpu, "sizes": piece_sizes(missing_bytes)}
             try:
-                answer = await self._helper.call("hold", args, deadline_s=deadline_s)
-            except HelperLost as error:  # what it may have made went with it
-                logger.warning("video memory is asked for once more: %s", error.message)
-                answer = await self._helper.call("hold", args, deadline_s=deadline_s)
+                answer = await self._made(args, deadline_s)
+            except Refused:
+                if spare or self.make_room is None or not await self.make_room(gpu):
+                    raise
+                answer = await self._made(args, deadline_s)
             holding = self._held.get((who, gpu), _Holding())  # some may have been given back meanwhile
             with answer.fds:
                 added = _pieces_of(answer, holding.end)
@@ -162,6 +167,13 @@ class VideoMemory:
             who,
             extra=fields(gpu=gpu, size_bytes=holding.size_bytes),
         )
+
+    async def _made(self, args: Mapping[str, object], deadline_s: float) -> Answer:
+        try:
+            return await self._helper.call("hold", args, deadline_s=deadline_s)
+        except HelperLost as error:  # what it may have made went with it
+            logger.warning("video memory is asked for once more: %s", error.message)
+            return await self._helper.call("hold", args, deadline_s=deadline_s)
 
     async def keep(self, who: str, gpu: str) -> bool:
         """Have it outlive the daemon from now on, before bytes are put into it; whether there is who keeps it.

@@ -19,41 +19,31 @@ goes ahead is never the only copy, and only this daemon, by the very route that 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 
 import anyio
 
 from hegmd.errors import HegmError, Refused
-from hegmd.helper.link import HelperLost, Link
-from hegmd.helper.mark import MARK_BYTES, Mark, read_mark
+from hegmd.helper.link import DriverFailed, HelperLost, Link
+from hegmd.helper.mark import MARK_BYTES, Mark
 from hegmd.helper.route import HOST, VIDEO, Route
 from hegmd.methods.base import Making, Meanwhile, Progress, Subject
 from hegmd.methods.beside import beside
 from hegmd.methods.copying import CopyingCarrier, lane_of
-from hegmd.methods.gpus import Gpus, VideoMemory, ahead_of, passing_name, passing_of
-from hegmd.methods.near import Near
+from hegmd.methods.gpus import Gpus, VideoMemory, ahead_of, passing_of
+from hegmd.methods.marks import Marks
+from hegmd.methods.near import Ahead, Near
 from hegmd.methods.pooled import key_of, source_of
 from hegmd.pieces import FLAT_BYTES, ahead_room_bytes, passing_room_bytes
 from hegmd.pool import Pool
+from hegmd.workers import OrderFailed
 
 logger = logging.getLogger(__name__)
 
 NAME = "host"
 # For an operation that is cut off; what is left after it goes with the helper, and with the daemon.
 _LAST_WORD_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """What goes ahead, or has: by which route into which of its memories, how far, and how long once that is known."""
-
-    route: Route
-    attached: tuple[str, int] | None
-    size_bytes: int
-    done: Meanwhile
 
 
 class HostCarrier(CopyingCarrier):
@@ -66,8 +56,11 @@ class HostCarrier(CopyingCarrier):
         super().__init__(helper, gpus)
         self._pool = pool
         self._near = Near(gpus, memory)
+        self._marks = Marks(pool)
+        # By lane: whose memory beside may be held, and whether it is in use now.
+        self._beside: dict[str, _Beside] = {}
         # By lane: what is being copied, or has been, from the pool into the video memory of its route.
-        self._ahead: dict[str, _Ahead] = {}
+        self._ahead: dict[str, Ahead] = {}
 
     # -- what is held --------------------------------------------------------------------------------------------------
 
@@ -75,17 +68,15 @@ class HostCarrier(CopyingCarrier):
         if self._pool.held_for(key_of(subject)) < size_bytes:
             await self.disarm(subject)  # a larger piece takes the place of the one that is attached
         await self._pool.take(key_of(subject), size_bytes, source_of(subject))
-        await self._take_passing(subject, size_bytes + FLAT_BYTES, passing_room_bytes(size_bytes, at_rest=False))
+        async with self._using(subject):
+            await self._take_passing(subject, size_bytes + FLAT_BYTES, passing_room_bytes(size_bytes, at_rest=False))
         await self.arm_or_give(subject)
 
     async def give(self, subject: Subject) -> None:
         await self.disarm(subject)
-        mark = None
-        with suppress(HegmError):  # one that cannot be believed names nothing of its own
-            mark = self._mark(subject)
-        await self._near.give(passing_of(subject))
-        if mark is not None:
-            await self._near.give(mark.owner)
+        for owner in self._marks.owners(subject):
+            await self._near.give(owner)
+        self._beside.pop(lane_of(subject), None)
         await self._pool.give(key_of(subject))
 
     def held_bytes(self, subject: Subject) -> int:
@@ -102,8 +93,9 @@ class HostCarrier(CopyingCarrier):
         # First, since the lane's end waits for what goes ahead; until then the memory is mapped there.
         await self._near.give(ahead_of(subject))
         await super().disarm(subject)
-        if self._is_unmarked(subject):
-            await self._near.give(passing_of(subject))
+        if self._marks.is_unmarked(subject):
+            for owner in self._marks.owners(subject):
+                await self._near.give(owner)
 
     def space_bytes(self, subject: Subject) -> int:
         return self._pool.memory(key_of(subject)).size_bytes - MARK_BYTES
@@ -112,7 +104,7 @@ class HostCarrier(CopyingCarrier):
         """Where it is and where it goes, and where its bytes are: a context is made while the process still runs."""
         names = dict.fromkeys(name for name in (subject.gpu, subject.goal) if name is not None)
         uuids = [await self.gpus.uuid_of(name) for name in names]
-        mark = self._mark(subject)
+        mark = self._marks.of(subject)
         where = None if mark is None else self._near.where(mark.owner)
         return list(dict.fromkeys([*uuids, *([] if where is None else [where])]))
 
@@ -129,6 +121,10 @@ class HostCarrier(CopyingCarrier):
 
     async def before_copy_out(self, subject: Subject, end_bytes: int) -> None:
         """By video memory that has been held, or is now that the job stands; otherwise straight to the pool."""
+        async with self._using(subject):
+            await self._begin_out(subject, end_bytes)
+
+    async def _begin_out(self, subject: Subject, end_bytes: int) -> None:
         owner = passing_of(subject)
 
         async def begin(route: Route) -> None:
@@ -141,28 +137,31 @@ class HostCarrier(CopyingCarrier):
                 return
             except HegmError as error:
                 logger.warning("process %d is copied straight to the pool: %s", subject.pid, error.message)
-        if self._mark(subject) is not None:
+        if self._marks.of(subject) is not None:
             await self.with_route(subject, lambda route: route.mark(None))
         await self._give_near(subject)
 
     async def _take_passing(self, subject: Subject, size_bytes: int, room_bytes: int) -> bool:
         """Whether so much is held for what passes. Never while some of it has the bytes."""
         owner, gpu = passing_of(subject), subject.gpu
-        if gpu is None or not self._is_unmarked(subject):
+        if gpu is None or not self._marks.is_unmarked(subject):
             return False
         if self._near.where(owner) == await self.gpus.uuid_of(gpu) and self._near.held_bytes(owner) >= size_bytes:
-            return True
+            if await self._near.fits(owner, gpu, room_bytes):  # others may have taken what was free when it was taken
+                return True
+            await self._give_near(subject)
+            return False
         await self._give_near(subject)
         async with self.gpus.turn(gpu):
             return await self._near.take(owner, gpu, size_bytes, room_bytes, keep=True)
 
     def is_passing(self, subject: Subject) -> bool:
-        return self._mark(subject) is not None
+        return self._marks.of(subject) is not None
 
     @asynccontextmanager
     async def settling(self, subject: Subject) -> AsyncGenerator[Meanwhile]:
         done = Meanwhile()
-        mark = self._mark(subject)
+        mark = self._marks.of(subject)
         if mark is None:
             yield done
             return
@@ -180,25 +179,31 @@ class HostCarrier(CopyingCarrier):
         await self.with_route(subject, drain)
         done.size_bytes, done.took_s = mark.size_bytes, anyio.current_time() - began
         await self.with_route(subject, lambda route: route.mark(None))
-        await self._give_near(subject, mark.owner)
+        await self._give_near(subject, *self._marks.owners(subject))
 
     # -- and back ------------------------------------------------------------------------------------------------------
 
     def _may_go_ahead(self, subject: Subject) -> bool:
         """Whether the bytes are in the pool, and it is known where they go."""
         is_to_come = subject.gpu is None and subject.goal is not None and not subject.anywhere
-        return is_to_come and subject.size_bytes > 0 and self._mark(subject) is None
+        return is_to_come and subject.size_bytes > 0 and self._marks.of(subject) is None
 
     async def _take_ahead(self, subject: Subject, gpu: str) -> bool:
         size_bytes = self._reach_bytes(subject)
-        return await self._near.take(ahead_of(subject), gpu, size_bytes, ahead_room_bytes(size_bytes), keep=False)
+        async with self.gpus.turn(gpu):
+            is_held = await self._near.take(
+                ahead_of(subject), gpu, size_bytes, ahead_room_bytes(size_bytes), keep=False
+            )
+        if not is_held and self._near.held_bytes(ahead_of(subject)):  # of an attempt before, when there was more room
+            await self._give_near(subject)
+        return is_held
 
     def _reach_bytes(self, subject: Subject) -> int:
         """How far its storages can reach in the pool: where each of them is, its agent says only when it makes them."""
         return min(subject.size_bytes + FLAT_BYTES, self.space_bytes(subject))
 
     def near(self, subject: Subject) -> Meanwhile | None:
-        if self._mark(subject) is not None:
+        if self._marks.of(subject) is not None:
             return Meanwhile()
         ahead = self._ahead.get(lane_of(subject))
         return None if ahead is None else ahead.done
@@ -211,11 +216,10 @@ class HostCarrier(CopyingCarrier):
         if gpu is None or route is None or not self._may_go_ahead(subject):
             yield done
             return
-        async with self.gpus.turn(gpu):
-            is_held = await self._take_ahead(subject, gpu)
         try:
-            if is_held:
-                await self._go_ahead(subject, route, done)
+            async with self._using(subject):
+                if await self._take_ahead(subject, gpu):
+                    await self._go_ahead(subject, route, done)
             yield done
         except HegmError:  # what is held for this may be what was missing
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LAST_WORD_S), suppress(HegmError):
@@ -228,7 +232,7 @@ class HostCarrier(CopyingCarrier):
         It goes on while the storages are made, too: `through` waits for its end.
         """
         size_bytes, known = self._reach_bytes(subject), self._ahead.get(lane_of(subject))
-        if known is not None and _is_in(known, route) and known.size_bytes >= size_bytes:
+        if known is not None and known.is_in(route) and known.size_bytes >= size_bytes:
             return
         try:
             await self._have_near(route, subject, ahead_of(subject))
@@ -238,12 +242,12 @@ class HostCarrier(CopyingCarrier):
             await self.disarm(subject)
             return
         done.size_bytes = size_bytes
-        self._ahead[lane_of(subject)] = _Ahead(route, route.attached, size_bytes, done)
+        self._ahead[lane_of(subject)] = Ahead(route, route.attached, size_bytes, done)
 
     async def _has_gone_ahead(self, subject: Subject, route: Route, end_bytes: int) -> bool:
         """Whether video memory of this route has those bytes, once that is certain."""
         ahead = self._ahead.get(lane_of(subject))
-        if ahead is None or not _is_in(ahead, route) or ahead.size_bytes < end_bytes:
+        if ahead is None or not ahead.is_in(route) or ahead.size_bytes < end_bytes:
             return False
         try:
             copied = await route.shifted(ahead.size_bytes)
@@ -258,61 +262,78 @@ class HostCarrier(CopyingCarrier):
         return True
 
     async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
-        """What is held on its GPU for that is given back as soon as its storages have the bytes: it needs the room."""
-        done_bytes = await super().put_back(subject, on_progress, making)
+        """What is held on its GPU for that is given back as soon as its storages have the bytes: it needs the room.
+
+        Or before, where these cannot be made for want of some: then their bytes come over the link.
+        """
+        async with self._using(subject):
+            try:
+                done_bytes = await super().put_back(subject, on_progress, making)
+            except OrderFailed as error:
+                if error.lacks_bytes is None or not self._near.held_bytes(ahead_of(subject)):
+                    raise
+                logger.warning("what went ahead of process %d makes room for it: %s", subject.pid, error.message)
+                await self._give_near(subject)
+                done_bytes = await super().put_back(subject, on_progress, making)
+            await self._put_away(subject)
+        return done_bytes
+
+    async def _put_away(self, subject: Subject) -> None:
         try:
-            mark = self._mark(subject)
+            mark = self._marks.of(subject)
             if mark is not None:
                 await self.with_route(subject, lambda route: route.mark(None))
             await self._give_near(subject, None if mark is None else mark.owner)
         except HegmError as error:  # it is given back with the rest
             logger.warning("video memory beside process %d is still held: %s", subject.pid, error.message)
-        return done_bytes
 
     # -- video memory beside -------------------------------------------------------------------------------------------
 
+    @asynccontextmanager
+    async def _using(self, subject: Subject) -> AsyncGenerator[None]:
+        """In the block nobody else gives back what is held beside that process."""
+        known = self._beside.setdefault(lane_of(subject), _Beside(subject))
+        async with known.in_use:
+            yield
+
+    async def make_room(self, gpu: str) -> bool:
+        """Give back what is held beside processes on that GPU, by UUID, and has no bytes that are nowhere else.
+
+        For whoever finds no room there, and would be told that there is none. Not what is in use this moment. Whether
+        there was any; raises nothing.
+        """
+        given = [await self._spare(known, gpu) for known in tuple(self._beside.values())]
+        return any(given)
+
+    async def _spare(self, known: _Beside, gpu: str) -> bool:
+        subject = known.subject
+        held = [owner for owner in (passing_of(subject), ahead_of(subject)) if self._near.where(owner) == gpu]
+        if not held or known.in_use.locked() or not self._marks.is_unmarked(subject):
+            return False
+        async with known.in_use:
+            logger.info("what is held beside process %d on %s is given back: others need the room", subject.pid, gpu)
+            try:
+                ahead, route = self._ahead.get(lane_of(subject)), self.routes.get(lane_of(subject))
+                if ahead is not None and ahead.route is route:  # it can be let go of when no copy goes to it any more
+                    with suppress(DriverFailed):
+                        await ahead.route.shifted(ahead.size_bytes)
+                await self._give_near(subject)
+            except HegmError as error:
+                logger.warning("video memory beside process %d is still held: %s", subject.pid, error.message)
+                return False
+        return True
+
     async def through(self, subject: Subject, route: Route, end_bytes: int) -> str:
         """By the video memory that the mark names, if there is one; else by what has gone ahead, or the pool itself."""
-        mark = self._mark(subject)
+        mark = self._marks.of(subject)
         if mark is not None:
             await self._have_near(route, subject, mark.owner)
             return VIDEO
         return VIDEO if await self._has_gone_ahead(subject, route, end_bytes) else HOST
 
-    def _mark(self, subject: Subject) -> Mark | None:
-        """Who has the bytes in place of the pool. Raises HegmError where that cannot be made out, or believed.
-
-        The job has a descriptor of the piece and could write any name there: another job's bytes would be copied to it.
-        """
-        piece = self._pool.by_owner().get(key_of(subject))
-        memory = None if piece is None else piece.memory
-        if piece is None or memory is None:
-            return None
-        mark = read_mark(os.pread(memory.fd, MARK_BYTES, memory.size_bytes - MARK_BYTES))
-        before = piece.claimed_from
-        own = {passing_of(subject)}
-        if before is not None:
-            own.add(passing_name(before.operation, before.worker))
-        if mark is not None and mark.owner not in own:
-            raise Refused(
-                f"the piece of process {subject.pid} says that its bytes are held for {mark.owner[:80]!r}, "
-                f"which is not its own: {' or '.join(sorted(own))} is",
-                "nothing is read from there; if the job did not write that itself, report it with the log of hegmd",
-                {"pid": subject.pid, "owner": mark.owner},
-            )
-        return mark
-
-    def _is_unmarked(self, subject: Subject) -> bool:
-        """Whether it is certain that no video memory has the bytes; of a piece on disk its mark is not known."""
-        piece = self._pool.by_owner().get(key_of(subject))
-        try:
-            return (piece is None or piece.memory is not None) and self._mark(subject) is None
-        except HegmError:
-            return False
-
     async def _have_likely(self, subject: Subject, route: Route) -> None:
         """Attach what will be copied through, as far as it is held: then it need not be done while the job stands."""
-        mark = self._mark(subject)
+        mark = self._marks.of(subject)
         if mark is not None:
             await self._have_near(route, subject, mark.owner)
             return
@@ -359,6 +380,9 @@ class HostCarrier(CopyingCarrier):
                 await self._near.give(owner)
 
 
-def _is_in(ahead: _Ahead, route: Route) -> bool:
-    """Whether it is in what this route has attached now."""
-    return ahead.route is route and ahead.attached == route.attached
+class _Beside:
+    """Of one process, whose lane the route is: who it is, and who has what is held beside it in use."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.in_use = anyio.Lock()

@@ -11,14 +11,31 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hegmd.errors import HegmError
+from hegmd.helper.route import Route
+from hegmd.methods.base import Meanwhile
 from hegmd.methods.gpus import Gpus, VideoMemory
 from hegmd.vram import Piece
 
-__all__ = ["Near"]
+__all__ = ["Ahead", "Near"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What goes ahead, or has: by which route into which of its memories, how far, and how long once that is known."""
+
+    route: Route
+    attached: tuple[str, int] | None
+    size_bytes: int
+    done: Meanwhile
+
+    def is_in(self, route: Route) -> bool:
+        """Whether it is in what this route has attached now."""
+        return self.route is route and self.attached == route.attached
 
 
 class Near:
@@ -50,21 +67,20 @@ class Near:
     async def take(self, owner: str, gpu: str, size_bytes: int, room_bytes: int, *, keep: bool) -> bool:
         """Whether so much is held on that GPU for that owner, and is to outlive the daemon where it is to be kept.
 
-        It is taken where `room_bytes` are free, its own included. In the GPU's turn. Raises nothing.
+        It is taken where `room_bytes` are free, its own included. In the GPU's turn. Raises nothing; what is held
+        already and has too little room by now is left for the caller to give back.
         """
         try:
             uuid = await self._gpus.uuid_of(gpu)
-            held_bytes = self._memory.of(owner).get(uuid, 0)
-            if held_bytes >= size_bytes:
-                return True
             if self.where(owner) not in (None, uuid):  # of an attempt to go elsewhere
                 await self.give(owner)
-            free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
-            if free_bytes is None or free_bytes < room_bytes - held_bytes:
+            if not await self.fits(owner, gpu, room_bytes):
                 return False
+            if self._memory.of(owner).get(uuid, 0) >= size_bytes:
+                return True
             self._stamp_of[owner] = next(self._stamps)
             try:
-                await self._memory.hold(owner, uuid, size_bytes)
+                await self._memory.hold(owner, uuid, size_bytes, spare=True)
                 if keep:
                     await self._memory.keep(owner, uuid)
             except BaseException:
@@ -76,6 +92,12 @@ class Near:
             logger.info("no video memory is taken on %s for %s: %s", gpu, owner, error.message)
             return False
         return True
+
+    async def fits(self, owner: str, gpu: str, room_bytes: int) -> bool:
+        """Whether so much is free on that GPU now, what is held for that owner there included. Raises HegmError."""
+        held_bytes = self._memory.of(owner).get(await self._gpus.uuid_of(gpu), 0)
+        free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
+        return free_bytes is not None and free_bytes >= room_bytes - held_bytes
 
     async def give(self, owner: str) -> None:
         """Nothing is held for it any more. Fine when nothing is."""

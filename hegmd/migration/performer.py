@@ -299,9 +299,18 @@ class Performer:
         subject = self._subject(op, member)
         if member.out:
             await self._carrier(member).fetch(subject, tell)  # one that fails has changed nothing
-        began = anyio.current_time()
-        async with self._carrier(member).nearing(subject) if member.out else nullcontext(Meanwhile()) as ahead:
-            landed = await self._method(member).restore(subject, effect.gpu)
+        began, is_near = anyio.current_time(), False
+        try:
+            async with self._carrier(member).nearing(subject) if member.out else nullcontext(Meanwhile()) as ahead:
+                is_near = member.out and self._carrier(member).near(subject) is not None
+                landed = await self._method(member).restore(subject, effect.gpu)
+                took_s = anyio.current_time() - began
+        except NoRoom as error:
+            if not is_near:
+                raise
+            logger.warning("what went ahead of process %d makes room for it: %s", member.pid, error.message)
+            began, ahead = anyio.current_time(), Meanwhile()
+            landed = await self._restore_anew(member, subject, effect.gpu)
             took_s = anyio.current_time() - began
         if isinstance(landed, Over):
             return events.TrainingEnded(worker=effect.worker, cause=effect.tag)
@@ -318,6 +327,12 @@ class Performer:
         if not member.anywhere:  # of whom it is only known that it is not more
             self._note_step(member, IN, member.rest_bytes, took_s, ahead)
         return events.Restored(**_ends(effect), landed=landed)
+
+    async def _restore_anew(self, member: Member, subject: Subject, gpu: str) -> str | Reborn | Over | None:
+        """What was held beside it was given back; then as when it was armed: the room, and what the carrier needs."""
+        await self._method(member).hold_room(subject, gpu, member.room_bytes)
+        await self._carrier(member).arm(subject)
+        return await self._method(member).restore(subject, gpu)
 
     async def _refill(self, op: Operation, member: Member, effect: effects.Refill, tell: Progress) -> Event:
         if self._worker(member).held_bytes:

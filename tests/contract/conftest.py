@@ -12,6 +12,7 @@ import pytest
 from hegmd.devices.amd import AmdProvider
 from hegmd.devices.base import VendorSnapshot
 from hegmd.testing.contracts import check_snapshot
+from tests.contract.carried import Moving, moved
 from tests.contract.driven import Parts, in_force
 from tests.contract.helped import SIZES_MIB, Owner
 from tests.stubs.amdsmi.scenario import ENVIRONMENT, Scenario
@@ -138,3 +139,12 @@ def owners(tmp_path: Path) -> Iterator[tuple[CudaNode, Owner, Owner]]:
 def parts(owners: tuple[CudaNode, Owner, Owner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
     node, moved, other = owners
     return Parts(node, in_force(node, tmp_path, monkeypatch), moved, other)
+
+
+@pytest.fixture
+def moving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Moving]:
+    """Jobs of a node of their own, moved by the host carrier."""
+    node = CudaNode.make(tmp_path / "node")
+    made = Owner(node, 0, *SIZES_MIB)
+    yield lambda: moved(tmp_path, (node, made), monkeypatch)
+    made.close()

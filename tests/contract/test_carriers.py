@@ -8,64 +8,26 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.abc
 import pytest
 
-from hegmd.helper.link import Link
 from hegmd.methods.base import Carrier, Crowded, Making, Progress, Subject
 from hegmd.methods.driver_carrier import DriverCarrier
-from hegmd.methods.gpus import Gpus
 from hegmd.methods.host import HostCarrier
 from hegmd.methods.peer import PeerCarrier
 from hegmd.methods.worker import WorkerCarrier
-from hegmd.pool import Keep, Pool
-from hegmd.pool_places import Place as PoolPlace
-from hegmd.protocol.messages import Order, Place
-from hegmd.spill_file import SpillFolder
+from hegmd.protocol.messages import Order
 from hegmd.testing.carriers import check_carrier
 from hegmd.testing.contracts import ContractBroken
-from hegmd.vram import VideoMemory
 from hegmd.workers import Workers
-from tests.contract.driven import driven, in_force
+from tests.contract.carried import POOL_BYTES, Rig, ShowingAgent, pool_in, rigged
 from tests.contract.helped import GIB, MIB, SIZE_BYTES, SIZES_MIB, Owner
 from tests.stubs.cuda.node import CudaNode
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import start_ticks
-
-POOL_BYTES = 64 * MIB
-
-
-class ShowingAgent(ModelAgent):
-    """Shows the video memory of a process that it drives from outside, frees it and makes it again."""
-
-    def __init__(self, workers: Workers, owner: Owner) -> None:
-        super().__init__(workers, owner.pid)
-        self.owner = owner
-        self.size_bytes = SIZE_BYTES
-        self.made = 0
-
-    async def _obey(self, key: object, order: Order, fds: list[int]) -> None:
-        assert not fds
-        assert order.do in {"export", "free", "make", "filled"}
-        self._report(key, order, "done", **self._answer(order.do))
-
-    def _answer(self, do: str) -> dict[str, Any]:
-        if do == "free":
-            assert self.owner.ask("free") == "freed"
-            return {"size_bytes": SIZE_BYTES, "storages": len(SIZES_MIB)}
-        if do == "filled":
-            return {"held_bytes": 0}
-        if do == "make":
-            self.made += 1
-            assert self.owner.ask("make") == "made"
-            assert self.owner.ask("digest") != self.owner.digest, "the bytes never left"
-        shown = [Place(handle=number, offset=0, size_bytes=mib * MIB) for number, mib in enumerate(SIZES_MIB)]
-        return {"handles": tuple(self.owner.handles()), "places": tuple(shown), "first": 0, "at_bytes": 0, "left": 0}
 
 
 class CountingAgent(ModelAgent):
@@ -78,50 +40,12 @@ class CountingAgent(ModelAgent):
         super()._do(order, fds)
 
 
-@dataclass
-class Rig:
-    """What carriers are made of, on a stub node with one process on its first GPU."""
-
-    link: Link
-    gpus: Gpus
-    memory: VideoMemory
-    pool: Pool
-    workers: Workers
-    tasks: anyio.abc.TaskGroup
-    owner: Owner
-
-    async def subject_of(self, agent: ModelAgent) -> Subject:
-        await agent.attend(self.tasks)
-        ticks = start_ticks(agent.pid)
-        assert ticks is not None
-        about: dict[str, Any] = {"gpu": "gpu0", "goal": "gpu1", "left": None, "size_bytes": agent.size_bytes}
-        return Subject("1", str(agent.pid), agent.pid, ticks, agent=self.workers.find(agent.pid), **about)
-
-
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[tuple[CudaNode, Owner]]:
     node = CudaNode.make(tmp_path / "node")
     made = Owner(node, 0, *SIZES_MIB)
     yield node, made
     made.close()
-
-
-@asynccontextmanager
-async def rigged(tmp_path: Path, node: CudaNode, owner: Owner, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
-    scenario = in_force(node, tmp_path, monkeypatch)
-    workers, pool = Workers(start_ticks), _pool(tmp_path)
-    async with driven(node, scenario) as parts, anyio.create_task_group() as tasks:
-        await tasks.start(workers.run)
-        yield Rig(parts.link, parts.gpus, parts.memory, pool, workers, tasks, owner)
-        assert parts.memory.by_owner() == {}
-        tasks.cancel_scope.cancel()
-    pool.close()
-
-
-def _pool(folder: Path) -> Pool:
-    """In pages of any size, which `pwrite` wants."""
-    spill = SpillFolder(folder / "spill", spare_bytes=0)
-    return Pool(POOL_BYTES, keep=Keep([PoolPlace(folder / "memory", huge=False)], None, spill))
 
 
 def peer(rig: Rig) -> Carrier:
@@ -191,7 +115,7 @@ async def test_a_driver_without_memory_for_itself_is_no_fault_of_the_job_s_and_t
 
 
 async def test_what_the_process_copies_by_itself_keeps_the_contract(tmp_path: Path) -> None:
-    workers, pool = Workers(start_ticks), _pool(tmp_path)
+    workers, pool = Workers(start_ticks), pool_in(tmp_path)
     async with anyio.create_task_group() as tasks:
         await tasks.start(workers.run)
         agent = CountingAgent(workers, os.getpid(), data=os.urandom(3 * MIB))
@@ -244,7 +168,7 @@ class Boastful(WorkerCarrier):
     ],
 )
 async def test_a_promise_that_is_broken_is_found(tmp_path: Path, kind: type[WorkerCarrier], says: str) -> None:
-    workers, pool = Workers(start_ticks), _pool(tmp_path)
+    workers, pool = Workers(start_ticks), pool_in(tmp_path)
     async with anyio.create_task_group() as tasks:
         await tasks.start(workers.run)
         agent = CountingAgent(workers, os.getpid(), data=b"x" * MIB)

@@ -8,8 +8,6 @@ Longer than 400 lines because who may read which memory is one account, told fro
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,8 @@ from hegmd.devices.simulated import SimulatedProvider
 from hegmd.devices.topology import parse_topology
 from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import DriverFailed
-from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark, read_mark
+from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
 from hegmd.methods.base import Standing, Subject
-from hegmd.methods.copying import lane_of
 from hegmd.methods.gpus import ahead_of, passing_of
 from hegmd.methods.host import HostCarrier
 from hegmd.methods.pooled import key_of
@@ -38,79 +35,15 @@ from hegmd.pool_names import PieceName
 from hegmd.pool_piece import Piece
 from hegmd.rooms import Rooms
 from hegmd.vram import VideoMemory
-from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, Owner
-from tests.contract.test_carriers import Rig, ShowingAgent, rigged
-from tests.stubs.cuda.node import CudaNode
+from tests.contract.carried import Moving, ignored
+from tests.contract.helped import MIB, SIZE_BYTES
 from tests.unit.descriptor_store import DescriptorStore
 from tests.unit.migration.operations import operation, worker
 from tests.unit.moving_node import start_ticks
 
 
-@pytest.fixture
-def owner(tmp_path: Path) -> Iterator[tuple[CudaNode, Owner]]:
-    node = CudaNode.make(tmp_path / "node")
-    made = Owner(node, 0, *SIZES_MIB)
-    yield node, made
-    made.close()
-
-
-def ignored(_: int) -> None:
-    """How far it is."""
-
-
-class Moved:
-    """A process whose bytes the host carrier takes out and puts back, on its own GPU."""
-
-    def __init__(self, rig: Rig, subject: Subject) -> None:
-        self.rig = rig
-        self.subject = subject
-        self.carrier = HostCarrier(rig.link, rig.gpus, rig.pool, rig.memory)
-
-    @property
-    def off(self) -> Subject:
-        """As it is after its checkpoint."""
-        return replace(self.subject, gpu=None, left="gpu0", goal="gpu0")
-
-    def held(self) -> set[str]:
-        return {who for who, _ in self.rig.memory.by_owner()}
-
-    def marked(self) -> bool:
-        memory = self.rig.pool.memory(key_of(self.subject))
-        return read_mark(os.pread(memory.fd, MARK_BYTES, memory.size_bytes - MARK_BYTES)) is not None
-
-    def in_pool(self) -> bytes:
-        return os.pread(self.rig.pool.memory(key_of(self.subject)).fd, SIZE_BYTES, 0)
-
-    def put_in_pool(self, data: bytes) -> None:
-        os.pwrite(self.rig.pool.memory(key_of(self.subject)).fd, data, 0)
-
-    def spoil_pool(self) -> None:
-        self.put_in_pool(bytes(SIZE_BYTES))
-
-    async def take_out(self) -> None:
-        await self.carrier.hold(self.subject, SIZE_BYTES)
-        assert await self.carrier.take_out(self.subject, ignored) == SIZE_BYTES
-
-    async def put_back(self) -> None:
-        """Into the storages, and everything is given back."""
-        back_bytes = await self.carrier.put_back(self.subject, ignored, lambda: nullcontext(lambda: None))
-        assert back_bytes == SIZE_BYTES
-        assert self.rig.owner.ask("digest") == self.rig.owner.digest
-        assert not self.held(), "its GPU has room for it as soon as it has its bytes"
-        await self.carrier.give(self.subject)
-
-
-@asynccontextmanager
-async def moved(tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Moved]:
-    async with rigged(tmp_path, *owner, monkeypatch) as rig:
-        subject = await rig.subject_of(ShowingAgent(rig.workers, rig.owner))
-        yield Moved(rig, replace(subject, goal=None))
-
-
-async def test_bytes_pass_through_video_memory_and_are_in_the_pool_when_the_checkpoint_is_over(
-    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with moved(tmp_path, owner, monkeypatch) as job:
+async def test_bytes_pass_through_video_memory_and_are_in_the_pool_when_the_checkpoint_is_over(moving: Moving) -> None:
+    async with moving() as job:
         await job.take_out()
         assert job.marked()
         assert job.in_pool() == bytes(SIZE_BYTES), "not there yet"
@@ -126,14 +59,9 @@ async def test_bytes_pass_through_video_memory_and_are_in_the_pool_when_the_chec
         await job.put_back()
 
 
-async def test_bytes_that_have_gone_ahead_are_read_from_there(
-    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with moved(tmp_path, owner, monkeypatch) as job:
-        await job.take_out()
-        async with job.carrier.settling(job.subject):
-            pass
-        await job.carrier.disarm(job.off)
+async def test_bytes_that_have_gone_ahead_are_read_from_there(moving: Moving) -> None:
+    async with moving() as job:
+        await job.suspend()
         await job.carrier.arm(job.off)
         assert not job.held(), "others of the operation have yet to find room"
         async with job.carrier.nearing(job.off) as ahead:
@@ -141,22 +69,17 @@ async def test_bytes_that_have_gone_ahead_are_read_from_there(
         assert ahead.size_bytes >= SIZE_BYTES
         near = job.carrier.near(job.subject)
         assert near is not None
-        await job.rig.link.call("shifted", {"lane": lane_of(job.subject)}, deadline_s=20)
+        await job.shifted()
         job.spoil_pool()
         await job.put_back()
         assert near.took_s > 0
         assert job.carrier.near(job.subject) is None
 
 
-async def test_a_restore_that_failed_has_the_memory_that_was_held_beside_it(
-    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_restore_that_failed_has_the_memory_that_was_held_beside_it(moving: Moving) -> None:
     """It may have been what was missing. A copy that fails is no failure of the restore, nor of what comes after."""
-    async with moved(tmp_path, owner, monkeypatch) as job:
-        await job.take_out()
-        async with job.carrier.settling(job.subject):
-            pass
-        await job.carrier.disarm(job.off)
+    async with moving() as job:
+        await job.suspend()
         await job.carrier.arm(job.off)
 
         async def restore() -> None:
@@ -168,46 +91,38 @@ async def test_a_restore_that_failed_has_the_memory_that_was_held_beside_it(
             await restore()
         assert not job.held()
         await job.carrier.arm(job.off)
-        owner[0].order("error cuMemcpyHtoDAsync_v2 1")
+        job.node.order("error cuMemcpyHtoDAsync_v2 1")
         async with job.carrier.nearing(job.off):
             pass
         with pytest.raises(DriverFailed, match="cuMemcpyHtoDAsync"):
-            await job.rig.link.call("shifted", {"lane": lane_of(job.subject)}, deadline_s=20)
-        owner[0].mend()
+            await job.shifted()
+        job.node.mend()
         await job.put_back()
 
 
-async def test_other_memory_on_the_same_route_is_not_taken_for_what_has_gone_ahead(
-    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with moved(tmp_path, owner, monkeypatch) as job:
-        await job.take_out()
-        async with job.carrier.settling(job.subject):
-            pass
+async def test_other_memory_on_the_same_route_is_not_taken_for_what_has_gone_ahead(moving: Moving) -> None:
+    async with moving() as job:
+        await job.settle()
         await job.carrier.arm(job.off)
         async with job.carrier.nearing(job.off):
             pass
-        await job.rig.link.call("shifted", {"lane": lane_of(job.subject)}, deadline_s=20)
-        await job.rig.memory.hold(passing_of(job.subject), owner[0].uuids[0], SIZE_BYTES)
+        await job.shifted()
+        await job.rig.memory.hold(passing_of(job.subject), job.node.uuids[0], SIZE_BYTES)
         await job.carrier.arm(job.off)  # that is attached now
         await job.put_back()
 
 
 async def test_memory_is_given_back_before_the_copy_that_goes_ahead_into_it_has_ended(
-    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+    moving: Moving, gate: Path
 ) -> None:
     """A restore that failed had five seconds for it, and was cut off while it waited for the end."""
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    async with moved(tmp_path, owner, monkeypatch) as job:
-        await job.take_out()
-        async with job.carrier.settling(job.subject):
-            pass
+    async with moving() as job:
+        await job.settle()
         await job.carrier.arm(job.off)
-        owner[0].order(f"hold cuMemcpyHtoDAsync_v2 {gate}")
+        job.node.order(f"hold cuMemcpyHtoDAsync_v2 {gate}")
         async with job.carrier.nearing(job.off):
             held = await anyio.to_thread.run_sync(os.open, gate, os.O_WRONLY)  # returns when it has begun
-        owner[0].mend()
+        job.node.mend()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(job.carrier.disarm, job.off)
             with anyio.move_on_after(10):
@@ -219,21 +134,17 @@ async def test_memory_is_given_back_before_the_copy_that_goes_ahead_into_it_has_
         await job.put_back()
 
 
-async def test_what_another_daemon_had_copied_ahead_is_not_read(
-    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_another_daemon_had_copied_ahead_is_not_read(moving: Moving) -> None:
     """Nor what this one had, once the helper is another."""
-    async with moved(tmp_path, owner, monkeypatch) as job:
-        await job.take_out()
-        async with job.carrier.settling(job.subject):
-            pass
+    async with moving() as job:
+        await job.settle()
         right = job.in_pool()
         for end in ("daemon", "helper"):
             await job.carrier.arm(job.off)
             job.spoil_pool()
             async with job.carrier.nearing(job.off):
                 pass
-            await job.rig.link.call("shifted", {"lane": lane_of(job.subject)}, deadline_s=20)
+            await job.shifted()
             job.put_in_pool(right)
             if end == "helper":
                 job.rig.link.kill("the test says so")
@@ -242,17 +153,15 @@ async def test_what_another_daemon_had_copied_ahead_is_not_read(
         await job.put_back()
 
 
-async def test_a_checkpoint_that_failed_has_the_storages_filled_from_what_passes(
-    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with moved(tmp_path, owner, monkeypatch) as job:
+async def test_a_checkpoint_that_failed_has_the_storages_filled_from_what_passes(moving: Moving) -> None:
+    async with moving() as job:
         await job.take_out()
-        owner[0].order("error cuMemcpyDtoHAsync_v2 1")
+        job.node.order("error cuMemcpyDtoHAsync_v2 1")
         with pytest.raises(HegmError, match="cuMemcpyDtoHAsync"):
             async with job.carrier.settling(job.subject):
                 pass
         assert job.marked()
-        owner[0].mend()
+        job.node.mend()
         with pytest.raises(Refused, match="the driver does not"):
             async with job.carrier.settling(job.subject):
                 raise Refused("the driver does not want to", "ask the test")
@@ -262,15 +171,13 @@ async def test_a_checkpoint_that_failed_has_the_storages_filled_from_what_passes
 
 @pytest.mark.parametrize("dies", ["helper", "daemon"])
 async def test_whoever_is_killed_while_bytes_pass_leaves_them_to_the_next(
-    tmp_path: Path, owner: tuple[CudaNode, Owner], dies: str, monkeypatch: pytest.MonkeyPatch
+    moving: Moving, gate: Path, dies: str
 ) -> None:
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
     store = DescriptorStore()
-    async with moved(tmp_path, owner, monkeypatch) as job:
+    async with moving() as job:
         job.rig.memory.store = store
         await job.take_out()
-        owner[0].order(f"hold cuMemcpyDtoHAsync_v2 {gate}")
+        job.node.order(f"hold cuMemcpyDtoHAsync_v2 {gate}")
         async with anyio.create_task_group() as tasks:
 
             async def settle() -> None:
@@ -279,7 +186,7 @@ async def test_whoever_is_killed_while_bytes_pass_leaves_them_to_the_next(
 
             tasks.start_soon(settle)
             held = await anyio.to_thread.run_sync(os.open, gate, os.O_WRONLY)  # returns when it has begun
-            owner[0].mend()
+            job.node.mend()
             if dies == "daemon":
                 tasks.cancel_scope.cancel()
             job.rig.link.kill("the test says so")
@@ -298,11 +205,9 @@ async def test_whoever_is_killed_while_bytes_pass_leaves_them_to_the_next(
         await job.put_back()
 
 
-async def test_bytes_whose_video_memory_is_gone_are_not_taken_from_the_pool(
-    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_bytes_whose_video_memory_is_gone_are_not_taken_from_the_pool(moving: Moving) -> None:
     """The pool had pages of zeros for them, in a file that outlives a node's service manager."""
-    async with moved(tmp_path, owner, monkeypatch) as job:
+    async with moving() as job:
         await job.take_out()
         job.rig.memory.close()
         job.carrier = HostCarrier(job.rig.link, job.rig.gpus, job.rig.pool, job.rig.memory)
@@ -316,11 +221,11 @@ async def test_bytes_whose_video_memory_is_gone_are_not_taken_from_the_pool(
 
 @pytest.mark.parametrize(("taken_mib", "passes"), [(5632, False), (3686, True)])
 async def test_bytes_go_straight_to_the_pool_and_back_where_there_is_no_room(
-    tmp_path: Path, owner: tuple[CudaNode, Owner], taken_mib: int, passes: bool, monkeypatch: pytest.MonkeyPatch
+    moving: Moving, taken_mib: int, passes: bool
 ) -> None:
     """Two GiB are left to others; beside a restore, which asks for these by itself, as much again."""
-    async with moved(tmp_path, owner, monkeypatch) as job:
-        memory, gpu = job.rig.memory, owner[0].uuids[0]
+    async with moving() as job:
+        memory, gpu = job.rig.memory, job.node.uuids[0]
         await memory.hold("others", gpu, taken_mib * MIB)
         await job.take_out()
         assert job.marked() is passes
@@ -335,33 +240,27 @@ async def test_bytes_go_straight_to_the_pool_and_back_where_there_is_no_room(
         await job.put_back()
 
 
-async def test_memory_that_was_held_in_time_is_given_back_where_it_cannot_be_used(
-    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with moved(tmp_path, owner, monkeypatch) as job:
+async def test_memory_that_was_held_in_time_is_given_back_where_it_cannot_be_used(moving: Moving) -> None:
+    async with moving() as job:
         await job.carrier.hold(job.subject, SIZE_BYTES)
         assert job.held() == {passing_of(job.subject)}
         await job.carrier.disarm(job.subject)
         assert not job.held()
         await job.carrier.hold(job.subject, SIZE_BYTES)
         job.rig.link.kill("the test says so")
-        owner[0].order("error cuMemMap 2")
+        job.node.order("error cuMemMap 2")
         await job.carrier.take_out(job.subject, ignored)
         assert (job.marked(), job.held()) == (False, set())
-        owner[0].mend()
+        job.node.mend()
         await job.put_back()
 
 
-async def test_a_mark_that_names_another_jobs_video_memory_has_nothing_read_from_it(
-    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_mark_that_names_another_jobs_video_memory_has_nothing_read_from_it(moving: Moving) -> None:
     """A job can write to its piece, and so could who made the image that it came from."""
-    async with moved(tmp_path, owner, monkeypatch) as job:
-        victim, uuid = "7.4321.bytes", owner[0].uuids[0]
+    async with moving() as job:
+        victim, uuid = "7.4321.bytes", job.node.uuids[0]
         await job.rig.memory.hold(victim, uuid, SIZE_BYTES)
-        await job.take_out()
-        async with job.carrier.settling(job.subject):
-            pass
+        await job.settle()
         memory = job.rig.pool.memory(key_of(job.subject))
         forged = packed_mark(Mark(victim, SIZE_BYTES))
         os.pwrite(memory.fd, forged, memory.size_bytes - MARK_BYTES)
@@ -376,9 +275,9 @@ async def test_a_mark_that_names_another_jobs_video_memory_has_nothing_read_from
 
 
 async def test_bytes_on_their_way_of_an_operation_that_was_lost_come_to_the_one_that_claims_them(
-    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+    moving: Moving,
 ) -> None:
-    async with moved(tmp_path, owner, monkeypatch) as job:
+    async with moving() as job:
         await job.take_out()
         found = job.rig.pool.memory(key_of(job.subject))
         name = PieceName(key_of(job.subject), SIZE_BYTES, "ab")
@@ -403,18 +302,18 @@ class Books(SimulatedMethod):
 
 @pytest.mark.parametrize("is_copied", [False, True])
 async def test_whoever_finds_a_process_off_its_gpu_brings_what_passes_to_the_pool(
-    tmp_path: Path, owner: tuple[CudaNode, Owner], is_copied: bool, monkeypatch: pytest.MonkeyPatch
+    moving: Moving, is_copied: bool
 ) -> None:
     """A daemon was killed while bytes passed, and to the next the job was suspended: off its GPU, which was full.
 
     Or all had passed, and the memory had not been given back: it was the store's, and no mark told of it.
     """
-    async with moved(tmp_path, owner, monkeypatch) as job:
+    async with moving() as job:
         await job.take_out()
         if is_copied:
             async with job.carrier.settling(job.subject):
                 pass
-            await job.rig.memory.hold(passing_of(job.subject), owner[0].uuids[0], SIZE_BYTES)
+            await job.rig.memory.hold(passing_of(job.subject), job.node.uuids[0], SIZE_BYTES)
         rooms = Rooms(SimulatedProvider(parse_topology("1x1GiB")))
         carriers = {job.carrier.name: job.carrier}
         performer = Performer(job.rig.workers, {"driver": Books(rooms)}, carriers, start_ticks=start_ticks)

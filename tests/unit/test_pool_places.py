@@ -20,6 +20,7 @@ NAME = str(PieceName(Key("7", "4711-9"), 4096, "00c0ffee"))
 
 
 SOURCED = PieceName(Key("7", "4711"), 3, "ab12", Source(1000, 99))
+CLAIMED = SOURCED.claimed_by(Key("9", "4711")).claimed_by(Key("12", "4711"))
 
 
 @pytest.fixture
@@ -36,12 +37,21 @@ def put(place: Place, name: str, size_bytes: int = 4096) -> Path:
 
 
 def test_names_tell_whose_a_piece_is_and_survive_the_way_there_and_back() -> None:
-    for name in (PieceName(Key("7", "4711-9"), 3, "ab12"), PieceName(Key("7", "4711"), 0), SOURCED):
+    for name in (PieceName(Key("7", "4711-9"), 3, "ab12"), PieceName(Key("7", "4711"), 0), SOURCED, CLAIMED):
         assert parse_name(str(name)) == name
     for text in ("hegm-pool", "hegm-pool-7", "hegm-pool-7--3", "hegm-pool-7-4711-x", "x-7-4711-3", f"{NAME}/..", ""):
         assert parse_name(text) is None
     with pytest.raises(Bug):
         str(PieceName(Key("7-8", "4711"), 3))
+
+
+def test_a_piece_says_whose_it_was_and_its_name_does_not_grow_for_ever() -> None:
+    assert (CLAIMED.key.operation, CLAIMED.before, CLAIMED.source) == ("12", ("9", "7"), SOURCED.source)
+    name = CLAIMED
+    for number in range(100, 200):
+        name = name.claimed_by(Key(str(number), "4711"))
+    assert name.before[0] == "198"
+    assert len(str(name)) < 128
 
 
 def test_a_directory_of_somebody_else_or_open_to_others_is_not_used(place: Place) -> None:

@@ -119,6 +119,27 @@ async def test_no_room_changes_nothing(store: DescriptorStore) -> None:
     memory.close()
 
 
+async def test_whoever_finds_no_room_is_refused_only_when_nobody_could_make_some() -> None:
+    gpus = Gpus(room_bytes=2 * GIB)
+    memory = VideoMemory(gpus)
+    asked: list[str] = []
+
+    async def make_room(gpu: str) -> bool:
+        asked.append(gpu)
+        gpus.room_bytes *= 2
+        return len(asked) < 3
+
+    memory.make_room = make_room
+    await memory.hold(WHO, GPU, 4 * GIB)
+    assert (asked, memory.of(WHO)) == ([GPU], {GPU: 4 * GIB})
+    with pytest.raises(Refused, match="no room"):
+        await memory.hold("others", GPU, 64 * GIB)
+    with pytest.raises(Refused, match="no room"):
+        await memory.hold("others", GPU, 16 * GIB + 1)
+    assert asked == [GPU, GPU, GPU], "asked once each time, and not believed where there was nothing to give"
+    memory.close()
+
+
 async def test_what_is_given_back_while_more_comes_is_not_taken_for_held() -> None:
     """Its descriptors were closed, and their numbers would soon have been somebody else's."""
     gpus = Gpus()

@@ -1,0 +1,182 @@
+"""What tests of carriers share: a stub node with a process on it, the agent that shows its memory, a job on its way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import pytest
+
+from hegmd.helper.link import Link
+from hegmd.helper.mark import MARK_BYTES, read_mark
+from hegmd.methods.base import Subject
+from hegmd.methods.copying import lane_of
+from hegmd.methods.gpus import Gpus
+from hegmd.methods.host import HostCarrier
+from hegmd.methods.pooled import key_of
+from hegmd.pool import Keep, Pool
+from hegmd.pool_places import Place as PoolPlace
+from hegmd.protocol.messages import Order, Place
+from hegmd.spill_file import SpillFolder
+from hegmd.vram import VideoMemory
+from hegmd.workers import Workers
+from tests.contract.driven import driven, in_force
+from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, Owner
+from tests.stubs.cuda.node import CudaNode
+from tests.unit.model_agent import ModelAgent
+from tests.unit.moving_node import start_ticks
+
+POOL_BYTES = 64 * MIB
+
+
+class ShowingAgent(ModelAgent):
+    """Shows the video memory of a process that it drives from outside, frees it and makes it again."""
+
+    def __init__(self, workers: Workers, owner: Owner) -> None:
+        super().__init__(workers, owner.pid)
+        self.owner = owner
+        self.size_bytes = SIZE_BYTES
+        self.made = 0
+        #: How often it finds no room for its storages.
+        self.crowded = 0
+
+    async def _obey(self, key: object, order: Order, fds: list[int]) -> None:
+        assert not fds
+        assert order.do in {"export", "free", "make", "filled"}
+        if order.do == "make" and self.crowded:
+            self.crowded -= 1
+            self._report(key, order, "failed", message="there is no room", hint="ask the test", lacks_bytes=SIZE_BYTES)
+            return
+        self._report(key, order, "done", **self._answer(order.do))
+
+    def _answer(self, do: str) -> dict[str, Any]:
+        if do == "free":
+            assert self.owner.ask("free") == "freed"
+            return {"size_bytes": SIZE_BYTES, "storages": len(SIZES_MIB)}
+        if do == "filled":
+            return {"held_bytes": 0}
+        if do == "make":
+            self.made += 1
+            assert self.owner.ask("make") == "made"
+            assert self.owner.ask("digest") != self.owner.digest, "the bytes never left"
+        shown = [Place(handle=number, offset=0, size_bytes=mib * MIB) for number, mib in enumerate(SIZES_MIB)]
+        return {"handles": tuple(self.owner.handles()), "places": tuple(shown), "first": 0, "at_bytes": 0, "left": 0}
+
+
+@dataclass
+class Rig:
+    """What carriers are made of, on a stub node with one process on its first GPU."""
+
+    link: Link
+    gpus: Gpus
+    memory: VideoMemory
+    pool: Pool
+    workers: Workers
+    tasks: anyio.abc.TaskGroup
+    owner: Owner
+
+    async def subject_of(self, agent: ModelAgent) -> Subject:
+        await agent.attend(self.tasks)
+        ticks = start_ticks(agent.pid)
+        assert ticks is not None
+        about: dict[str, Any] = {"gpu": "gpu0", "goal": "gpu1", "left": None, "size_bytes": agent.size_bytes}
+        return Subject("1", str(agent.pid), agent.pid, ticks, agent=self.workers.find(agent.pid), **about)
+
+
+@asynccontextmanager
+async def rigged(tmp_path: Path, node: CudaNode, owner: Owner, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
+    scenario = in_force(node, tmp_path, monkeypatch)
+    workers, pool = Workers(start_ticks), pool_in(tmp_path)
+    async with driven(node, scenario) as parts, anyio.create_task_group() as tasks:
+        await tasks.start(workers.run)
+        yield Rig(parts.link, parts.gpus, parts.memory, pool, workers, tasks, owner)
+        assert parts.memory.by_owner() == {}
+        tasks.cancel_scope.cancel()
+    pool.close()
+
+
+def pool_in(folder: Path) -> Pool:
+    """In pages of any size, which `pwrite` wants."""
+    spill = SpillFolder(folder / "spill", spare_bytes=0)
+    return Pool(POOL_BYTES, keep=Keep([PoolPlace(folder / "memory", huge=False)], None, spill))
+
+
+def ignored(_: int) -> None:
+    """How far it is."""
+
+
+class Moved:
+    """A process whose bytes the host carrier takes out and puts back, on its own GPU."""
+
+    def __init__(self, rig: Rig, node: CudaNode, subject: Subject, agent: ShowingAgent) -> None:
+        self.rig = rig
+        self.node = node
+        self.agent = agent
+        self.subject = subject
+        self.carrier = HostCarrier(rig.link, rig.gpus, rig.pool, rig.memory)
+
+    @property
+    def off(self) -> Subject:
+        """As it is after its checkpoint."""
+        return replace(self.subject, gpu=None, left="gpu0", goal="gpu0")
+
+    def held(self) -> set[str]:
+        return {who for who, _ in self.rig.memory.by_owner()}
+
+    def marked(self) -> bool:
+        memory = self.rig.pool.memory(key_of(self.subject))
+        return read_mark(os.pread(memory.fd, MARK_BYTES, memory.size_bytes - MARK_BYTES)) is not None
+
+    def in_pool(self) -> bytes:
+        return os.pread(self.rig.pool.memory(key_of(self.subject)).fd, SIZE_BYTES, 0)
+
+    def put_in_pool(self, data: bytes) -> None:
+        os.pwrite(self.rig.pool.memory(key_of(self.subject)).fd, data, 0)
+
+    def spoil_pool(self) -> None:
+        self.put_in_pool(bytes(SIZE_BYTES))
+
+    async def take_out(self) -> None:
+        await self.carrier.hold(self.subject, SIZE_BYTES)
+        assert await self.carrier.take_out(self.subject, ignored) == SIZE_BYTES
+
+    async def settle(self) -> None:
+        """Taken out, and in the pool."""
+        await self.take_out()
+        async with self.carrier.settling(self.subject):
+            pass
+
+    async def suspend(self) -> None:
+        """The same, and nothing in the helper has to do with it."""
+        await self.settle()
+        await self.carrier.disarm(self.off)
+
+    async def shifted(self) -> None:
+        """What goes ahead of it has come to its end."""
+        await self.rig.link.call("shifted", {"lane": lane_of(self.subject)}, deadline_s=20)
+
+    async def put_back(self) -> None:
+        """Into the storages, and everything is given back."""
+        back_bytes = await self.carrier.put_back(self.subject, ignored, lambda: nullcontext(lambda: None))
+        assert back_bytes == SIZE_BYTES
+        assert self.rig.owner.ask("digest") == self.rig.owner.digest
+        assert not self.held(), "its GPU has room for it as soon as it has its bytes"
+        await self.carrier.give(self.subject)
+
+
+@asynccontextmanager
+async def moved(tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Moved]:
+    async with rigged(tmp_path, *owner, monkeypatch) as rig:
+        agent = ShowingAgent(rig.workers, rig.owner)
+        subject = await rig.subject_of(agent)
+        yield Moved(rig, owner[0], replace(subject, goal=None), agent)
+
+
+#: A job, for the length of a block that a test's own task opens: a task group ends where it began.
+Moving = Callable[[], AbstractAsyncContextManager[Moved]]

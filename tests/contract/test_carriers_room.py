@@ -1,0 +1,190 @@
+"""Video memory that the host carrier holds beside everything else, where others need the room."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hegmd.devices.simulated import SimulatedProvider
+from hegmd.devices.topology import parse_topology
+from hegmd.errors import Refused
+from hegmd.helper.mark import MARK_BYTES
+from hegmd.methods.base import NoRoom, Subject
+from hegmd.methods.gpus import ahead_of, passing_of
+from hegmd.methods.pooled import key_of
+from hegmd.methods.simulated import SimulatedMethod
+from hegmd.migration.effects import Restore
+from hegmd.migration.events import Event, Failed, Restored
+from hegmd.migration.performer import Performer
+from hegmd.pool_memory import Memory
+from hegmd.pool_names import PieceName
+from hegmd.pool_piece import Piece
+from hegmd.rooms import Rooms
+from hegmd.workers import OrderFailed
+from tests.contract.carried import Moved, Moving, ignored
+from tests.contract.helped import MIB, SIZE_BYTES
+from tests.unit.migration.operations import operation, worker
+from tests.unit.moving_node import start_ticks
+
+OTHERS = "8.4712.rest"
+# Less than what is held beside the job.
+SOME_BYTES = 8 * MIB
+
+
+async def test_memory_that_was_taken_in_time_was_used_when_others_had_taken_the_rest(moving: Moving) -> None:
+    """It was looked at when it was taken; a minute later there was nothing left for anybody, and nobody looked."""
+    async with moving() as job:
+        await job.carrier.hold(job.subject, SIZE_BYTES)
+        assert job.held() == {passing_of(job.subject)}
+        await job.rig.memory.hold(OTHERS, job.node.uuids[0], 5 * 1024 * MIB)
+        await job.carrier.take_out(job.subject, ignored)
+        assert (job.marked(), job.held()) == (False, {OTHERS}), "straight to the pool, and the memory given back"
+        await _given_back(job, 5 * 1024 * MIB)
+        await job.put_back()
+
+
+async def test_whoever_was_told_that_there_is_no_room_could_have_had_what_was_held_beside_a_job(
+    moving: Moving,
+) -> None:
+    async with moving() as job:
+        memory, (here, there) = job.rig.memory, job.node.uuids
+        memory.make_room = job.carrier.make_room
+        await job.carrier.hold(job.subject, SIZE_BYTES)
+        assert not await job.carrier.make_room(there)
+        most_bytes = job.rig.owner.free_bytes() + SOME_BYTES
+        await memory.hold(OTHERS, here, most_bytes)
+        assert job.held() == {OTHERS}
+        await _given_back(job, most_bytes)
+        await job.take_out()
+        assert job.marked()
+        most_bytes = job.rig.owner.free_bytes() + SOME_BYTES
+        with pytest.raises(Refused, match="has no room"):
+            await memory.hold(OTHERS, here, most_bytes)
+        assert job.held() == {passing_of(job.subject)}, "these are the only bytes there are"
+        async with job.carrier.settling(job.subject):
+            pass
+        async with job.carrier.nearing(job.off):
+            assert job.held() == {ahead_of(job.subject)}
+        most_bytes = job.rig.owner.free_bytes() + SOME_BYTES
+        await memory.hold(OTHERS, here, most_bytes)
+        assert job.held() == {OTHERS}
+        await _given_back(job, most_bytes)
+        await job.put_back()
+
+
+async def _given_back(job: Moved, size_bytes: int) -> None:
+    """By the others; it shows once the helper has closed its own descriptors of it, too."""
+    await job.rig.memory.give(OTHERS, job.node.uuids[0])
+    while job.rig.owner.free_bytes() < size_bytes:
+        await job.rig.link.call("devices", deadline_s=20)
+
+
+async def test_nobody_gives_anything_back_for_what_can_be_done_without(moving: Moving) -> None:
+    async with moving() as job:
+        asked: list[str] = []
+
+        async def make_room(gpu: str) -> bool:
+            asked.append(gpu)
+            return False
+
+        memory, here = job.rig.memory, job.node.uuids[0]
+        memory.make_room = make_room
+        with pytest.raises(Refused, match="has no room"):
+            await memory.hold(OTHERS, here, 64 * 1024 * MIB, spare=True)
+        assert not asked
+        with pytest.raises(Refused, match="has no room"):
+            await memory.hold(OTHERS, here, 64 * 1024 * MIB)
+        assert asked == [here]
+
+
+async def test_storages_that_cannot_be_made_have_the_room_of_what_went_ahead_of_them(moving: Moving) -> None:
+    """The job was told that there is no room, while a copy of what is in the pool lay in it."""
+    async with moving() as job:
+        await job.suspend()
+        await job.carrier.arm(job.off)
+        async with job.carrier.nearing(job.off):
+            assert job.held() == {ahead_of(job.subject)}
+        job.agent.crowded = 1
+        await job.put_back()
+        await job.suspend()
+        job.agent.crowded = 1
+        with pytest.raises(OrderFailed, match="there is no room"):
+            await job.carrier.put_back(job.off, ignored, lambda: nullcontext(lambda: None))
+        await job.put_back()
+
+
+class Crowded(SimulatedMethod):
+    """Finds no room for a process as long as any is held beside it; what it was asked is in `asked`."""
+
+    def __init__(self, job: Moved, *, ever: bool) -> None:
+        super().__init__(Rooms(SimulatedProvider(parse_topology("1x64GiB"))))
+        self.job = job
+        self.ever = ever
+        self.asked: list[str] = []
+
+    async def hold_room(self, subject: Subject, gpu: str, size_bytes: int) -> None:
+        self.asked.append(f"hold {size_bytes}")
+
+    async def restore(self, subject: Subject, gpu: str) -> None:
+        self.asked.append("restore")
+        if self.job.held() or self.ever:
+            raise NoRoom("there is no room", "ask the test")
+
+
+@pytest.mark.parametrize("ever", [False, True])
+async def test_a_restore_that_finds_no_room_has_that_of_what_goes_ahead_of_it(moving: Moving, ever: bool) -> None:
+    """The job was told that there is none, and turned back, when its own copy had taken it."""
+    async with moving() as job:
+        await job.suspend()
+        await job.carrier.arm(job.off)
+        method = Crowded(job, ever=ever)
+        performer = Performer(
+            job.rig.workers, {"driver": method}, {job.carrier.name: job.carrier}, start_ticks=start_ticks
+        )
+        event = await _restored(performer, job)
+        assert isinstance(event, Failed if ever else Restored), event
+        assert method.asked == ["restore", f"hold {SIZE_BYTES}", "restore"]
+        assert not job.held()
+        await job.put_back()
+        await job.suspend()
+        method.asked.clear()
+        method.ever = True
+        assert isinstance(await _restored(performer, job), Failed)
+        assert method.asked == ["restore"], "nothing was held beside it"
+        await job.put_back()
+
+
+async def _restored(performer: Performer, job: Moved) -> Event:
+    who: dict[str, Any] = {"pid": job.subject.pid, "start_ticks": job.subject.start_ticks, "token": "a" * 32}
+    member = worker(job.subject.name, "gpu0", method="driver", carrier="host", out=True, **who)
+    member = member.replace(at=None, left="gpu0", size_bytes=SIZE_BYTES)
+    op = operation(member, id=job.subject.operation)
+    effect = Restore(number=1, worker=member.name, cause=1, gpu="gpu0")
+    return await performer.perform(op, effect, ignored, performer.connection(member))
+
+
+async def test_an_adoption_that_was_cut_off_left_bytes_that_were_refused_ever_after(moving: Moving) -> None:
+    """Whoever had adopted the job was killed before it had brought its bytes to the pool.
+
+    Their piece was the new operation's by then, its mark named the old one's memory, and nobody knew of both any more.
+    """
+    async with moving() as job:
+        await job.take_out()
+        found = job.rig.pool.memory(key_of(job.subject))
+        name = PieceName(key_of(job.subject), SIZE_BYTES, "ab").claimed_by(key_of(replace(job.off, operation="8")))
+        after = name.claimed_by(key_of(replace(job.off, operation="9")))
+        later = replace(job.off, operation="9")
+        piece = Piece(after, found.size_bytes, Memory(os.dup(found.fd), found.size_bytes, huge=False))
+        job.rig.pool.enter([piece], lambda key: key == key_of(later))
+        assert job.rig.pool.was_claimed_from(key_of(job.subject)), "its video memory is no stray"
+        async with job.carrier.settling(later) as passed:
+            pass
+        assert passed.size_bytes == SIZE_BYTES
+        assert os.pread(found.fd, MARK_BYTES, found.size_bytes - MARK_BYTES)[:1] == b"\0"
+        assert not job.held()
+        await job.carrier.give(later)
+        await job.put_back()
