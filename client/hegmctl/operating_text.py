@@ -37,8 +37,11 @@ _RESTART_FROM, _RESTART_STEP = 0.4, 0.09
 
 
 def progress_text(progress: OperationProgress, style: Style) -> list[str]:
-    """One line: what is done now, how far it is, and the bytes of it."""
+    """One line: what is done now, how far it is, and the bytes of it; or what it waits for, without colours."""
     phase = progress.phase
+    if progress.waits is not None:
+        waits = f"{phase} waits: {progress.waits.why}; next: {progress.waits.next}"
+        return [printable(f"operation {progress.id}: {waits}")]
     if progress.doing in RESTART_STEPS:
         return [
             _bar(progress, _RESTART_FROM + RESTART_STEPS.index(progress.doing) * _RESTART_STEP, progress.doing, style)

@@ -115,7 +115,8 @@ class TextSink(Sink):
         elif not self.quiet:  # only a terminal can take back what it was told
             text = " ".join(view(progress, self._error_style))
             self._in_progress = True  # before it stands there: Ctrl-C may come at any moment
-            _write_error(f"\r{text if self._error_style.colour else shortened(text, columns - 1, '')}\x1b[K", end="")
+            fitting = text if "\x1b" in text else shortened(text, columns - 1, "")
+            _write_error(f"\r{fitting}\x1b[K", end="")
 
     def _tell_now_and_then(self, progress: R, view: Callable[[R, Style], list[str]]) -> None:
         now = self._clock()

@@ -35,6 +35,7 @@ from hegmd.methods.base import (
     Standing,
     Subject,
 )
+from hegmd.methods.sight import is_stopped
 from hegmd.migration import effects, events
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
@@ -64,6 +65,7 @@ class Performer:
         start_ticks: Callable[[int], int | None],
         imager: Imager | None = None,
         paces: Paces | None = None,
+        is_stopped: Callable[[int], bool] = is_stopped,
         utc: Callable[[], float] = time.time,
     ) -> None:
         self._utc = utc
@@ -72,6 +74,7 @@ class Performer:
         self._methods = methods
         self._carriers = carriers
         self._start_ticks = start_ticks
+        self._is_stopped = is_stopped
         #: How fast bytes went, for the next estimate.
         self.paces = Paces() if paces is None else paces
         self._released: dict[tuple[int, int], Given] = {}
@@ -100,6 +103,16 @@ class Performer:
     def lives(self, member: Member) -> bool:
         """Whether the process is there still, and no other one under its pid."""
         return self._start_ticks(member.pid) == member.start_ticks
+
+    def stopped(self, op: Operation) -> tuple[int, ...]:
+        """Those of its processes that a signal or a debugger has stopped: no step of the driver in them comes on."""
+        return tuple([member.pid for member in op.live if self._is_stopped(member.pid) and self._is_there(member)])
+
+    def _is_there(self, member: Member) -> bool:
+        try:
+            return self.lives(member)
+        except HegmError:  # it cannot be seen now
+            return False
 
     def connection(self, member: Member) -> int | None:
         """The number of the connection that its agent is on; None while there is none."""

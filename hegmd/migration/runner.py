@@ -39,7 +39,7 @@ from hegmd.migration.machine import handle
 from hegmd.migration.operation import RESTART, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.performer import Performer
-from hegmd.migration.running import SETTLED, Errand, Running
+from hegmd.migration.running import AT_REST, SETTLED, Errand, Running
 from hegmd.migration.telling import description, happenings, way_of
 from hegmd.protocol import operations as told
 from hegmd.workers import BACK, CAME, ENDED, LEFT, Worker
@@ -230,11 +230,13 @@ class Runner:
         """How it stands, for people and programs. Raises NOT_FOUND."""
         running = self._running.get(op_id) or self._ended.get(op_id)
         history = self.history(op_id)
+        op = history.operation
         return description(
-            history.operation,
+            op,
             moved_bytes=0 if running is None else sum(running.moved.values()),
             last_utc=history.story[-1].utc if history.story else None,
             trouble=self._ledger.trouble,
+            stopped=() if op.phase in AT_REST else self._performer.stopped(op),
         )
 
     async def follow(self, op_id: str) -> AsyncIterator[told.OperationProgress]:
@@ -250,6 +252,7 @@ class Runner:
                 moved_bytes=described.moved_bytes,
                 size_bytes=described.size_bytes,
                 doing=described.doing,
+                waits=described.waits,
             )
             if progress != last:
                 yield progress
@@ -258,7 +261,8 @@ class Runner:
                 return
             if described.phase in SETTLED and not running.inbox and not running.taking:
                 return
-            await changed.wait()
+            with anyio.move_on_after(_LOOK_AGAIN_S):  # one of its processes may be stopped, which nobody tells of
+                await changed.wait()
 
     async def changed(self, op_id: str) -> None:
         """Wait until something happens to it; back at once for one that is over."""

@@ -6,7 +6,7 @@ docs/operations.md explains.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hegmd.errors import HegmError
@@ -20,10 +20,18 @@ from hegmd.protocol import operations as told
 
 
 def description(
-    op: Operation, *, moved_bytes: int = 0, last_utc: float | None = None, trouble: HegmError | None = None
+    op: Operation,
+    *,
+    moved_bytes: int = 0,
+    last_utc: float | None = None,
+    trouble: HegmError | None = None,
+    stopped: Sequence[int] = (),
 ) -> told.Operation:
     """How it stands; the figures are the runner's, who has the clock and the reports, and the journal's trouble too.
-    `last_utc`: when it came to where it is."""
+
+    `last_utc`: when it came to where it is. `stopped` are those of its processes that stand still because of a signal
+    or a debugger.
+    """
     failure = op.failure or op.lacks
     return told.Operation(
         id=op.id,
@@ -37,7 +45,7 @@ def description(
         blackout_s=op.blackout_s,
         took_s=max(0.0, last_utc - op.created_utc) if last_utc is not None and op.phase in TERMINAL else None,
         failure=None if failure is None else told.Reason(code=failure.code, message=failure.message, hint=failure.hint),
-        waits=waiting(op, trouble),
+        waits=waiting(op, trouble, stopped),
         way=way_of(op),
         doing=doing(op),
     )
@@ -64,12 +72,16 @@ def doing(op: Operation) -> str | None:
     return told.LEAVING if member.saved and op.heading == FORWARD else None
 
 
-def waiting(op: Operation, trouble: HegmError | None = None) -> told.Wait | None:
+def waiting(op: Operation, trouble: HegmError | None = None, stopped: Sequence[int] = ()) -> told.Wait | None:
     """What it waits for, the most pressing first; None for one that is over, or comes on."""
     if op.phase in TERMINAL:
         return None
     if trouble is not None:
         return told.Wait(why=f"it stands still: {trouble.message}", next=trouble.hint)
+    if stopped:
+        pids = " ".join(str(pid) for pid in stopped)
+        are = f"processes {pids} are" if len(stopped) > 1 else f"process {pids} is"
+        return told.Wait(why=f"{are} stopped by a signal or a debugger", next=f"kill -CONT {pids}")
     for member in op.live:
         if member.waits == FOR_AGENT:
             return told.Wait(

@@ -39,6 +39,7 @@ _CGROUP_MAX_BYTES = 65536
 _GONE = (errno.ENOENT, errno.ESRCH)
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _ENDED_STATES = ("Z", "X", "x")
+_STOPPED_STATES = ("T", "t")
 # Fields of /proc/PID/stat, counted from the one after the name.
 _STATE, _START_TICKS = 0, 19
 
@@ -63,30 +64,39 @@ class KernelFacts:
     name: str
     uid: int
     cgroup_text: str
+    #: Whether a signal or a debugger has stopped it.
+    stopped: bool = False
 
 
 def read_kernel_facts(proc_root: str, pid: int) -> KernelFacts:
     """Read them. Raises Vanished, also for a process that has ended and waits to be reaped, and Unreadable."""
-    start_ticks, name = read_start(proc_root, pid)
+    start_ticks, name, state = _read_stat(proc_root, pid)
     uid = _owner(_read(proc_root, pid, "status", _STAT_MAX_BYTES))
     try:
         cgroup_text = _text(_read(proc_root, pid, "cgroup", _CGROUP_MAX_BYTES))
     except (Vanished, Unreadable):
         cgroup_text = ""  # a kernel without control groups has no such file
-    return KernelFacts(start_ticks=start_ticks, name=name, uid=uid, cgroup_text=cgroup_text)
+    stopped = state in _STOPPED_STATES
+    return KernelFacts(start_ticks=start_ticks, name=name, uid=uid, cgroup_text=cgroup_text, stopped=stopped)
 
 
 def read_start(proc_root: str, pid: int) -> tuple[int, str]:
     """Start time in ticks since boot, and name. Raises as read_kernel_facts does."""
+    return _read_stat(proc_root, pid)[:2]
+
+
+def _read_stat(proc_root: str, pid: int) -> tuple[int, str, str]:
+    """Start time, name, and the kernel's letter for the state."""
     stat = _read(proc_root, pid, "stat", _STAT_MAX_BYTES)
     # The name stands in parentheses and may hold any byte, parentheses and newlines too; what follows it may not.
     before, _, after = stat.rpartition(b")")
     fields = after.split()
     if len(fields) <= _START_TICKS:
         raise Unreadable(f"{proc_root}/{pid}/stat has an unknown form")
-    if fields[_STATE].decode("ascii", "replace") in _ENDED_STATES:
+    state = fields[_STATE].decode("ascii", "replace")
+    if state in _ENDED_STATES:
         raise Vanished
-    return int(fields[_START_TICKS]), _text(before.partition(b"(")[2])
+    return int(fields[_START_TICKS]), _text(before.partition(b"(")[2]), state
 
 
 def start_ticks_of(pid: int, proc_root: str = "/proc") -> int | None:

@@ -203,7 +203,7 @@ class ProcessTable:
         self, pid: int, kernel_facts: KernelFacts, known: _Entry | None, why_no_pidfd: str | None
     ) -> tuple[ProcessFacts, str]:
         """The facts of a process that was read, and the text of its control groups."""
-        note = None if why_no_pidfd is None else f"known by its start time only, not held: {why_no_pidfd}"
+        note = _note(pid, kernel_facts, why_no_pidfd)
         before = None if known is None else known.facts
         if before is not None and before.start_ticks == kernel_facts.start_ticks:
             started_utc = before.started_utc
@@ -276,6 +276,16 @@ class ProcessTable:
             if self._poll is not None:
                 self._poll.unregister(pidfd)
             os.close(pidfd)
+
+
+def _note(pid: int, kernel_facts: KernelFacts, why_no_pidfd: str | None) -> str | None:
+    """What there is to say of one that can be seen."""
+    notes: list[str] = []
+    if kernel_facts.stopped:
+        notes.append(f"a signal or a debugger has stopped it; it goes on by: kill -CONT {pid}")
+    if why_no_pidfd is not None:
+        notes.append(f"known by its start time only, not held: {why_no_pidfd}")
+    return "; ".join(notes) or None
 
 
 def _unseen(pid: int, note: str) -> ProcessFacts:

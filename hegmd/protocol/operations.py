@@ -152,6 +152,7 @@ class OperationProgress(Record):
     moved_bytes: int = field("bytes that are through the step that is under way", default=0)
     size_bytes: int = field("bytes to carry, in all", default=0)
     doing: str | None = field("of a restart: what is done now, in words; nil where the phase says it", default=None)
+    waits: Wait | None = field("what it waits for; nil while it comes on by itself", default=None)
 
 
 class Stray(Record):

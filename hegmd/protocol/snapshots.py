@@ -154,7 +154,7 @@ class GpuProcess(Record):
     held_bytes: int = field("bytes that hegmd holds for it outside the process", default=0)
     agent: AgentInfo | None = field("its agent, if connected", default=None)
     ways: tuple[Way, ...] = field("the ways of moving it, and why others are closed", default=())
-    note: str | None = field("why something about it is unknown", default=None)
+    note: str | None = field("why something about it is unknown, or that it is stopped by a signal", default=None)
 
 
 class Check(Record):

@@ -235,6 +235,27 @@ def test_one_that_is_stopped_in_its_checkpoint_is_told_of_within_seconds_and_com
         only_its_own(node, watched)
 
 
+def test_one_that_is_stopped_in_its_restore_was_in_the_log_alone(node: DrivenNode, tmp_path: Path) -> None:
+    """Nothing that is done to it comes on, and whoever looked was shown an operation that takes its time."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with node.program(0) as program, node.connect() as connection:
+        watched = Watched(program)
+        node.cuda.order(f"hold step:restore@{watched.pid} {gate}")
+        moving = begin(connection, watched.pid)
+        with gate.open("w"):
+            node.cuda.mend()
+            os.kill(watched.pid, signal.SIGSTOP)
+        with node.connect() as following:
+            waits = next(one.waits for one in following.follow(moving.id) if one.waits is not None)
+        assert waits.next == f"kill -CONT {watched.pid}"
+        assert f"kill -CONT {watched.pid}" in _next_step(connection)
+        os.kill(watched.pid, signal.SIGCONT)
+        ended = at_rest(node)
+        assert (ended.phase in {"done", "undone"}, ended.processes[0].state) == (True, "running")
+        watched.is_whole()
+
+
 def _next_step(connection: Connection) -> str:
     """What the newest operation says can be done, once it does not come on by itself."""
     for _ in range(30 * LOOKS):

@@ -25,6 +25,7 @@ from hegmd.protocol.operations import (
     PlannedProcess,
     Reason,
     StoryLine,
+    Wait,
 )
 
 PIPE = Style()
@@ -198,6 +199,12 @@ def test_a_swap_says_whether_they_have_changed_places() -> None:
 def test_a_cancelled_operation_is_said_to_be_turned_back() -> None:
     lines = cancelled_text(m.OperationReply(operation=operation("releasing", process("gpu0", "gpu0"))), PIPE)
     assert lines == ["operation 7 is turned back: releasing"]
+
+
+def test_what_an_operation_waits_for_stood_nowhere_while_it_was_followed() -> None:
+    waits = Wait(why="process 12 is stopped by a signal or a debugger", next="kill -CONT 12")
+    line = "operation 7: restoring waits: process 12 is stopped by a signal or a debugger; next: kill -CONT 12"
+    assert progress_text(OperationProgress(id="7", phase="restoring", waits=waits), PIPE) == [line]
 
 
 def test_the_bar_goes_on_with_phases_and_bytes() -> None:

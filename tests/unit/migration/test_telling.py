@@ -7,7 +7,7 @@ from pathlib import Path
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.migration import events
 from hegmd.migration.operation import SUSPEND
-from hegmd.migration.telling import HAPPENINGS, Happening, happenings, waiting
+from hegmd.migration.telling import HAPPENINGS, Happening, description, happenings, waiting
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
 
@@ -51,6 +51,18 @@ def test_a_job_that_is_held_is_an_error_with_the_command() -> None:
     assert _kinds(drive) == ["operation.turned-back", "operation.found", "operation.held"]
     assert _told(drive)[-1].severity == "error"
     assert "hegmctl resume" in _told(drive)[-1].message
+
+
+def test_a_process_that_was_stopped_while_it_was_restored_was_in_the_log_alone() -> None:
+    op = Drive(operation()).until("restoring").op
+    assert waiting(op) is None
+    waits = waiting(op, stopped=(4711,))
+    assert waits is not None
+    assert (waits.why, waits.next) == ("process 4711 is stopped by a signal or a debugger", "kill -CONT 4711")
+    waits = waiting(op, stopped=(4711, 4712))
+    assert waits is not None
+    assert (waits.why[:24], waits.next) == ("processes 4711 4712 are ", "kill -CONT 4711 4712")
+    assert description(op, stopped=(4711,)).waits == waiting(op, stopped=(4711,))
 
 
 def test_a_recovery_tells_what_was_and_what_was_found() -> None:

@@ -48,6 +48,18 @@ def test_a_death_shows_without_the_pid_being_reaped(table: ProcessTable, start: 
     assert one(table, child.pid).presence is Presence.ENDED
 
 
+def test_one_that_is_stopped_by_a_signal_was_not_told_from_one_that_runs(table: ProcessTable, start: Start) -> None:
+    child = start()
+    assert one(table, child.pid).note is None
+    child.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    note = one(table, child.pid).note
+    assert note == f"a signal or a debugger has stopped it; it goes on by: kill -CONT {child.pid}"
+    child.send_signal(signal.SIGCONT)
+    os.waitid(os.P_PID, child.pid, os.WCONTINUED | os.WNOWAIT)
+    assert one(table, child.pid).note is None
+
+
 def test_a_process_that_leaves_the_gpu_gives_its_descriptor_back(table: ProcessTable, start: Start) -> None:
     first, second = start(), start()
     table.refresh([first.pid, second.pid])
