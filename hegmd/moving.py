@@ -187,13 +187,8 @@ class Moving:
         restarting, by_state = self._restarting(method)
         host = HostCarrier(self.helper, gpus, self.pool, self.memory)
         self.memory.make_room = host.make_room
-        carriers: tuple[Carrier, ...] = (
-            by_worker,
-            by_state,
-            DriverCarrier(),
-            host,
-            PeerCarrier(self.helper, gpus, self.memory),
-        )
+        peer = PeerCarrier(self.helper, gpus, self.memory)
+        carriers: tuple[Carrier, ...] = (by_worker, by_state, DriverCarrier(), host, peer)
         return {method.name: method, restarting.name: restarting}, {carrier.name: carrier for carrier in carriers}
 
     def _restarting(self, by: Method) -> tuple[RestartMethod, StateCarrier]:
@@ -225,12 +220,11 @@ class Moving:
     def _make_strays(self, events: EventLog) -> Strays:
         """Of all kinds."""
         self._distrusted = DistrustedStrays()
-        in_video = VideoStrays(
-            self.memory,
-            lambda key: self._owned(key) or self.pool.was_claimed_from(key),
-            self._why_stray,
-            self._gpu_named,
-        )
+
+        def is_owned(key: Key) -> bool:
+            return self._owned(key) or self.pool.was_claimed_from(key)
+
+        in_video = VideoStrays(self.memory, is_owned, self._why_stray, self._gpu_named)
         sources: list[Source] = [PieceStrays(self.pool, self._why_stray), in_video, self._distrusted, self._standing]
         if self._by_driver is None:
             return Strays(sources, events)

@@ -202,7 +202,7 @@ class ModelMemory:
     helper: ModelHelper
     daemon: Daemon
 
-    async def hold(self, who: str, gpu: str, size_bytes: int) -> None:
+    async def hold(self, who: str, gpu: str, size_bytes: int, *, spare: bool = False) -> None:
         if size_bytes > self.of(who).get(gpu, 0):
             await self.helper.have("hold", lambda: self._hold(who, gpu, size_bytes))
 
