@@ -110,10 +110,12 @@ class Handoff:
         look: Callable[[], Awaitable[NodeSnapshot]],
         in_unit: bool,
         locks: LockFiles,
+        hangs_up_within_s: float = HANGS_UP_WITHIN_S,
         noted: Callable[[str, int, float], object] = lambda _direction, _size_bytes, _took_s: None,
     ) -> None:
         self._left: dict[str, Left] = {}
         self._noted = noted
+        self._hangs_up_within_s = hangs_up_within_s
         self._locks = locks
         self._images = images
         self._places = places
@@ -278,7 +280,7 @@ class Handoff:
     async def _look_once_hung_up(self, op: Operation, wish: Wish) -> tuple[Tree, Needs]:
         """The tree without its agents' connections, which may be seen a moment longer than heard; else as it is."""
         gpu_pids = [member.pid for member in op.live]
-        with anyio.move_on_after(HANGS_UP_WITHIN_S):
+        with anyio.move_on_after(self._hangs_up_within_s):
             while True:
                 tree, needs = await self._look_at_tree(op, wish, ())
                 theirs = needs_of(tree, gpu_pids=gpu_pids, agent_sockets=self._agent_sockets)
@@ -371,7 +373,7 @@ class Handoff:
         for worker in workers:
             place = self._places.hold(worker.token)
             await worker.order("aside", path=place, limit_s=ASIDE_LIMIT_S)
-        with anyio.move_on_after(HANGS_UP_WITHIN_S):
+        with anyio.move_on_after(self._hangs_up_within_s):
             await self._until(lambda: not any(worker.connected for worker in workers))
             return
         left = ", ".join(str(worker.pid) for worker in workers if worker.connected)

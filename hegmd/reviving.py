@@ -15,7 +15,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from errno import ELOOP
 from functools import partial
@@ -51,7 +51,7 @@ from hegmd.pool import Key, Pool
 from hegmd.pool_memory import Memory
 from hegmd.protocol.images import ImageWorker, Manifest
 from hegmd.protocol.operations import Reason
-from hegmd.workers import Workers
+from hegmd.workers import Worker, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +294,7 @@ class Reviving:
         dir_fd = await image.private_criu_dir()
         guise: Guise | None = None
         if rights.uid != 0 or is_of_user(manifest):
-            guise = await run_detached(lambda _: _guise_for(dir_fd, rights), name="hegmd-credentials")
+            guise = await run_detached(lambda _: guise_in(dir_fd, rights), name="hegmd-credentials")
         with _log_folder() as log_dir_fd:
             return await runs.restore(
                 criu,
@@ -318,23 +318,34 @@ class Reviving:
     async def _attend(self, manifest: Manifest, back: Revived) -> None:
         """Call the agents, and wait until all attend, parked. Raises HegmError."""
         await run_detached(lambda _: self._call_to_places(manifest), name="hegmd-places")
-        with anyio.move_on_after(ATTENDS_WITHIN_S):
-            while not all(self._is_there(worker.pid, worker.token, back.start_ticks) for worker in manifest.workers):
-                await self._workers.news.wait()
-            return
-        late = [w.pid for w in manifest.workers if not self._is_there(w.pid, w.token, back.start_ticks)]
-        raise HegmError(
-            TIMEOUT,
-            f"the agent of process {late[0]} did not come within {ATTENDS_WITHIN_S:g} s after the restore",
-            "the image is whole; restore it again, and see the log of hegmd",
-            {"pids": late},
-        )
+        await until_there(self._workers, manifest.workers, back.start_ticks)
 
-    def _is_there(self, pid: int, token: str | None, ticks: Mapping[int, int]) -> bool:
-        worker = self._workers.find(pid)
-        if worker is None or not worker.connected or worker.token != token:
-            return False
-        return worker.identity.start_ticks == ticks.get(pid) and worker.parked
+
+async def until_there(
+    workers: Workers, wanted: Sequence[ImageWorker], ticks: Mapping[int, int], within_s: float = ATTENDS_WITHIN_S
+) -> None:
+    """Wait until the agents of those processes, which have these start times, attend, parked. Raises HegmError."""
+
+    def missing() -> list[int]:
+        return [one.pid for one in wanted if not _is_there(workers.find(one.pid), one.token, ticks.get(one.pid))]
+
+    with anyio.move_on_after(within_s):
+        while missing():
+            await workers.news.wait()
+        return
+    late = missing()
+    raise HegmError(
+        TIMEOUT,
+        f"the agent of process {late[0]} did not come within {within_s:g} s after the restore",
+        "the image is whole; restore it again, and see the log of hegmd",
+        {"pids": late},
+    )
+
+
+def _is_there(worker: Worker | None, token: str | None, start_ticks: int | None) -> bool:
+    if worker is None or not worker.connected or worker.token != token:
+        return False
+    return worker.identity.start_ticks == start_ticks and worker.parked
 
 
 @contextlib.contextmanager
@@ -364,7 +375,7 @@ def forget_mark(memory: Memory) -> None:
 # ---- looked at on the node; these block ------------------------------------------------------------------------------
 
 
-def _guise_for(dir_fd: int, rights: Rights) -> Guise:
+def guise_in(dir_fd: int, rights: Rights) -> Guise:
     """Whose rights CRIU has. Raises HegmError unless every thread comes back with rights that the caller has.
 
     For root these are a user's: the image was made so.

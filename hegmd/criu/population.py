@@ -24,6 +24,8 @@ __all__ = ["Holder", "Population", "ask", "end_all", "holders_of", "let_go", "po
 
 _log = logging.getLogger(__name__)
 
+# One that is told to end does so within half a second; a disk that does not answer keeps it, and it is told of then.
+_TOLD_GRACE_S = 30.0
 _DUMPER_GRACE_S = 900.0
 _END_GRACE_S = 30.0
 _REAPED_WITHIN_S = 10.0
@@ -211,16 +213,21 @@ def _see_off(dumper: int) -> None:
         return
     try:
         is_told = _let_writes_fail(dumper)
-        how = "told to end" if is_told else "not to be told, and will come to its end by itself"
+        how = "told to end" if is_told else "waited for, because to tell it to end takes CAP_SYS_RESOURCE"
         _log.warning(
             "CRIU is at work, as process %d, on a job of which no image is wanted any more: it is %s", dumper, how
         )
-        if not _ended(pidfd, _DUMPER_GRACE_S):
+        within_s = 0.0
+        # Not given up before: it would leave the job standing as it ends, and nobody would let that go on any more.
+        for limit_s in (_TOLD_GRACE_S, _DUMPER_GRACE_S - _TOLD_GRACE_S):
+            if _ended(pidfd, limit_s):
+                return
+            within_s += limit_s
             _log.error(
-                "CRIU, process %d, has not ended within %d s: the job may go on standing; look at the disk that it "
-                "writes to, and whether somebody has stopped it",
+                "CRIU, process %d, has not ended within %d s, and its job stands; look at the disk that it writes to, "
+                "and whether somebody has stopped it",
                 dumper,
-                _DUMPER_GRACE_S,
+                within_s,
             )
     finally:
         os.close(pidfd)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ from hegmd.criu.population import population_of
 from hegmd.criu.program import Criu
 from hegmd.criu.tree import Member as Process
 from hegmd.criu.tree import Tree
-from hegmd.errors import DENIED, NOT_FOUND, REFUSED, UNAVAILABLE, HegmError, Refused
+from hegmd.errors import DENIED, NOT_FOUND, REFUSED, TIMEOUT, UNAVAILABLE, HegmError, Refused
 from hegmd.external import Rights
 from hegmd.handed_tree import not_theirs, require_no_more
 from hegmd.handoff import Handoff, require_unmarked
@@ -29,11 +29,14 @@ from hegmd.lock_files import LockFiles
 from hegmd.meeting import MeetingPlaces
 from hegmd.migration.operation import CHECKPOINT, Operation
 from hegmd.migration.operation import Handoff as Wish
-from hegmd.pool import Pool
+from hegmd.pool import Key, Pool
 from hegmd.pool_memory import Memory
 from hegmd.protocol.images import Manifest
+from hegmd.protocol.messages import Order
 from hegmd.workers import Workers
 from tests.unit.migration.operations import operation, worker
+from tests.unit.model_agent import ModelAgent
+from tests.unit.moving_node import start_ticks
 
 
 class SlowDisk:
@@ -133,11 +136,19 @@ class Shelf:
             raise self.why
 
 
-def handoff_with(shelf: object, folder: Path, criu: Callable[[], Awaitable[Criu]] = _none) -> Handoff:
+def handoff_with(
+    shelf: object,
+    folder: Path,
+    criu: Callable[[], Awaitable[Criu]] = _none,
+    *,
+    workers: Workers | None = None,
+    pool: Pool | None = None,
+) -> Handoff:
+    """With as little patience as there can be."""
     images: Any = shelf
     places = MeetingPlaces(folder / "hegmd.sock")
-    parts = (lambda: images, places, Workers(), Pool(1 << 20))
-    return Handoff(*parts, criu=criu, look=_none, in_unit=False, locks=LockFiles(None))
+    parts = (lambda: images, places, workers or Workers(), pool or Pool(1 << 20))
+    return Handoff(*parts, criu=criu, look=_none, in_unit=False, locks=LockFiles(None), hangs_up_within_s=0.01)
 
 
 def wished(pid: int, **values: Any) -> Operation:
@@ -196,6 +207,113 @@ async def test_an_agent_that_is_not_there_cannot_step_aside(tmp_path: Path, paus
     assert lent.ends == ["discarded"]
 
 
+async def _some_criu() -> Criu:
+    return Criu("/usr/sbin/criu", "4.2")
+
+
+def attended(pid: int, **values: Any) -> Operation:
+    """A checkpoint of that process, whose agent is a model one."""
+    op = wished(pid)
+    return op.replace(workers=(op.workers[0].replace(token="a" * 32, **values),))
+
+
+async def test_an_agent_that_does_not_hang_up_is_told_of_and_the_job_goes_on(tmp_path: Path, paused: int) -> None:
+    lent, workers = Borrowed(), Workers(start_ticks)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(workers.run)
+        agent = ModelAgent(workers, paused)
+        await agent.attend(tasks)
+        handoff = handoff_with(lent, tmp_path, _some_criu, workers=workers)
+        with pytest.raises(HegmError, match=f"the agent of process {paused} did not hang up") as refused:
+            await handoff.dump(attended(paused), lambda _: None)
+        assert refused.value.code is TIMEOUT
+        assert (agent.seen, lent.ends) == (["aside"], ["discarded"])
+        assert os.listdir(tmp_path / "aside") == [], "it would wait there"
+        tasks.cancel_scope.cancel()
+
+
+async def test_bytes_that_would_be_lost_with_the_daemon_are_no_agents_to_step_aside_from(
+    tmp_path: Path, paused: int
+) -> None:
+    """An agent that stepped aside has let go of its own descriptor of them."""
+    lent, workers, pool = Borrowed(), Workers(start_ticks), Pool(64 << 20)
+    op = attended(paused, out=True)
+    await pool.take(Key(op.id, "a"), 1 << 10)
+    try:
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(workers.run)
+            agent = ModelAgent(workers, paused)
+            await agent.attend(tasks)
+            handoff = handoff_with(lent, tmp_path, _some_criu, workers=workers, pool=pool)
+            with pytest.raises(Refused, match=f"the bytes of process {paused} are held by hegmd alone"):
+                await handoff.dump(op, lambda _: None)
+            assert (agent.seen, lent.ends) == ([], ["discarded"])
+            tasks.cancel_scope.cancel()
+    finally:
+        await pool.give(Key(op.id, "a"))
+
+
+class Guarding(ModelAgent):
+    """Steps aside as it is told; by then its process keeps its memory from its own user."""
+
+    def __init__(self, workers: Workers, job: subprocess.Popen[str]) -> None:
+        super().__init__(workers, job.pid)
+        self.job = job
+
+    async def take(self, order: Order, fds: Sequence[int]) -> None:
+        await super().take(order, fds)
+        assert self.job.stdin is not None
+        assert self.job.stdout is not None
+        self.job.stdin.write("hide\n")
+        self.job.stdin.flush()
+        assert self.job.stdout.readline() == "hidden\n"
+
+    def _report(self, key: object, order: Order, result: str, **values: object) -> None:
+        super()._report(key, order, result, **values)
+        self._scope.cancel()  # it hangs up
+
+
+HIDES = "import ctypes, sys\nprint('ready', flush=True)\nsys.stdin.readline()\nctypes.CDLL(None).prctl(4, 0)\n"
+HIDES += "print('hidden', flush=True)\nsys.stdin.read()"
+
+
+@pytest.fixture
+def hiding() -> Iterator[subprocess.Popen[str]]:
+    """Another user's process, whose memory that user may not look at any more once it is told so."""
+    argv, pipe = [sys.executable, "-c", HIDES], subprocess.PIPE
+    own: dict[str, Any] = {"user": 4242, "group": 4242, "extra_groups": [], "cwd": "/", "start_new_session": True}
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, **own) as job:
+        try:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "ready\n"
+            yield job
+        finally:
+            job.kill()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to be another user takes root")
+async def test_a_job_that_gets_other_rights_while_it_steps_aside_is_in_no_image(
+    tmp_path: Path, hiding: subprocess.Popen[str]
+) -> None:
+    """CRIU was to have its user's rights, which are not enough any more."""
+    lent, workers = Borrowed(), Workers(start_ticks)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(workers.run)
+        agent = Guarding(workers, hiding)
+        await agent.attend(tasks)
+
+        async def come_back() -> None:
+            await lent.discarded.wait()
+            await agent.attend(tasks)
+
+        tasks.start_soon(come_back)
+        handoff = handoff_with(lent, tmp_path, _some_criu, workers=workers)
+        with pytest.raises(Refused, match="the job has got other rights meanwhile"):
+            await handoff.dump(attended(hiding.pid), lambda _: None)
+        assert lent.ends == ["discarded"]
+        tasks.cancel_scope.cancel()
+
+
 class Borrowed(Shelf):
     """An image that is being written, and its shelf; nothing comes of its reading back but that error."""
 
@@ -203,6 +321,7 @@ class Borrowed(Shelf):
         super().__init__()
         self.error = error
         self.ends: list[str] = []
+        self.discarded = anyio.Event()
 
     async def lend(self, _path: str, _rights: Rights, **_how: object) -> Borrowed:
         return self
@@ -214,6 +333,7 @@ class Borrowed(Shelf):
 
     async def discard(self) -> None:
         self.ends.append("discarded")
+        self.discarded.set()
 
 
 async def test_what_an_earlier_daemon_has_written_of_an_image_is_none(tmp_path: Path, paused: int) -> None:

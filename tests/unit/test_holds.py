@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from hegmd.errors import BAD_REQUEST, BUSY, NOT_FOUND, REFUSED, HegmError
 from hegmd.external import Rights
 from hegmd.operations import Answer
-from tests.unit.moving_node import Node, running
+from tests.unit.migration.operations import operation, worker
+from tests.unit.moving_node import Node, running, start_ticks
 
 Child = subprocess.Popen[bytes]
 
@@ -108,6 +110,19 @@ async def test_only_a_suspended_job_is_handed_off(tmp_path: Path, process: Child
         await _refused(node, process.pid, NOT_FOUND.name, "no operation has it")
         await node.operations.quiesce([process.pid], 900.0, node.asked())
         await _refused(node, process.pid, REFUSED.name, "which is holding")
+
+
+async def test_a_suspended_process_without_an_agent_is_in_no_image(tmp_path: Path, process: Child) -> None:
+    """Its bytes are in its own memory; nobody could tell it to step aside, or call it back."""
+    async with running(tmp_path) as node:
+        ticks = start_ticks(process.pid)
+        member = worker(pid=process.pid, start_ticks=ticks, token="", at=None, to=None, rooms={})
+        await node.operations.runner.begin(operation(member, kind="suspend", phase="suspended", id="7"))
+        wanted = (process.pid, str(tmp_path / "image"), Rights(os.geteuid(), os.getegid(), ()), node.asked())
+        with pytest.raises(HegmError, match=f"process {process.pid} has no agent, which an image needs") as refused:
+            await node.moving.checkpoints.handoff(*wanted)
+        assert "hegmctl run" in refused.value.hint or "\n" in refused.value.message
+        assert node.operations.runner.describe("7").phase == "suspended"
 
 
 async def _refused(node: Node, pid: int, code: str, says: str) -> None:

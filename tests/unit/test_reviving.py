@@ -10,13 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import anyio
 import pytest
 
 from hegmd.criu.needs import Needs, needs_of
 from hegmd.criu.node import describe
+from hegmd.criu.population import population_of
 from hegmd.criu.program import Criu
 from hegmd.criu.tree import read_tree
-from hegmd.errors import BUSY, DENIED, UNAVAILABLE, HegmError
+from hegmd.errors import BUSY, DENIED, TIMEOUT, UNAVAILABLE, HegmError
 from hegmd.external import Rights
 from hegmd.half_revived import HalfRevived
 from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
@@ -24,8 +26,12 @@ from hegmd.meeting import MeetingPlaces
 from hegmd.pool import Pool
 from hegmd.pool_memory import Memory
 from hegmd.protocol.images import ImageProcess, ImageWorker, Manifest
-from hegmd.reviving import Objections, Reviving, forget_mark
+from hegmd.reviving import Objections, Reviving, forget_mark, guise_in, until_there
 from hegmd.workers import Workers
+from tests.e2e.real_criu import directory
+from tests.unit.criu.test_credentials import ME, core, credentials, whole
+from tests.unit.model_agent import ModelAgent
+from tests.unit.moving_node import start_ticks
 
 ROOT = Rights(0, 0, ())
 SOMEBODY = Rights(4711, 4711, ())
@@ -176,3 +182,59 @@ async def test_an_image_that_does_not_say_what_its_node_was_like_is_of_another_v
     for node in ({}, {"architecture": 7}):
         with pytest.raises(HegmError, match="the image does not say what its node was like"):
             await _against(_reviving(tmp_path), _manifest(tmp_path, node))
+
+
+# ---- as it comes back ------------------------------------------------------------------------------------------------
+
+
+def _wanted(pid: int, token: str = "a" * 32) -> ImageWorker:
+    return ImageWorker(pid=pid, gpus=(), carrier="worker", size_bytes=0, rest_bytes=0, bytes=(), token=token)
+
+
+async def test_an_agent_that_does_not_come_after_a_restore_is_named(process: subprocess.Popen[bytes]) -> None:
+    """One that is another program's, of a process before it, or whose thread does not stand, has not come."""
+    workers, ticks = Workers(start_ticks), population_of([process.pid]).start_ticks
+    unknown: dict[int, int] = {}
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(workers.run)
+        agent = ModelAgent(workers, process.pid)
+        await agent.attend(tasks)
+        others = (
+            (_wanted(process.pid), ticks),
+            (_wanted(process.pid, "b" * 32), ticks),
+            (_wanted(process.pid), unknown),
+        )
+        for wanted, known in others:
+            with pytest.raises(
+                HegmError, match=f"the agent of process {process.pid} did not come within 0.01 s"
+            ) as late:
+                await until_there(workers, [wanted], known, within_s=0.01)
+            assert (late.value.code, late.value.facts["pids"]) == (TIMEOUT, [process.pid])
+            agent.parked = wanted.token != agent.token  # nobody has heard of that yet
+        await agent.leave()
+        agent.parked = True
+        await agent.attend(tasks)
+        await until_there(workers, [_wanted(process.pid)], ticks, within_s=10.0)
+        tasks.cancel_scope.cancel()
+
+
+def test_criu_has_the_rights_of_the_image_and_of_who_asks_and_none_besides(tmp_path: Path) -> None:
+    (tmp_path / "core-1.img").write_bytes(core(credentials(whole(14, 100))))
+    with directory(tmp_path) as dir_fd:
+        own = guise_in(dir_fd, Rights(ME, 1000, (100,)))
+        assert (own.uid, own.gid, own.groups) == (ME, 1000, (100,))
+        assert guise_in(dir_fd, ROOT) == own, "an image that was made as a user's comes back as one"
+        for rights, why in ((Rights(ME, 1000, ()), "group 100"), (SOMEBODY, f"uid {ME}, group 100, group 1000")):
+            with pytest.raises(
+                HegmError, match=f"would come back with {why}, which uid {rights.uid} has not"
+            ) as refused:
+                guise_in(dir_fd, rights)
+            assert refused.value.code is DENIED
+
+
+def test_an_image_that_is_said_to_be_a_users_and_is_roots_is_refused(tmp_path: Path) -> None:
+    """Whoever may write there could have said so, to have CRIU run with less than it takes."""
+    names = ("uid", "gid", "euid", "egid", "suid", "sgid", "fsuid", "fsgid")
+    (tmp_path / "core-1.img").write_bytes(core(credentials(**dict.fromkeys(names, 0))))
+    with directory(tmp_path) as dir_fd, pytest.raises(HegmError, match="is said to be a user's, and is root's"):
+        guise_in(dir_fd, ROOT)

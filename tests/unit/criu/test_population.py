@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from hegmd.criu.guise import CAP_SYS_RESOURCE
 from hegmd.criu.population import Population, dumpers_of, end_all, holders_of, let_go, population_of, wait_until_free
 
 # Whose tree the dumpers of these tests dump: of this very process, since others run the same tests beside it.
@@ -23,15 +24,42 @@ ROOT = os.getpid()
 SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
 
 
+TREE = Path(__file__).parents[3]
+UNIT, CONFINED = TREE / "systemd" / "hegmd.service", TREE / "tests" / "gpu" / "confined.py"
+# Somebody who has nothing here.
+USER = 4242
+
+
 @contextmanager
-def sleeper(*arguments: str, text: str = SLEEPER) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen([sys.executable, "-c", text, *arguments], stdout=subprocess.PIPE, text=True) as process:
+def sleeper(
+    *arguments: str, text: str = SLEEPER, user: int | None = None, fds: Sequence[int] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    argv, pipe = [sys.executable, "-c", text, *arguments], subprocess.PIPE
+    with subprocess.Popen(
+        argv, stdin=pipe, stdout=pipe, text=True, user=user, group=user, cwd="/", pass_fds=fds
+    ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             yield process
         finally:
             process.kill()
+
+
+@contextmanager
+def confined(unit: Path, pid: int) -> Iterator[subprocess.Popen[str]]:
+    """What the next daemon does for a job, with no more than that unit allows."""
+    argv = [sys.executable, str(CONFINED), str(unit), sys.executable, "-c", LET_GO, str(pid)]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=TREE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def has_capability(number: int) -> bool:
+    status = Path("/proc/self/status").read_text()
+    return bool(int(status.partition("CapEff:")[2].split()[0], 16) >> number & 1)
 
 
 def stop(process: subprocess.Popen[str]) -> None:
@@ -141,6 +169,43 @@ def test_a_dump_that_nobody_wanted_any_more_was_waited_for_to_its_end(tmp_path: 
     with sleeper("dump", "--tree", str(ROOT), "--images-dir", str(tmp_path / "pages"), text=WRITER) as dumper:
         let_go(people)
         assert dumper.wait(0) == errno.EFBIG, "it was told by an error, and was not killed"
+
+
+# The service as it was, and as it is.
+WITHOUT, WITH = "CapabilityBoundingSet=CAP_KILL", "CapabilityBoundingSet=CAP_KILL CAP_SYS_RESOURCE"
+LET_GO = "import sys\nfrom hegmd.criu.population import let_go, population_of\n"
+LET_GO += "let_go(population_of([int(sys.argv[1])]))"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to be another user takes root")
+def test_a_users_dump_was_waited_for_to_its_end_because_the_service_could_not_tell_it(tmp_path: Path) -> None:
+    """What the unit left root was not enough to set a limit of another user's process."""
+    (tmp_path / "unit").write_text(WITHOUT)
+    with sleeper(user=USER) as one:
+        text = "import sys; print('ready', flush=True); sys.stdin.read()"
+        words = ("dump", "--tree", str(one.pid), "--images-dir", "x")
+        with sleeper(*words, text=text, user=USER) as dumper, confined(tmp_path / "unit", one.pid) as daemon:
+            assert daemon.stderr is not None
+            assert "waited for, because to tell it to end takes CAP_SYS_RESOURCE" in daemon.stderr.readline()
+            assert dumper.stdin is not None
+            dumper.stdin.close()  # its own end
+            assert (daemon.wait(30), dumper.wait(30)) == (0, 0)
+    assert "CAP_SYS_RESOURCE" in next(line for line in UNIT.read_text().splitlines() if line.startswith("Capab"))
+
+
+@pytest.mark.skipif(not has_capability(CAP_SYS_RESOURCE), reason="to tell another user's CRIU takes CAP_SYS_RESOURCE")
+def test_a_users_dump_is_told_to_end_by_the_service(tmp_path: Path) -> None:
+    (tmp_path / "unit").write_text(WITH)
+    pages = os.memfd_create("pages")  # with a name that everybody may open
+    try:
+        with sleeper(user=USER) as one:
+            words = ("dump", "--tree", str(one.pid), "--images-dir", f"/proc/self/fd/{pages}")
+            with sleeper(*words, text=WRITER, user=USER, fds=(pages,)) as dumper:
+                with confined(tmp_path / "unit", one.pid) as daemon:
+                    assert daemon.wait(30) == 0
+                assert dumper.wait(0) == errno.EFBIG, "it was told by an error, and was not killed"
+    finally:
+        os.close(pages)
 
 
 def test_a_dump_that_a_signal_would_kill_is_not_told_to_end(tmp_path: Path) -> None:
