@@ -44,6 +44,14 @@ def trainings(node: Node, *, with_torch: int, by_hand: int) -> list[Callable[[],
     ]
 
 
+def _await_descriptors(job: Trainee, wanted: Counter[str]) -> None:
+    """Until it has those, and no others: its agent comes back some steps after its socket was cut."""
+    until = monotonic() + HALT_LIMIT_S
+    while (found := job.descriptors()) != wanted:
+        assert monotonic() < until, f"job {job.pid} has other descriptors than before: {found} and not {wanted}"
+        job.make_steps(1)
+
+
 class Campaign:
     """Plays cells, with the jobs in turn. `jobs` start them."""
 
@@ -72,7 +80,7 @@ class Campaign:
                     pid, size_bytes = node.daemon.process.pid, resident_bytes(node.daemon.process.pid)
             assert resident_bytes(pid) - size_bytes < GROWTH_BYTES, f"hegmd has grown from {size_bytes} bytes"
             for job in self._jobs:
-                assert job.descriptors() == before[job.pid], f"job {job.pid} has other descriptors than before"
+                _await_descriptors(job, before[job.pid])
             assert not node.left()
             self.tally.steps = sum(job.end() for job in self._jobs)
         self._see_that_nothing_is_held(alone)

@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from tests.chaos.jobs import PATIENCE_S
 from tests.e2e.agented import SCRIPTS
-from tests.e2e.moved_job import environment
+from tests.e2e.moved_job import BARE, environment
 
 SCRIPT = SCRIPTS / "chained_leaving.py"
 LOOK_AGAIN_MS = 10
@@ -37,7 +37,7 @@ class RestartedJob:
 
     def __init__(self, folder: Path, gpu: str, socket_path: Path) -> None:
         self.folder = folder
-        self._environ = environment(socket_path)
+        self._environ = {**environment(socket_path), **BARE}
         self._output = folder / "output"
         self._errors = folder / "errors"
         self._stdin, self._end = os.pipe()
@@ -204,7 +204,8 @@ def _undisturbed(steps: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, str(SCRIPT), folder, str(steps)],
-            env=environment(None), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=600,
+            env={**environment(None), **BARE},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=600,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [line.split()[2] for line in done.stdout.splitlines()]

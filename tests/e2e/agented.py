@@ -20,6 +20,7 @@ from tests.e2e.references import said_by
 
 SCRIPTS = Path(__file__).with_name("training")
 INJECT = Path(__file__).parents[2] / "hegmd" / "agent" / "inject"
+BRISK = Path(__file__).with_name("brisk")
 ENDS_WITHIN_S = 60.0
 
 
@@ -39,6 +40,8 @@ class Training:
     def __init__(
         self, argv: list[str], socket_path: Path, python: str = sys.executable, inject: str = str(INJECT), **more: str
     ) -> None:
+        if python == sys.executable:
+            more.setdefault("PYTHONPATH", str(BRISK))
         self.process = subprocess.Popen(
             [python, *argv],
             env=environment(socket_path, inject, **more),

@@ -26,6 +26,7 @@ from hegmd.criu.tree import read_tree
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import environment
 from tests.e2e.real_criu import criu_or_skip
+from tests.e2e.references import said_by
 
 SCRIPT = Path(__file__).with_name("training") / "handed.py"
 STEPS = 400
@@ -49,6 +50,14 @@ def daemon_by(criu: Criu, folder: Path, *arguments: str, **environ: str) -> Runn
 def as_user(uid: int) -> list[str]:
     """What goes before a command that a user with that number and group is to give; it becomes the command."""
     return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
+
+
+def losses_alone(folder: Path, *, workers: int = 0, steps: int = STEPS) -> list[str]:
+    """What the script says that nobody disturbs."""
+    folder.mkdir()
+    more = {"LOADER_WORKERS": str(workers)} if workers else {}
+    said_by([str(SCRIPT), str(folder), str(steps)], {**environment(None), **more})
+    return (folder / "losses").read_text().splitlines()
 
 
 class HandedJob:

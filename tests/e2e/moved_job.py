@@ -16,7 +16,7 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,9 @@ from tests.e2e.references import said_by
 
 SCRIPTS = Path(__file__).with_name("moved")
 ROOT = Path(__file__).parents[2]
+BRISK = Path(__file__).with_name("brisk")
+# For a script that needs nothing of PyTorch's compiler; see brisk/sitecustomize.py.
+BARE = {"BARE_TORCH": "1"}
 ENDS_WITHIN_S = 60.0
 MARK = "step"
 # Between two lines while a command runs, which needs a few boundaries and has time.
@@ -41,9 +44,12 @@ SLOWLY_MS = 50
 def environment(socket_path: Path | None) -> dict[str, str]:
     """A plain environment, and where the daemon listens if there is to be one."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("HEGM_", "PYTHON"))}
-    plain.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", HF_HUB_OFFLINE="1")
+    paths = [BRISK]
     if socket_path is not None:
-        plain.update(HEGM_SOCKET=str(socket_path), PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'client'}")
+        paths = [ROOT, ROOT / "client", BRISK]
+        plain["HEGM_SOCKET"] = str(socket_path)
+    plain.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", HF_HUB_OFFLINE="1")
+    plain["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     return plain
 
 
@@ -52,9 +58,11 @@ class Script:
 
     # The pipe that it prints to: so large that nothing ever stops it.
     pipe_bytes, pipe_flags = 1 << 20, 0
+    # What its environment has besides.
+    more: Mapping[str, str] = {}
 
     def __init__(self, words: Sequence[str], socket_path: Path | None, folder: Path | None = None) -> None:
-        self.environ = environment(socket_path)
+        self.environ = {**environment(socket_path), **self.more}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._stdout, stdout = os.pipe2(os.O_CLOEXEC | self.pipe_flags)
         fcntl.fcntl(stdout, fcntl.F_SETPIPE_SZ, self.pipe_bytes)

@@ -26,6 +26,8 @@ import torch.utils.data
 ROOT = Path(__file__).parents[2]
 recorded = import_module("recorded")  # which is beside this file
 REFUSED_STATUS = 97
+# Nobody waits longer for a script that hangs; on a machine with others to do, one may take minutes.
+LONGEST_S = 300
 _STEADY = np.float64(0)  # NumPy is imported: scripts of their own import it too
 
 
@@ -60,7 +62,7 @@ def run(wanted: dict) -> None:
     for source, target in ((nothing, 0), (output, 1), (errors, 2)):
         os.dup2(source, target)
         os.close(source)
-    signal.alarm(60)
+    signal.alarm(LONGEST_S)
     os.environ.update(wanted["environment"])
     os.chdir(wanted["folder"])
     recorder = begin_record(wanted["record"])

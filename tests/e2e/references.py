@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PRELOADED = Path(__file__).with_name("preloaded.py")
+# What goes before a script that trains in two ranks, in place of a launcher.
+TWO_RANKS = (str(Path(__file__).with_name("ranks_alone.py")), "2")
 ENDS_WITHIN_S = 60.0
 
 _there: list[subprocess.Popen[str]] = []
@@ -57,7 +59,8 @@ def said_by(argv: Sequence[str], environ: Mapping[str, str], folder: Path | None
         assert python.stdout is not None
         python.stdin.write(json.dumps(wanted) + "\n")
         python.stdin.flush()
-        assert python.stdout.readline().split() == ["0", "0"], errors.read_text()
+        _number, status = python.stdout.readline().split()
+        assert status == "0", f"{argv} ended with {status}: {errors.read_text()}"
         return output.read_text()
 
 

@@ -28,7 +28,7 @@ from hegmd.protocol.messages import (
     Welcome,
 )
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class Gone(Exception):

@@ -18,11 +18,12 @@ from hegmd.errors import TIMEOUT
 from tests.chaos.halts import BEGUN, RECORDED, UNRECORDED, Halts, Trap
 from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu
+from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu, losses_alone
 from tests.e2e.mounting import why_no_mounts
+from tests.e2e.references import TWO_RANKS
 from tests.stubs.build import build_stub
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 
@@ -33,10 +34,9 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def expected(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[str]:
     """What nobody has disturbed."""
-    with HandedJob(tmp_path_factory.mktemp("alone") / "job", None) as job:
-        return job.output()
+    return losses_alone(tmp_path_factory.mktemp("alone") / "job")
 
 
 @pytest.mark.xdist_group("large images")
@@ -46,8 +46,7 @@ def test_a_job_is_ended_and_comes_back_on_another_gpu_with_every_loss_the_same(
     """Its loader's workers, its thread, its child and its open file with it; what it says goes where it is led."""
     image, log = tmp_path / "image", tmp_path / "log"
     log.write_text("before\n")
-    with HandedJob(tmp_path / "alone", None, workers=2) as alone:
-        expected = alone.output()
+    expected = losses_alone(tmp_path / "alone", workers=2)
     with HandedJob(tmp_path / "job", daemon.socket_path, workers=2, piped=True) as job:
         job.await_steps(20)
         done = job.operation("checkpoint", str(job.pid), str(image))
@@ -142,9 +141,10 @@ def test_one_of_two_restores_of_an_image_at_once_is_refused(
 @pytest.mark.xdist_group("large images")
 def test_ranks_go_into_an_image_with_their_launcher_and_its_store(daemon: RunningDaemon, tmp_path: Path) -> None:
     """Their launcher's agent stayed connected, and its store had io_uring: no job of torchrun's could be dumped."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "ranks.py")]
+    script = str(SCRIPTS / "ranks.py")
+    launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", script]
     image, out = tmp_path / "image", tmp_path / "out"
-    with HandedJob(tmp_path / "job", daemon.socket_path, script=[*launcher, str(out)]) as job:
+    with HandedJob(tmp_path / "job", daemon.socket_path, script=[*launched, str(out)]) as job:
         until = monotonic() + ENDS_WITHIN_S
         while len(ranks := [one["pid"] for one in job.command("ps")["processes"] if one["gpus"]]) < 2:
             assert monotonic() < until, (tmp_path / "job" / "errors").read_text()
@@ -156,7 +156,7 @@ def test_ranks_go_into_an_image_with_their_launcher_and_its_store(daemon: Runnin
         (tmp_path / "out.stop").touch()
         job.output()
     losses = [(tmp_path / f"out.{rank}").read_text() for rank in range(2)]
-    undisturbed([*launcher, str(tmp_path / "expected"), str(len(losses[0].splitlines()))])
+    undisturbed([*TWO_RANKS, script, str(tmp_path / "expected"), str(len(losses[0].splitlines()))])
     assert losses == [(tmp_path / f"expected.{rank}").read_text() for rank in range(2)]
     assert all(losses)
 

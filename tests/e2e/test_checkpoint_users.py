@@ -17,7 +17,7 @@ import pytest
 from hegmd.criu.guise import rights_missing
 from hegmd.criu.population import population_of
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, as_user, daemon_with_criu
+from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, as_user, daemon_with_criu, losses_alone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
@@ -43,10 +43,9 @@ def daemon(folder: Path) -> Iterator[RunningDaemon]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def expected(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[str]:
     """What nobody has disturbed."""
-    with HandedJob(tmp_path_factory.mktemp("alone") / "job", None) as job:
-        return job.output()
+    return losses_alone(tmp_path_factory.mktemp("alone") / "job")
 
 
 def said(job: HandedJob, uid: int, *words: str) -> tuple[int, dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.hegm_steps import BATCHES, EPOCHS, TRAINING, Steps, steps
+from tests.e2e.moved_job import BARE, BRISK
 
 pytest.importorskip("torch", reason="the steps train a little; `make test` installs it")
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
@@ -57,5 +58,5 @@ def _without_ours(step: list[Any]) -> list[Any]:
 
 def _environ() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEGM_")}
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HEGM_SOCKET": "/nonexistent/hegmd.sock"}
+    path = os.pathsep.join([*filter(None, sys.path), str(BRISK)])
+    return {**kept, **BARE, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HEGM_SOCKET": "/nonexistent/hegmd.sock"}

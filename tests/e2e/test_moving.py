@@ -18,8 +18,9 @@ from typing_extensions import Self
 
 from hegmctl.connection import Connection, connect
 from hegmd.protocol.messages import Operations, OperationsReply
-from tests.e2e.agented import SCRIPTS, undisturbed
+from tests.e2e.agented import BRISK, SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
+from tests.e2e.references import TWO_RANKS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
@@ -45,7 +46,7 @@ class Job:
             **{name: value for name, value in os.environ.items() if not name.startswith("HEGM_")},
             "HEGM_SOCKET": self.socket_path,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}:{BRISK}",
         }
         words = [sys.executable, "-m", "hegmctl", "run", *options, "--", sys.executable, *argv]
         self.process = subprocess.Popen(
@@ -99,6 +100,12 @@ class Job:
     def connect(self) -> Connection:
         return connect(self.socket_path)
 
+    def await_gpu(self) -> None:
+        """Until it is seen on one: its agent counts what it holds at a boundary, some steps after the first."""
+        with self.connect() as hegmd:
+            while not any(process.pid == self.process.pid and process.gpus for process in hegmd.processes().processes):
+                self.steps(1)
+
     def resident_bytes(self) -> int:
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -110,6 +117,7 @@ def test_moves_and_suspensions_change_no_loss(daemon: RunningDaemon, loader_work
     seed = random.Random(loader_workers)
     with Job(daemon, argv, "--gpu", "gpu0") as job:
         pid = str(job.process.pid)
+        job.await_gpu()
         gpu = 0
         for _ in range(2):
             job.steps(seed.randrange(5, 15))
@@ -131,8 +139,9 @@ def is_as_undisturbed(argv: list[str], printed: str) -> None:
 
 
 def test_ranks_stop_at_one_boundary_and_move_as_one(daemon: RunningDaemon, tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "ranks.py")]
-    with Job(daemon, [*launcher, str(tmp_path / "moved")], "--gpu", "gpu0") as job:
+    script = str(SCRIPTS / "ranks.py")
+    launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", script]
+    with Job(daemon, [*launched, str(tmp_path / "moved")], "--gpu", "gpu0") as job:
         with job.connect() as hegmd:
             while len(ranks := [process for process in hegmd.processes().processes if process.gpus]) < 2:
                 assert job.process.poll() is None
@@ -144,7 +153,7 @@ def test_ranks_stop_at_one_boundary_and_move_as_one(daemon: RunningDaemon, tmp_p
         (tmp_path / "moved.stop").touch()
         job.output()
     moved_losses = [(tmp_path / f"moved.{rank}").read_text() for rank in range(2)]
-    undisturbed([*launcher, str(tmp_path / "expected"), str(len(moved_losses[0].splitlines()))])
+    undisturbed([*TWO_RANKS, script, str(tmp_path / "expected"), str(len(moved_losses[0].splitlines()))])
     assert moved_losses == [(tmp_path / f"expected.{rank}").read_text() for rank in range(2)]
     assert all(moved_losses)
 
@@ -155,6 +164,7 @@ def test_a_suspended_job_has_given_its_memory_back_and_is_seen_to(daemon: Runnin
     script.write_text(LARGE)
     with Job(daemon, [str(script)]) as job:
         pid = str(job.process.pid)
+        job.await_gpu()
         job.steps(5)
         before = job.resident_bytes()
         (out,) = job.operation("suspend", pid)["processes"]
@@ -188,6 +198,7 @@ def test_a_killed_daemon_costs_a_suspended_job_nothing(daemon: RunningDaemon) ->
     argv = [LONG, "0"]
     with Job(daemon, argv) as job:
         pid = str(job.process.pid)
+        job.await_gpu()
         job.steps(10)
         job.operation("suspend", pid)
         daemon.stop(signal.SIGKILL)
@@ -221,9 +232,7 @@ def test_a_job_without_a_next_batch_is_left_alone_after_the_limit(daemon: Runnin
     script.write_text(STUCK)
     with Job(daemon, [str(script)]) as job:
         job.steps(5)
-        with job.connect() as hegmd:
-            while not any(process.gpus for process in hegmd.processes().processes):
-                job.steps(1)
+        job.await_gpu()
         (tmp_path / "stuck.py.stop").touch()
         ended = job.operation("migrate", str(job.process.pid), "--to", "gpu1", "--timeout", "1", status=8)
         assert ended["phase"] == "undone"

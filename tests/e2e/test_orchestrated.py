@@ -14,9 +14,9 @@ from time import monotonic
 import pytest
 
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu
+from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu, losses_alone
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 # Nobody knows how fast they are; a job of so many has not ended when a few images of it are there.
@@ -32,8 +32,7 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 def test_a_job_is_stopped_taken_off_handed_over_and_restored_in_steps_with_every_loss_the_same(
     daemon: RunningDaemon, tmp_path: Path
 ) -> None:
-    with HandedJob(tmp_path / "alone", None) as alone:
-        expected = alone.output()
+    expected = losses_alone(tmp_path / "alone")
     image = tmp_path / "image"
     with HandedJob(tmp_path / "job", daemon.socket_path) as job:
         job.await_steps(20)
@@ -71,8 +70,7 @@ def test_images_every_so_often_go_on_under_the_next_daemon_and_the_newest_comes_
     """Copied there as with any tool that keeps owner and mode: hegmd has no transport of its own."""
     images, there = tmp_path / "images", tmp_path / "there"
     every = ("--checkpoint-every", "1", "--keep", "1", "--dir", str(images), "--name", "train")
-    with HandedJob(tmp_path / "alone", None, steps=LONG) as alone:
-        expected = alone.output()
+    expected = losses_alone(tmp_path / "alone", steps=LONG)
     with HandedJob(tmp_path / "job", daemon.socket_path, options=every, steps=LONG) as job:
         job.await_steps(5)
         _await(lambda: len(_whole(images)) == 1)

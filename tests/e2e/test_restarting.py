@@ -19,7 +19,7 @@ import pytest
 
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import SCRIPTS, SLOWLY_MS, MovedJob, Script
+from tests.e2e.moved_job import BARE, SCRIPTS, SLOWLY_MS, MovedJob, Script, steps_alone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
@@ -37,14 +37,15 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> list[str]:
     """What the training tells of its steps by itself."""
-    with Script([sys.executable, LEAVING], None, tmp_path_factory.mktemp("undisturbed")) as script:
-        return script.steps()
+    return steps_alone([sys.executable, LEAVING], tmp_path_factory.mktemp("undisturbed"))
 
 
 class SupervisedJob(MovedJob):
     """The training under a supervisor, which goes no faster than it is read."""
+
+    more = BARE
 
     def __init__(
         self, daemon: RunningDaemon, folder: Path, *options: str, resumes: str | None = None, gpu: str = "gpu0"

@@ -12,10 +12,13 @@ import pytest
 
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import SCRIPTS, SLOWLY_MS, MovedJob, Script
+from tests.e2e.moved_job import SCRIPTS, SLOWLY_MS, MovedJob, Script, steps_alone
+from tests.e2e.references import TWO_RANKS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.xdist_group("ranks")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
+
+RANKED = str(SCRIPTS / "ranked.py")
 
 
 def _launch() -> list[str]:
@@ -23,8 +26,8 @@ def _launch() -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "--max-restarts", "3")
-    return [sys.executable, *words, str(SCRIPTS / "ranked.py")]
+    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "--max-restarts", "1")
+    return [sys.executable, *words, RANKED]
 
 
 @pytest.fixture
@@ -34,10 +37,10 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, preloaded: None) -> dict[str, list[str]]:
     """What each rank tells of its steps by itself."""
-    with Script(_launch(), None, tmp_path_factory.mktemp("undisturbed")) as script:
-        return _by_rank(script.steps())
+    words = [sys.executable, *TWO_RANKS, RANKED]
+    return _by_rank(steps_alone(words, tmp_path_factory.mktemp("undisturbed")))
 
 
 def _by_rank(steps: list[str]) -> dict[str, list[str]]:
@@ -101,8 +104,8 @@ def test_two_ranks_are_started_again_twice_and_neither_differs(
 def test_a_rank_that_falls_elsewhere_has_all_of_them_go_on_where_they_were(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: dict[str, list[str]]
 ) -> None:
-    """At its first step, mostly before anybody has heard that it is back, and then again and again: its launcher starts
-    all ranks anew each time, where gloo has them wait for those of before."""
+    """At its first step, mostly before anybody has heard that it is back, and then once more: its launcher starts all
+    ranks anew, where gloo has them wait for those of before."""
     with RankedJob(daemon, tmp_path) as job:
         first = next(iter(job.places(2)))
         job.read_steps(9)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hegmd.protocol.messages import Migrate, OperationReply
+from tests.e2e.moved_job import BRISK
 from tests.gpu.moves_jobs import TRAINING
 from tests.gpu.restart_node import RestartedJob, RestartNode
 from tests.stubs.cuda.node import GIB, CudaNode
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def rehearsed(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}{os.pathsep}{BRISK}"}
     return subprocess.run(
         [sys.executable, "-m", f"tests.gpu.{program}", "--rehearse", *words],
         env=environ, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False,

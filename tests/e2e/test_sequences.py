@@ -34,8 +34,8 @@ def _places(hegmd: Connection, *jobs: Job) -> list[str]:
 def test_jobs_change_places_and_leave_a_gpu_and_change_no_loss(daemon: RunningDaemon) -> None:
     argv = [LONG, "0"]
     with Job(daemon, argv, "--gpu", "gpu0") as one, Job(daemon, argv, "--gpu", "gpu1", "--name", "two") as two:
-        one.steps(3)
-        two.steps(3)
+        one.await_gpu()
+        two.await_gpu()
         with one.connect() as hegmd:
             planned = one.command("swap", str(one.process.pid), str(two.process.pid), "--dry-run")[-1]
             assert [plan["kind"] for plan in planned["plans"]] == ["migrate", "migrate"]

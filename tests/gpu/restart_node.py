@@ -68,7 +68,7 @@ class RestartNode:
     def environ(self) -> dict[str, str]:
         """What programs of ours are started with."""
         plain = {name: value for name, value in os.environ.items() if name not in (*OF_A_JOB, "HEGM_ALLOW_RESTART")}
-        paths = f"{ROOT}{os.pathsep}{ROOT / 'client'}"
+        paths = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "client"), os.environ.get("PYTHONPATH")]))
         return {**plain, **_ORDER, **self._more, "HEGM_SOCKET": str(self.socket_path), "PYTHONPATH": paths}
 
     def log_tail(self, lines: int = 15) -> str:
