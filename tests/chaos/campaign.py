@@ -18,6 +18,7 @@ from tests.chaos.cells import BOTH, DAEMON, DRAIN, MIGRATE, RESUME, SUSPEND, Cel
 from tests.chaos.halts import BEGUN, Trap
 from tests.chaos.jobs import BY_HAND, WITH_TORCH, Job, Trainee, descriptors, resident_bytes
 from tests.chaos.node import REST_LIMIT_S, Client, Node
+from tests.looks import pause
 
 HALT_LIMIT_S = 60.0
 #: A daemon may have grown by so much over all rounds of its life; caches and the story of each operation are in it.
@@ -180,7 +181,7 @@ class Campaign:
         node = self._node
         with node.asked() as hegmd:
             while hegmd.processes().processes:  # it sees their ends in its own time
-                hegmd.ping()
+                pause()
             assert not hegmd.operations().strays
         node.await_video_memory_of([])
         node.daemon.stop()
@@ -189,6 +190,7 @@ class Campaign:
         until = monotonic() + REST_LIMIT_S
         while (found := _lasting(node)) != alone:
             assert monotonic() < until, (found, alone)
+            pause()
 
 
 def _lasting(node: Node) -> set[str]:

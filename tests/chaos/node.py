@@ -29,6 +29,7 @@ from tests.chaos.cells import BOTH, CLIENT, CUT, DAEMON, HALF, KEEPER, SPOILT, S
 from tests.chaos.halts import Halts
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import environment
+from tests.looks import pause
 from tests.stubs.build import build_stub
 
 REST_LIMIT_S = 90.0
@@ -126,6 +127,7 @@ class Node:
                 found = {one.pid: one for one in processes if one.pid not in agented or one.agent}
                 if wanted <= found.keys() and (not on_gpu or all(found[pid].gpus for pid in wanted)):
                     return {pid: found[pid].gpus[0].gpu if found[pid].gpus else "" for pid in wanted}
+                pause()
                 assert monotonic() < until, f"of {wanted}, there are {found}\n{self.daemon.log_text()[-4000:]}"
 
     def await_video_memory_of(self, pids: Iterable[int]) -> None:
@@ -141,6 +143,7 @@ class Node:
                         owned[use.gpu] += use.vram_bytes or 0
                 if used == owned:
                     return
+                pause()
                 assert monotonic() < until, f"{used} is in use, of which {owned} is the jobs'"
 
     def story(self, op: str) -> str:

@@ -31,6 +31,7 @@ from tests.chaos.restart_cells import (
     RestartCell,
 )
 from tests.chaos.restarted_job import RestartedJob
+from tests.looks import pause
 
 HALT_LIMIT_S = 60.0
 
@@ -148,6 +149,7 @@ class RestartCampaign:
             op = self._node.rest()[op_id]
             if op.phase in OVER or (op.phase == "suspended" and job.process() is None):
                 return op
+            pause()
             assert monotonic() < until, f"{op_id} does not go on\n{self._node.story(op_id)}\n{job.errors()}"
 
     def _go_on(self, op: Operation, job: RestartedJob) -> str:
@@ -161,6 +163,7 @@ class RestartCampaign:
             if op.phase in OVER:  # any other may have been seen just as it was asked to go on
                 assert op.phase == "done", self._node.story(op.id)
                 return op.phase
+            pause()
             assert monotonic() < until, f"{op.id} does not go on\n{self._node.story(op.id)}\n{job.errors()}"
 
     def _see_it_train_or_ended(self, cell: RestartCell, job: RestartedJob) -> None:
@@ -205,6 +208,7 @@ class RestartCampaign:
                 why_not = _why_not(hegmd, pid, gpu)
             if why_not is None:
                 return pid, gpu
+            pause()
             assert monotonic() < until, why_not
 
     # -- afterwards ----------------------------------------------------------------------------------------------------

@@ -19,13 +19,14 @@ from hegmctl.connection import Connection, connect
 from hegmd.protocol import operations as told
 from hegmd.protocol.messages import Operations, OperationsReply, Story, StoryReply
 from tests.e2e.daemon import RunningDaemon
+from tests.looks import pause
 from tests.stubs.cuda.node import CudaNode
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests/stubs/cuda/program.py"
 MIB = 1 << 20
 GIB = 1 << 30
-# As often is a figure asked for again; the daemon looks anew every quarter of a second.
+# As often is a figure asked for again.
 LOOKS = 3000
 ANSWER_LIMIT_S = 50.0
 
@@ -108,6 +109,7 @@ class DrivenNode:
                 found = connection.processes().processes
             if len([there for there in found if there.pid in pids and there.agent is not None]) == len(pids):
                 return
+            pause()
         raise AssertionError(f"the agents in the processes {pids} do not attend")
 
     def connect(self) -> Connection:
@@ -167,6 +169,7 @@ def only_its_own(node: DrivenNode, watched: Watched) -> None:
         used = node.used()
         if used == {"gpu0": 0, "gpu1": 0, **own}:
             return
+        pause()
     raise AssertionError(f"{used} is in use, of which {own} is the program's")
 
 

@@ -23,6 +23,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from tests.looks import pause
+
 PATIENCE_S = 120.0
 NOW_AND_THEN_S = 0.2
 EPOCHS, BATCHES = 250, 4
@@ -120,6 +122,7 @@ class Steps:
         deadline = monotonic() + PATIENCE_S
         while self._registered() in (None, before):
             assert monotonic() < deadline, "no worker was started again"
+            pause()
         self._while_it_trains(lambda: self._tell("checkpoint", "--pid", str(self._registered())))
         assert self.record.pop()[1] == [0, "PID WORKER: checkpoint-ready"]
         self._tell("resume", "--all")

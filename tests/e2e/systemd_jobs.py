@@ -21,6 +21,7 @@ from tests.chaos.halts import Halts
 from tests.chaos.jobs import BY_HAND, WITH_TORCH
 from tests.e2e.systemd_node import SystemdNode
 from tests.e2e.systemd_service import SERVICE, drop_in
+from tests.looks import COMMAND_MS, pause
 from tests.stubs.build import build_stub
 
 PATIENCE_S = 60.0
@@ -99,11 +100,13 @@ def trains_at(node: SystemdNode, *, beside: int = 0) -> tuple[int, str]:
         for found in asked(node, "ps").get("processes", []):
             if found["pid"] != beside and found["agent"] and found["gpus"]:
                 return found["pid"], found["gpus"][0]["gpu"]
+        pause(COMMAND_MS)
 
 
 def settled(node: SystemdNode, op: str) -> str:
     """Where the operation has come to rest, under whatever daemon there is by then."""
     while "operation" not in (said := asked(node, "op", op, "--follow")):
         assert said["error"]["code"] in {"no-daemon", "disconnected", "unavailable"}, said
+        pause(COMMAND_MS)
     phase: str = said["operation"]["phase"]
     return phase

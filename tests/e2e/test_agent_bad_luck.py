@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.agented import INJECT, SCRIPTS, Training, environment, undisturbed
 from tests.e2e.scripted_daemon import Attended, Gone, ScriptedDaemon
+from tests.looks import pause
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90), pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
@@ -268,7 +269,7 @@ def test_a_thread_in_a_sleep_of_its_own_is_reason_to_refuse(socket_path: Path) -
     with ScriptedDaemon(socket_path) as daemon, Training([SLEEPER], socket_path, HEGM_TEST_SLEEPER="1"):
         agent = daemon.attended()
         while not agent.done("survey", limit_s=20).boundary:
-            pass
+            pause()
         refused = agent.order("park", limit_s=0.5)
         assert refused.result == "failed"
         assert "sleeper.py" in refused.message

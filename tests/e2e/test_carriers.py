@@ -17,6 +17,7 @@ from hegmd.errors import HegmError
 from hegmd.protocol import operations as told
 from hegmd.protocol.messages import Migrate, OperationReply, Operations, OperationsReply
 from tests.e2e.driven import GIB, LOOKS, DrivenNode, DrivenProgram, Watched, at_rest, helper_of, only_its_own
+from tests.looks import pause
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
@@ -257,4 +258,5 @@ def _waiting(connection: Connection) -> told.Wait:
         assert newest.phase not in {"done", "undone", "suspended"}
         if newest.waits is not None and "room" in newest.waits.why:
             return newest.waits
+        pause()
     raise AssertionError("it does not wait for room")

@@ -21,6 +21,7 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu, losses_alone
 from tests.e2e.mounting import why_no_mounts
 from tests.e2e.references import TWO_RANKS
+from tests.looks import COMMAND_MS, pause
 from tests.stubs.build import build_stub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("preloaded")]
@@ -148,6 +149,7 @@ def test_ranks_go_into_an_image_with_their_launcher_and_its_store(daemon: Runnin
         until = monotonic() + ENDS_WITHIN_S
         while len(ranks := [one["pid"] for one in job.command("ps")["processes"] if one["gpus"]]) < 2:
             assert monotonic() < until, (tmp_path / "job" / "errors").read_text()
+            pause(COMMAND_MS)
         done = job.operation("checkpoint", str(ranks[0]), str(image))
         assert [process["state"] for process in done["processes"]] == ["gone", "gone"]
         assert job.process.wait(ENDS_WITHIN_S) == -9

@@ -20,6 +20,7 @@ from hegmctl.pages.json_reference import PRINTED
 from hegmd import __version__
 from hegmd.protocol.record import Record
 from tests.e2e.daemon import RunningDaemon
+from tests.looks import COMMAND_MS, pause
 from tests.unit.hegmctl.running import as_nobody, command, environment, hegmctl
 from tests.unit.hegmctl.terminal import Terminal
 from tests.unit.hegmctl.test_cli import Running
@@ -48,6 +49,7 @@ def eventually(look: Callable[[], dict[str, Any]], true: Callable[[dict[str, Any
     deadline = monotonic() + 10
     while not true(seen := look()):
         assert monotonic() < deadline, seen
+        pause(COMMAND_MS)
     return seen
 
 

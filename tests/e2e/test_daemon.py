@@ -17,6 +17,7 @@ from hegmd.errors import DENIED, NOT_FOUND, REFUSED, UNAVAILABLE, HegmError
 from hegmd.protocol.connection import Answer, ClientConnection
 from hegmd.protocol.messages import AgentAttend, Hello
 from tests.e2e.daemon import RunningDaemon
+from tests.looks import pause
 from tests.unit.hegmctl import running
 
 pytestmark = pytest.mark.e2e
@@ -117,7 +118,7 @@ def test_a_hanging_driver_makes_the_answer_old_and_nothing_hang(daemon: RunningD
         hegmd.ping()
         hegmd.simulate_fault("vendor", "none")
         while hegmd.gpus().vendors[0].state != "ok":
-            pass
+            pause()
         hegmd.simulate_fault("vendor", "hang")
         assert daemon.stop() == 0, "a hanging driver kept the daemon from ending"
 
@@ -195,10 +196,10 @@ def test_an_agent_is_shown_while_it_is_connected(daemon: RunningDaemon) -> None:
             _, attend = protocol.request(AgentAttend(token="0" * 32, python_version="3.11", boundary=0))
             agent.sendall(attend)
             while (shown := holder.processes().processes[0].agent) is None:
-                pass
+                pause()
             assert (shown.name, shown.version) == ("test-agent", "7")
         while holder.processes().processes[0].agent is not None:
-            pass
+            pause()
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from hegmd.protocol.messages import Operations, OperationsReply
 from tests.e2e.agented import BRISK, SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.references import TWO_RANKS
+from tests.looks import pause
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
@@ -145,6 +146,7 @@ def test_ranks_stop_at_one_boundary_and_move_as_one(daemon: RunningDaemon, tmp_p
         with job.connect() as hegmd:
             while len(ranks := [process for process in hegmd.processes().processes if process.gpus]) < 2:
                 assert job.process.poll() is None
+                pause()
         pid = str(ranks[0].pid)
         moved = job.operation("migrate", pid, "--to", "gpu1")
         assert [(process["gpu"], process["state"]) for process in moved["processes"]] == [("gpu1", "running")] * 2
@@ -205,7 +207,7 @@ def test_a_killed_daemon_costs_a_suspended_job_nothing(daemon: RunningDaemon) ->
         daemon.start()
         with job.connect() as hegmd:
             while not any(process.agent for process in hegmd.processes().processes):
-                hegmd.ping()  # the agent comes back by itself
+                pause()  # the agent comes back by itself
             assert hegmd.call(Operations(), OperationsReply).operations[0].phase in {"suspended", "settling"}
         job.command("op", "1", "--follow")
         assert job.operation("resume", pid)["phase"] == "done"

@@ -17,6 +17,7 @@ import pytest
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import ROOT, SCRIPTS, MovedJob, undisturbed_steps
+from tests.looks import pause
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
@@ -68,7 +69,7 @@ def test_a_gpu_without_room_is_refused_and_taken_once_there_is_room(socket_dir: 
             refused = job.refusal("migrate", str(pid), "--to", "gpu1")
             assert "gpu1 has" in refused["message"]
         while job.places(1) == {pid: "gpu0"} and _used_bytes(daemon, "gpu1"):
-            pass  # the connection's end is seen in the daemon's own time
+            pause()  # the connection's end is seen in the daemon's own time
         job.move(pid)
         assert job.steps() == undisturbed_steps(*TRAINING)
 

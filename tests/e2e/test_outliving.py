@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.test_moving import LARGE, LONG, Job, is_as_undisturbed
+from tests.looks import COMMAND_MS, pause
 from tests.room import MIB, SHARED_MEMORY, skip_without
 
 pytestmark = [
@@ -63,7 +64,7 @@ def until_attended(job: Job) -> None:
     """The agent comes back by itself."""
     with job.connect() as hegmd:
         while not any(process.agent for process in hegmd.processes().processes):
-            hegmd.ping()
+            pause()
 
 
 def strays(job: Job) -> list[dict[str, Any]]:
@@ -114,7 +115,7 @@ def test_spilled_its_memory_is_really_free(daemon: RunningDaemon, tmp_path: Path
         job.process.wait()
         with job.connect() as hegmd:
             while any(process.held_bytes for process in hegmd.processes().processes):
-                hegmd.ping()
+                pause()
 
 
 @pytest.mark.parametrize("memory", ["named", "nameless"])
@@ -132,9 +133,8 @@ def test_a_job_is_adopted_when_the_journal_is_gone(tmp_path: Path, memory: str) 
             daemon.stop(signal.SIGKILL)
             (state_dir / "operations.journal").unlink()
             daemon.start()
-            with job.connect() as hegmd:
-                while len(found := strays(job)) < 2:
-                    hegmd.ping()
+            while len(found := strays(job)) < 2:
+                pause(COMMAND_MS)
             assert {stray["kind"] for stray in found} == {"bytes", "process"}
             assert job.operation("adopt", pid, "--to", "gpu1")["phase"] == "done"
             is_as_undisturbed(ENDLESS, job.output())

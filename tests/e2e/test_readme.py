@@ -16,6 +16,7 @@ import pytest
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
 from tests.house.source import ROOT
+from tests.looks import pause
 
 pytestmark = pytest.mark.e2e
 
@@ -76,7 +77,7 @@ class Visitor:
         now_utc = time.time()
         with connect(self._environment["HEGM_SOCKET"]) as hegmd:
             while hegmd.gpus().taken_utc < now_utc:
-                pass
+                pause()
 
     def _filled_in(self, words: str) -> str:
         known = {**self._environment, "PWD": str(ROOT)}

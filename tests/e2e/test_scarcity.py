@@ -20,6 +20,7 @@ from tests.chaos.jobs import WITH_TORCH, descriptors, undisturbed
 from tests.chaos.jobs import Job as Endless
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.test_moving import Job
+from tests.looks import pause
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
@@ -38,9 +39,9 @@ def on_a_gpu(daemon: RunningDaemon, pid: int) -> None:
     """Its agent is there and has been counted, and all GPUs are well."""
     with connect(str(daemon.socket_path)) as hegmd:
         while not any(process.pid == pid and process.gpus for process in hegmd.processes().processes):
-            hegmd.ping()
+            pause()
         while any(gpu.state != "ok" for gpu in hegmd.gpus().gpus):
-            hegmd.ping()
+            pause()
 
 
 # -- descriptors -------------------------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ def test_a_worker_that_is_stopped_past_the_limit_is_left_alone_and_goes_on(daemo
             begun = hegmd.call(Migrate(pids=(job.pid,), to="gpu1", limit_s=1.0, wait=False), OperationReply)
             assert begun.operation is not None
             while not (told := hegmd.call(Story(id=begun.operation.id), StoryReply).operation).failure:
-                hegmd.ping()
+                pause()
             assert told.failure is not None
             os.kill(job.pid, signal.SIGCONT)
             ended = hegmd.call(Story(id=begun.operation.id, follow=True), StoryReply).operation

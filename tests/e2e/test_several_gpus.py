@@ -18,6 +18,7 @@ from hegmd.errors import HegmError
 from hegmd.protocol import operations as told
 from hegmd.protocol.messages import Drain, Drained, Migrate, OperationReply
 from tests.e2e.driven import GIB, LOOKS, MIB, DrivenNode, DrivenProgram, Watched, at_rest
+from tests.looks import pause
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
@@ -61,6 +62,7 @@ def holds(node: DrivenNode, pid: int) -> dict[str, int]:
         own, used = node.vram(pid), node.used()
         if {gpu: size_bytes for gpu, size_bytes in used.items() if size_bytes} == own:
             break
+        pause()
     else:
         raise AssertionError(f"{used} is in use, of which {own} is the program's")
     return {gpu: size_bytes - min(own.values()) + FIRST_BYTES for gpu, size_bytes in own.items()}

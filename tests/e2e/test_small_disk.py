@@ -20,6 +20,7 @@ from tests.e2e.agented import undisturbed
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.mounting import NAMESPACE, why_no_mounts
 from tests.e2e.test_moving import Job
+from tests.looks import pause
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
@@ -169,7 +170,7 @@ def test_a_daemon_that_is_killed_with_a_full_disk_is_followed_by_one_that_brings
         daemon.start()
         with job.connect() as hegmd:
             while not any(process.agent for process in hegmd.processes().processes):
-                hegmd.ping()
+                pause()
         assert "operation.journal-failed" in daemon.kinds()
         (shown,) = job.command("ops")[-1]["operations"]
         assert "it stands still" in shown["waits"]["why"]

@@ -12,6 +12,7 @@ from tests.e2e.real_criu import UNPACKED, criu_or_skip
 from tests.e2e.systemd_jobs import asked, trains_at
 from tests.e2e.systemd_node import SystemdNode
 from tests.e2e.systemd_service import CONFIGURATION, SERVICE, drop_in
+from tests.looks import COMMAND_MS, pause
 
 pytest_plugins = ["tests.e2e.systemd_packages"]
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -80,7 +81,7 @@ def test_what_a_job_says_that_is_a_unit_goes_on_in_the_file_that_a_restore_names
         assert node.show(unit, "ActiveState") == "active"
         (node.root / "root/enough").touch()
         while node.show(unit, "ActiveState") == "active":
-            pass
+            pause(COMMAND_MS)
         journal = node.run("journalctl", "--unit=counts", "--output=cat").stdout.split()
         last = max(int(word) for word in journal if word.isdigit())
         said = [int(line) for line in (node.root / "root/said").read_text().split()]

@@ -8,11 +8,18 @@ Where `BARE_TORCH` is set, PyTorch comes without its compiler too, for scripts t
 do (training/bare_torch.py): those that are restarted, whose imports are done for them before their next start.
 """
 
+from __future__ import annotations
+
 import atexit
 import gc
 import os
 import sys
 from importlib.machinery import ModuleSpec
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any
 
 gc.set_threshold(100_000, 50, 100)
 atexit.register(gc.freeze)
@@ -22,17 +29,20 @@ class NoCompiler:
     """Finds and loads `torch._dynamo`, of which an optimizer takes two functions where nothing is compiled."""
 
     @classmethod
-    def find_spec(cls, name, _path=None, _target=None):
-        return ModuleSpec(name, cls) if name == "torch._dynamo" else None
+    def find_spec(cls, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
+        loader: Any = cls
+        return ModuleSpec(name, loader) if name == "torch._dynamo" else None
 
     @staticmethod
-    def create_module(_spec):
-        return None
+    def create_module(_spec: ModuleSpec) -> None: ...
 
     @staticmethod
-    def exec_module(module):
-        module.disable = lambda function, recursive=True, *, reason=None, wrapping=True: function
-        module.graph_break = lambda: None
+    def exec_module(module: ModuleType) -> None:
+        vars(module).update(disable=_same, graph_break=lambda: None)
+
+
+def _same(function: Any, recursive: bool = True, *, reason: str | None = None, wrapping: bool = True) -> Any:
+    return function
 
 
 if os.environ.get("BARE_TORCH"):
