@@ -41,6 +41,7 @@ from hegmd.external import start_keeper
 from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.keeper.client import KeeperStore
 from hegmd.log import LogSetup, fields
+from hegmd.methods.readying import Ready
 from hegmd.metrics import Build, Counters, Tallies, read_own_process, render
 from hegmd.moving import ImageMeans, Moving
 from hegmd.pool import Keep, Pool
@@ -369,7 +370,7 @@ class App:
             spill=self._config.pool.spill,
             still_s=self._config.neighbours.still_s,
             restart_always=self._config.restart.allowed == "always",
-            restart_ready=self._config.restart.ready == "beforehand",
+            ready=Ready(self._config.restart.ready, self._config.restart.ready_within_s),
             images_by=ImageMeans(
                 self._config.daemon.socket,
                 in_unit=self._manager.present and os.path.isdir(SYSTEMD_RUNS),

@@ -2,6 +2,8 @@
 
 Owns their order on the way up (the journal is read before anybody can ask, the rooms it names are held before an agent
 attends) and on the way down. Holds no rule of its own.
+
+Longer than 400 lines because each part is made in one place, in the order in which they know of one another.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from hegmd.handoff import Handoff
 from hegmd.helper.link import Link
 from hegmd.image.images import Images
 from hegmd.inventory import Inventory, NodeSnapshot
+from hegmd.kept_ready import KeptReady
 from hegmd.lock_files import LockFiles
 from hegmd.lookout import Lookout
 from hegmd.meeting import MeetingPlaces
@@ -42,7 +45,7 @@ from hegmd.methods.gpus import Gpus
 from hegmd.methods.host import HostCarrier
 from hegmd.methods.neighbours import STILL_S, Neighbours
 from hegmd.methods.peer import PeerCarrier
-from hegmd.methods.readying import Readying
+from hegmd.methods.readying import Ready, Readying
 from hegmd.methods.restart import RestartMethod
 from hegmd.methods.sight import is_stopped
 from hegmd.methods.simulated import SimulatedMethod
@@ -53,7 +56,8 @@ from hegmd.migration.course import TERMINAL
 from hegmd.migration.disk import Disk
 from hegmd.migration.paces import Paces
 from hegmd.migration.performer import Performer
-from hegmd.migration.runner import Runner, rooms_to_restore
+from hegmd.migration.runner import Runner
+from hegmd.migration.running import rooms_to_restore
 from hegmd.operations import Answer, Asked, Operations, refusal
 from hegmd.periodic import Periodic
 from hegmd.pool import Keep, Key, Pool
@@ -101,15 +105,14 @@ class Moving:
         spill: str = ASKED,
         still_s: float = STILL_S,
         restart_always: bool = False,
-        restart_ready: bool = True,
+        ready: Ready | None = None,
         images_by: ImageMeans | None = None,
         disk: Disk | None = None,
     ) -> None:
         self._state_dir = state_dir
         self._images_by = images_by or ImageMeans(state_dir / "hegmd.sock")
         self._workers, self._inventory = workers, inventory
-        self._start_ticks, self._restart_ready = start_ticks, restart_ready
-        self.pool = pool
+        self._start_ticks, self._ready, self.pool = start_ticks, ready or Ready(), pool
         self.rooms = Rooms(simulator, gpus=self._gpus, changed=inventory.expire)
         self.helper = Link()
         self.memory = VideoMemory(self.helper, pool.keep.store)
@@ -119,7 +122,8 @@ class Moving:
         simulated = simulator is not None
         self.supervisors = Supervisors(start_ticks)
         handoff, self._reviving = self._make_imaging(simulated=simulated)
-        self.runner = Runner(state_dir, self._make_performer(handoff, simulated=simulated), events, disk=disk)
+        performer, ended_well = self._make_performer(handoff, simulated=simulated), self.supervisors.ended_well
+        self.runner = Runner(state_dir, performer, events, disk=disk, ended_well=ended_well)
         self.attendance = Attendance(
             workers,
             self.rooms,
@@ -194,7 +198,8 @@ class Moving:
     def _restarting(self, by: Method) -> tuple[RestartMethod, StateCarrier]:
         workers, supervisors, pool = self._workers, self.supervisors, self.pool
         method = RestartMethod(workers, supervisors, pool, by=by, gpus=self._gpus, folder=self._state_dir)
-        readying = Readying(supervisors, method.surroundings_of, allowed=self._restart_ready)
+        readying = Readying(supervisors, method.surroundings_of, self._ready)
+        self._kept_ready = KeptReady(supervisors, workers, readying, in_hand=self._is_in_hand)
         return method, StateCarrier(pool, supervisors, readying)
 
     def _forget_claim(self, op_id: str) -> None:
@@ -367,6 +372,7 @@ class Moving:
                     await inner.start(self.sequences.run)
                     await inner.start(self.periodic.run)
                     inner.start_soon(self.attendance.run)
+                    inner.start_soon(self._kept_ready.run)
                     if self._by_driver is not None:
                         await inner.start(self._by_driver.run)
                     task_status.started()

@@ -461,9 +461,15 @@ class RestartSettings:
         reloads=False,
     )
     ready: str = setting(
-        OneOf(("beforehand", "in-turn")),
+        OneOf(("beforehand", "in-turn", "always")),
         "beforehand",
-        "When the next process imports PyTorch: while the last one trains still, for some 500 MB of memory, or after.",
+        "When the next process imports PyTorch: once a restart is asked for, in its turn, or from the first batch on.",
+        reloads=False,
+    )
+    ready_within_s: float = setting(
+        Amount(0, 45, whole=False),
+        15.0,
+        "Seconds that a job trains on at most, once its restart was asked for, until that process is ready.",
         reloads=False,
     )
 

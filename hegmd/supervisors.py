@@ -20,10 +20,12 @@ from hegmd.errors import DISCONNECTED, REFUSED, HegmError, Refused
 from hegmd.news import News
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 
-DONE, FAILED, ENDED = "done", "failed", "ended"
-ASK = "ask"
+DONE, FAILED, ENDED, READY = "done", "failed", "ended", "ready"
+ASK, START = "ask", "start"
 # Of so many that have ended it is known that they have.
 MOST_ENDED = 1000
+# A parent hears of the end of its child no later than we do, and says so at once; on a busy machine it takes its time.
+SAYS_WITHIN_S = 2.0
 
 Send = Callable[[SupervisorOrder, Sequence[int]], Awaitable[None]]
 
@@ -65,6 +67,8 @@ class _Link:
         self.replaced = anyio.Event()
         self.given: dict[int, _Given] = {}
         self.last = 0
+        #: The order by which the command was started last: it may be started again by that, and be done once more.
+        self.start: int | None = None
 
     def end(self) -> None:
         for given in self.given.values():
@@ -96,7 +100,14 @@ class Supervisor:
         self.has_asked = False
         #: Whether the process that it started last had been made ready before its turn.
         self.was_ready = False
+        #: How its command ended last; None where it has not, or nobody saw it.
+        self.status: int | None = None
+        #: Set once the process that it was told to make ready waits for its turn, as that process, or never will.
+        self.ready_pid: int | None = None
+        self.readied = anyio.Event()
         self._link: _Link | None = None
+        #: Counts its connections.
+        self.connection = 0
 
     @property
     def run(self) -> str:
@@ -143,6 +154,8 @@ class Supervisor:
         link.last += 1
         number = link.last
         link.given[number] = given
+        if do == START:
+            link.start = number
         try:
             await link.send(SupervisorOrder(order=number, do=do, operation=operation, **how), fds)
             await given.over.wait()
@@ -160,6 +173,8 @@ class Supervisor:
             self.offer = self.offer.replace(operation=None, started=False)
         if self._link is None:
             raise SupervisorAway(self.run, operation, f"it cannot be told to {do}")
+        if do == READY:
+            self.readied, self.ready_pid = anyio.Event(), None
         self._link.last += 1
         try:
             await self._link.send(SupervisorOrder(order=self._link.last, do=do, operation=operation, **how), ())
@@ -171,6 +186,8 @@ class Supervisor:
     def connect(self, send: Send, offer: Supervise) -> _Link:
         before = self._link
         self.offer, self._link = offer, _Link(send)
+        self.connection += 1
+        self.readied.set()
         if before is not None:
             before.end()
             before.replaced.set()
@@ -180,12 +197,17 @@ class Supervisor:
         link.end()
         if self._link is link:
             self._link = None
+            self.readied.set()
 
     def take(self, link: _Link, report: SuperviseReport) -> None:
         """Take a report that came on that connection."""
         if self._link is not link:
             return
+        if report.result == READY:
+            self.ready_pid = report.pid
+            self.readied.set()
         if report.result == ENDED:
+            self.status = report.status
             self.offer = self.offer.replace(pid=None, started=False, left=self.offer.operation is not None)
         given = None if report.order is None else link.given.get(report.order)
         if given is not None and given.do == ASK:
@@ -195,8 +217,11 @@ class Supervisor:
             self.offer = self.offer.replace(pid=None, started=False, left=True)
         elif report.result == DONE and given is not None:
             self.was_ready = report.was_ready
-            started = {"started": True, "left": False} if given.do == "start" else {"started": False}
+            started = {"started": True, "left": False} if given.do == START else {"started": False}
             self.offer = self.offer.replace(pid=report.pid, operation=given.operation, key=given.key, **started)
+        elif report.result == DONE and report.order is not None and report.order == link.start:
+            self.was_ready = report.was_ready  # another process, by the same order
+            self.offer = self.offer.replace(pid=report.pid)
         if given is not None and given.report is None:
             given.report = report
             given.over.set()
@@ -209,7 +234,8 @@ class Supervisors:
         self._start_ticks = start_ticks
         self._known: dict[tuple[int, str], Supervisor] = {}
         self._links: dict[object, tuple[Supervisor, _Link]] = {}
-        self._ended: dict[tuple[int, str], None] = {}
+        #: The exit status of the command of each that has ended, if it said so.
+        self._ended: dict[tuple[int, str], int | None] = {}
         self._listeners: list[Callable[[Supervisor], object]] = []
         #: Told when one of them comes, goes, or says something.
         self.news = News()
@@ -225,6 +251,21 @@ class Supervisors:
     def has_ended(self, uid: int | None, run: str | None) -> bool:
         """Whether the supervisor of that run was there and its process has ended."""
         return (uid, run) in self._ended or any((one.uid, one.run) == (uid, run) and not one.lives for one in self)
+
+    async def ended_well(self, uid: int, run: str | None, pid: int) -> bool:
+        """Whether the command that was that process has ended with 0, by its supervisor's word, which is waited for.
+
+        Not for long: one that has none, or was killed with it, has not.
+        """
+        with anyio.move_on_after(SAYS_WITHIN_S):
+            while True:
+                known = self._known.get((uid, run or ""))
+                if known is None:
+                    return self._ended.get((uid, run or "")) == 0
+                if known.offer.pid != pid:
+                    return known.offer.pid is None and known.status == 0
+                await self.news.wait()
+        return False
 
     def of_operation(self, uid: int | None, operation: str) -> Supervisor | None:
         """The one that waits for that operation, or has gone on from it; one that is connected before others."""
@@ -248,7 +289,7 @@ class Supervisors:
             supervisor.disconnect(link)
             if not supervisor.lives:
                 self._forget(supervisor)
-                self._ended[supervisor.uid, supervisor.run] = None
+                self._ended[supervisor.uid, supervisor.run] = supervisor.status
                 for oldest in tuple(self._ended)[:-MOST_ENDED]:
                     del self._ended[oldest]
             self._tell(supervisor)

@@ -190,6 +190,7 @@ class Worker:
         if do == "weigh":
             self.state_bytes, self.refusals = report.state_bytes, report.refusals
             self.begin_anew = report.begin_anew
+        if do in {"weigh", "beforehand"}:
             self.imports, self.path = report.imports, report.path
         if do == "filled" and report.held_bytes is not None:
             self.held_bytes = report.held_bytes

@@ -103,7 +103,7 @@ class Launcher:
     def expected(self) -> None:
         """Nothing is made ready under a launcher."""
 
-    def is_ready(self, pid: int) -> None:
+    def is_ready(self, pid: int | None) -> None:
         """Nothing is."""
 
     def started(self, pid: int, *, was_ready: bool = False) -> None:

@@ -29,7 +29,7 @@ _STATES = {
 }
 # The order of phases, so that the bar can tell how far it is while no bytes move.
 _PHASES = (
-    "reading planned settling arming counting quiescing holding measuring evacuating checkpointing leaving "
+    "reading planned settling arming readying counting quiescing holding measuring evacuating checkpointing leaving "
     "handing ending spilling restoring refilling releasing verifying tidying"
 ).split()
 # Of a restart, from where its state is saved; most of its time is for the process that comes.
@@ -50,7 +50,8 @@ def progress_text(progress: OperationProgress, style: Style) -> list[str]:
     place = _PHASES.index(phase) if phase in _PHASES else len(_PHASES)
     within = min(1.0, progress.moved_bytes / progress.size_bytes) if moving else 0.0
     size = f"  {binary_size(progress.moved_bytes)} of {binary_size(progress.size_bytes)}" if moving else ""
-    return [_bar(progress, (place + within) / len(_PHASES), f"{phase}{size}", style)]
+    what = f"{phase}{size}" if progress.doing is None else progress.doing
+    return [_bar(progress, (place + within) / len(_PHASES), what, style)]
 
 
 def _bar(progress: OperationProgress, share: float, what: str, style: Style) -> str:
@@ -72,6 +73,8 @@ def _outcome(operation: Operation, style: Style) -> list[str]:
     lines = [f"operation {printable(operation.id)}: {kind} of {pids}{by}: {phase}{_figures(operation)}"]
     if operation.doing is not None:
         lines.append(f"  now: {printable(operation.doing)}")
+    if operation.note is not None:
+        lines.append(f"  {printable(operation.note)}")
     if operation.failure is not None:
         lines.append(f"  {printable(operation.failure.message)}")
         lines.append(f"  next: {printable(operation.failure.hint)}")

@@ -1,5 +1,9 @@
 """The next process of a restart, started before its turn: it imports what takes long, and waits for a word from here.
 
+One that was started long before anybody knew of what, `kept`, is asked once more when it is: whether all that it has is
+still so on disk, and for what the training has imported since. What of its environment is not as it will be, it can
+still be given, as far as it says that nothing in it has read that yet.
+
 It is no job and no child that the supervisor speaks of until its turn: no signal is passed on to it, and its end is
 nobody's. Who lets go of the pair of sockets ends it, so that it ends with this process as well. Only an installation
 whose agent knows of such a start is trusted with one: any other would run the script at once.
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
 # What its agent reads; see hegmd/agent/standby.py.
 READY_FD = "HEGM_READY_FD"
+TELL_UNREAD = "HEGM_READY_TELL"
 IMPORTS, PATH, READY, GO = b"imports", b"path", b"ready", b"go"
 # What differs from one start to the next with the same surroundings.
 STATE, STATE_FD, LOCK_FD = "HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD"
@@ -33,7 +38,9 @@ _OF_ONE_START = frozenset((STATE, STATE_FD, LOCK_FD, STATES, OPERATION))
 _DESCRIPTORS = (STATE_FD, LOCK_FD)
 # As long as PyTorch takes to be imported from a slow disk; from then on it is not waited for.
 IMPORTS_WITHIN_S = 30.0
-_MOST_BYTES = 64
+_MOST_BYTES = 1024
+# All that any of them says to be so; see hegmd/agent/unread.py.
+_MAY_BE_UNREAD = frozenset(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HEGM_GPU"))
 _MESSAGE_BYTES = 1 << 20
 
 
@@ -61,7 +68,12 @@ class Readied:
 
     def __init__(self, what: Beforehand, mask: set[signal.Signals]) -> None:
         self.what = what
-        self._is_ready = False
+        #: Whether it was there before what it is for now was known.
+        self.is_kept = False
+        self._began = what.environ
+        #: While it imports for the first time it is not known what that reads.
+        self._unread = _MAY_BE_UNREAD
+        self._is_ready = self._is_settled = False
         self._deadline = monotonic() + IMPORTS_WITHIN_S
         _require_agent(what.environ)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -75,7 +87,7 @@ class Readied:
                 fcntl.fcntl(ours.fileno(), fcntl.F_SETFL, flags | fcntl.FASYNC)
                 ours.send(_message(IMPORTS, what.imports))
                 ours.send(_message(PATH, what.path))
-                environ = {**what.environ, READY_FD: str(theirs.fileno())}
+                environ = {**what.environ, READY_FD: str(theirs.fileno()), TELL_UNREAD: "1"}
                 self.pid = start(what.command, environ, mask=mask, keep=(theirs.fileno(),)).pid
             except BaseException:
                 ours.close()
@@ -83,16 +95,39 @@ class Readied:
         self._pidfd = os.pidfd_open(self.pid)
 
     def look(self) -> bool:
-        """Read what it has said; whether it has just become ready."""
+        """Read what it has said; whether it has just become ready, or never will be."""
         said = b"" if self._line is None else _received(self._line)
         if said is None:
             return False
-        is_news = said == READY and not self._is_ready
-        if is_news:
-            self._is_ready = True
-        elif said != READY:
+        is_news = not self._is_settled
+        self._is_settled = True
+        what, *names = said.split(b"\0")
+        if what == READY:
+            self._is_ready, self._unread = True, frozenset(map(os.fsdecode, names))
+        if what != READY or not self._fits(self.what.command, self.what.environ):
             self.end()
         return is_news
+
+    def is_to_serve(self, what: Beforehand) -> bool:
+        """Have it be for that start; False where it is not fit for it. Whether it is ready then, `look` tells anew."""
+        if self._line is None or not self._fits(what.command, what.environ):
+            return False
+        before, self.what, self.is_kept = self.what, what, True
+        if self._is_ready:
+            self._is_ready = self._is_settled = False
+            self._deadline = monotonic() + IMPORTS_WITHIN_S
+            try:
+                self._line.send(_message(IMPORTS, what.imports), socket.MSG_NOSIGNAL)
+                self._line.send(_message(PATH, what.path), socket.MSG_NOSIGNAL)
+            except OSError:  # it has just ended
+                self.what = before
+                return False
+        return True
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has imported all, and waits for its turn."""
+        return self._is_ready and self._line is not None
 
     def awaited_until(self, command: Sequence[str], environ: Mapping[str, str]) -> float | None:
         """The monotonic instant until which that start is to wait for it; None where it is not to."""
@@ -107,7 +142,7 @@ class Readied:
             return None
         try:
             if self._is_ready and self._fits(command, environ):
-                _send_turn(line, environ)
+                _send_turn(line, self._began, environ)
                 os.close(self._pidfd)
                 return self.pid
         except OSError:
@@ -126,7 +161,7 @@ class Readied:
 
     def _fits(self, command: Sequence[str], environ: Mapping[str, str]) -> bool:
         is_it = tuple(command) == self.what.command and STATES not in environ
-        return is_it and plain_surroundings(environ) == self.what.environ
+        return is_it and _differing(self._began, plain_surroundings(environ)) <= self._unread
 
     def _kill(self) -> None:
         """It is not waited for: in a call of the kernel that hangs it ends at some time, and is taken up then."""
@@ -167,10 +202,17 @@ def _received(line: socket.socket) -> bytes | None:
         return b""
 
 
-def _send_turn(line: socket.socket, environ: Mapping[str, str]) -> None:
+def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> set[str]:
+    return {name for name in {*one, *other} if one.get(name) != other.get(name)}
+
+
+def _send_turn(line: socket.socket, began: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    """What it lacks of that environment: descriptors, which come along, then values, and names without one."""
     names = [name for name in _DESCRIPTORS if name in environ]
     rest = sorted(name for name in _OF_ONE_START.difference(_DESCRIPTORS) if name in environ)
-    words = [*names, *(f"{name}={environ[name]}" for name in rest)]
+    changed = sorted(_differing(began, plain_surroundings(environ)))
+    words = [*names, *(f"{name}={environ[name]}" for name in [*rest, *changed] if name in environ)]
+    words += [f"={name}" for name in changed if name not in environ]
     fds = [int(environ[name]) for name in names]
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))]
     line.sendmsg([_message(GO, words)], rights if fds else [], socket.MSG_NOSIGNAL)

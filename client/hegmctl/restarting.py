@@ -59,13 +59,14 @@ class DaemonDesk:
         tries: int = TRIES,
         resumes: str | None = None,
         gpu: str | None = None,
+        ready: str | None = None,
     ) -> None:
         self._path = path
         self._command = tuple(command)
         self._environ = dict(environ)
         self._say = say
         self._tries = tries
-        self._resumes, self._gpu = resumes, gpu
+        self._resumes, self._gpu, self._ready = resumes, gpu, ready
         self._pid: int | None = None
         #: The operation that a restart is expected of, and whether the command has left for it or was started from it.
         self._operation = resumes
@@ -85,8 +86,9 @@ class DaemonDesk:
         self._give_up: GiveUp | None = None
         #: Programs that are asked which Python they are.
         self._probes: list[Probe] = []
-        #: What start is expected, and of which operation.
+        #: What start is expected, and of which operation; and what is to be kept ready while none is.
         self._expected: tuple[str, Beforehand] | None = None
+        self._kept: Beforehand | None = None
         self._line: Line | None = None
         self._order_line: Line | None = None
         self._pause_s = FIRST_PAUSE_S
@@ -165,15 +167,16 @@ class DaemonDesk:
 
     def expected(self) -> Beforehand | None:
         """What start is to come that can be made ready."""
-        return None if self._expected is None else self._expected[1]
+        return self._kept if self._expected is None else self._expected[1]
 
-    def is_ready(self, pid: int) -> None:
+    def is_ready(self, pid: int | None) -> None:
         """The daemon may want to know."""
         self._report(SuperviseReport(result="ready", pid=pid))
 
     def started(self, pid: int, *, was_ready: bool = False) -> None:
         """The command runs."""
-        self._pid, self._resumes, self._expected, self._was_ready = pid, None, None, was_ready
+        self._pid, self._resumes, self._was_ready = pid, None, was_ready
+        self._expected = self._kept = None
         if self._order is not None:
             self._due, self._left, self._started = False, False, True
             self._starts += 1
@@ -204,7 +207,10 @@ class DaemonDesk:
             self._expect(order)
         elif order.do == "ready":
             what = Beforehand(*self._surroundings_of(order), order.imports, order.path)
-            self._expected = (order.operation, what)
+            if order.operation:
+                self._expected = (order.operation, what)
+            else:
+                self._kept = what
         elif order.do == "start":
             self._take_start(order, fds)
         elif order.do == "forget" and order.operation == self._operation:
@@ -373,6 +379,7 @@ class DaemonDesk:
             ranks=True,
             asks=True,
             key=self._key if self._started else "",
+            ready=self._ready,
         )
         try:
             self._line = Line(self._path, offer)
@@ -383,7 +390,7 @@ class DaemonDesk:
 
     def _hang_up(self, error: Exception, now: float | None = None) -> None:
         """That connection is over; another one is made after a while."""
-        line, self._line, self._expected = self._line, None, None
+        line, self._line, self._expected, self._kept = self._line, None, None, None
         if line is not None:
             line.close()
         self._close_probes()

@@ -68,9 +68,10 @@ def run(session: Session) -> int:
 
 def _is_supervised(arguments: Arguments) -> bool:
     allowed = arguments.flag("allow-restart") or os.environ.get(ALLOW_RESTART, "") not in ("", "0")
-    if not allowed and (arguments.whole("restart-tries") is not None or arguments.text("resume") is not None):
+    own = (arguments.whole("restart-tries"), arguments.text("resume"), arguments.text("ready"))
+    if not allowed and any(value is not None for value in own):
         hint = "hegmctl run --allow-restart --resume ID -- COMMAND"
-        raise HegmError(USAGE, "--restart-tries and --resume are for --allow-restart", hint)
+        raise HegmError(USAGE, "--restart-tries, --resume and --ready are for --allow-restart", hint)
     return allowed
 
 
@@ -90,6 +91,7 @@ def _stay_with(session: Session, path: str, command: Sequence[str]) -> int:
         tries=arguments.whole("restart-tries") or TRIES,
         resumes=arguments.text("resume"),
         gpu=arguments.text("gpu"),
+        ready=arguments.text("ready"),
     )
     flush()
     first = None if arguments.text("resume") is not None else Start(command, os.environ)

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
             """What start is to come that can be made ready while the command runs; the same object for the same one."""
             ...
 
-        def is_ready(self, pid: int) -> None:
-            """What is expected has been made ready, and waits as that process."""
+        def is_ready(self, pid: int | None) -> None:
+            """What is expected has been made ready, and waits as that process, or never will without one."""
             ...
 
         def started(self, pid: int, *, was_ready: bool = False) -> None:
@@ -146,14 +146,26 @@ class Supervisor:
         """Have a process wait for the start that is expected, and none for any other."""
         expected = self._desk.expected()
         if self._expected is not expected:
-            self._unready()
             self._expected = expected
-            if expected is not None and self._child is not None:
-                from hegmctl.readying import make_ready
+            readied = self._readied
+            if expected is None or readied is None or not readied.is_to_serve(expected):
+                self._ready_anew(expected, signals)
+        readied = self._readied
+        if readied is None or not readied.look():
+            return
+        if readied.is_kept and not readied.waits:
+            self._ready_anew(expected, signals)  # what it had imported long ago has changed since
+        else:
+            self._desk.is_ready(readied.pid if readied.waits else None)
 
-                self._readied = make_ready(expected, signals.before)
-        if self._readied is not None and self._readied.look():
-            self._desk.is_ready(self._readied.pid)
+    def _ready_anew(self, expected: Beforehand | None, signals: Signals) -> None:
+        self._unready()
+        if expected is not None and self._child is not None:
+            from hegmctl.readying import make_ready
+
+            self._readied = make_ready(expected, signals.before)
+            if self._readied is None:
+                self._desk.is_ready(None)
 
     def _unready(self) -> None:
         readied, self._readied = self._readied, None

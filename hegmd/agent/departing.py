@@ -51,6 +51,12 @@ def weigh() -> Weight:
     return Weight(int(size_bytes), refused, tuple(bounded), _part("beforehand").beforehand())
 
 
+def beforehand() -> Beforehand:
+    """What the next process may import before its turn. Raises HegmError where there is to be none."""
+    found: Beforehand = _part("beforehand").beforehand()
+    return found
+
+
 def fits_of(gate: Gate) -> Callable[[], bool]:
     """What the gate asks at each boundary so as to park where a restart can go on from. Raises HegmError."""
     found: Callable[[], bool] = _part("readiness").fits_of(gate)

@@ -87,6 +87,7 @@ class Orders:
             "part": self._part,
             "release": self._release,
             "weigh": self._weigh,
+            "beforehand": self._tell_beforehand,
             "save": self._save,
             "leave": self._leave,
         }
@@ -305,6 +306,11 @@ class Orders:
             self._wait_for(order, order.limit_s or SURVEY_LIMIT_S)
             self._weighed = None
             self._gate.ask(Asked(CALL, call=self._weigh_in_passing))
+
+    def _tell_beforehand(self, order: Order, _fd: int | None) -> None:
+        """Which takes no boundary: what is imported is there to be seen."""
+        what = departing.beforehand()
+        self._done(order.order, imports=what.modules, path=what.path)
 
     def _save(self, order: Order, fd: int | None) -> None:
         self._found_at_rest("save")  # nobody is using what is written

@@ -2,12 +2,14 @@
 
 Its supervisor starts it while the process that is to leave trains still, by the same command and with one end of a pair
 of sockets. Over that it is told what to import, says that it has, and gets its turn: what its environment lacks yet,
-and the descriptors of the state. Whatever else comes of it, such as the end of its supervisor, ends this process: it is
-never to be a second one of a training that goes on.
+and the descriptors of the state. It may wait for long, and is then told once more what to import shortly before its
+turn. Whatever else comes of it, such as the end of its supervisor, ends this process: it is never to be a second one of
+a training that goes on.
 
 Nothing of the script's may see a difference. All that was imported has to be what the script's own search path leads
-to, no GPU may have been opened, and PyTorch is out of sight until the script imports it: what the agent does then, it
-does then.
+to, and unchanged on disk; no GPU may have been opened; and PyTorch is out of sight until the script imports it: what
+the agent does then, it does then. Its environment may still change in what nothing here has read (`unread`), and is
+told to the supervisor that asks. Until its turn it is the first to go where memory runs short.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from __future__ import annotations
 import os
 import sys
 
+from . import unread
 from .notes import note
+from .sources import Sources
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any, NoReturn, Protocol
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
 
 #: The end of the pair that this process has; set by who starts it before its turn.
 READY_FD = "HEGM_READY_FD"
+#: Set where the supervisor is to hear which variables may still be set or removed.
+TELL_UNREAD = "HEGM_READY_TELL"
 IMPORTS, PATH, READY, GO = b"imports", b"path", b"ready", b"go"
 _TORCH = "torch"
 _OWN = "_hegm"
@@ -53,56 +59,115 @@ _NOT_ITS_TURN = 97
 def wait_for_turn(hooks: Hooks) -> None:
     """Return once it is this process's turn, and at once where it was not started before it. Else end the process."""
     line = os.environ.pop(READY_FD, None)  # before anything else: what is imported may start Pythons of its own
+    tells = os.environ.pop(TELL_UNREAD, None) is not None
     if line is None:
         return
     try:
-        _wait(hooks, int(line))
+        _wait(hooks, int(line), tells=tells)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the script is not to begin
         _end(repr(error))
 
 
-def _wait(hooks: Hooks, fd: int) -> None:
+def _wait(hooks: Hooks, fd: int, *, tells: bool) -> None:
     os.set_inheritable(fd, False)
-    before = set(sys.modules)
-    finders = set(sys.path_importer_cache)
     signal: Any = __import__("signal")
     interrupted = signal.getsignal(signal.SIGINT)
     if interrupted is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # who is interrupted now has nothing to say about it
+    waiting = _Waiting(hooks, tells=tells)
     socket: Any = __import__("socket")
-    with socket.socket(fileno=fd) as supervisor:
-        wanted, path = _told(supervisor, IMPORTS), _told(supervisor, PATH)
-        hooks.hold()
-        _import(wanted)
-        _check(set(sys.modules) - before, path)
-        note(f"ready: {len(sys.modules) - len(before)} modules are imported before its turn")
-        OutOfSight(hooks).hide()
-        for name in set(sys.path_importer_cache) - finders - set(sys.path):
-            del sys.path_importer_cache[name]
-        supervisor.send(READY)
-        _take_turn(supervisor, socket)
+    with socket.socket(fileno=fd) as supervisor, _Expendable():
+        waiting.get_ready(supervisor, _told(_heard(supervisor), IMPORTS))
+        while True:
+            data, fds = _heard_with_descriptors(supervisor, socket)
+            if data.split(b"\0")[0] != IMPORTS:
+                break
+            waiting.get_ready(supervisor, _told(data, IMPORTS))
+        waiting.look()
+        _take_turn(data, fds)
     if interrupted is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupted)
     note("its turn has come")
 
 
-def _told(supervisor: Any, what: bytes) -> list[str]:
+class _Waiting:
+    """What it has imported by now, and where from."""
+
+    def __init__(self, hooks: Hooks, *, tells: bool) -> None:
+        self._hooks, self._tells = hooks, tells
+        self._before = set(sys.modules)
+        self._finders = set(sys.path_importer_cache)
+        self._path: Sequence[str] = ()
+        self._sources = Sources()
+        self._hidden: OutOfSight | None = None
+
+    def get_ready(self, supervisor: Any, wanted: Iterable[str]) -> None:
+        """Import what is not there yet, see that all is as the script would have it, and say so."""
+        self._path = _told(_heard(supervisor), PATH)
+        if self._hidden is None:
+            self._hooks.hold()
+            _import(wanted)
+        elif self._hidden.bring_back():
+            _import(wanted)
+        self._sources.note(sys.modules.values())
+        self.look()
+        _check_devices()
+        names = unread.unread() if self._tells else []
+        note(f"ready: {len(sys.modules) - len(self._before)} modules are imported before its turn")
+        self._hidden = self._hidden or OutOfSight(self._hooks)
+        self._hidden.hide()
+        for name in set(sys.path_importer_cache) - self._finders - set(sys.path):
+            del sys.path_importer_cache[name]
+        supervisor.send(b"\0".join([READY, *(name.encode() for name in names)]))
+
+    def look(self) -> None:
+        """See that the script would import the same now, and that it is still the same. Raises RuntimeError."""
+        self._sources.check()
+        hidden = {} if self._hidden is None else self._hidden.modules
+        known = {**sys.modules, **hidden}
+        _check_path({name: known[name] for name in known.keys() - self._before}, self._path)
+
+
+class _Expendable:
+    """In the block it is the first process to be ended where memory runs short, before any that trains."""
+
+    _PATH, _FIRST = "/proc/self/oom_score_adj", b"1000"
+
+    def __enter__(self) -> None:
+        try:
+            with open(self._PATH, "r+b", buffering=0) as file:
+                self._before: bytes | None = file.read()
+                file.write(self._FIRST)
+        except OSError as error:  # as where /proc may not be written to
+            self._before = None
+            note(f"it is not the first to go: {error}")
+
+    def __exit__(self, *_exc: object) -> None:
+        """Raises OSError: a training is not to stay so."""
+        if self._before is not None:
+            with open(self._PATH, "r+b", buffering=0) as file:
+                file.write(self._before)
+
+
+def _heard(supervisor: Any) -> bytes:
+    data: bytes = supervisor.recv(_MOST_BYTES)
+    return data
+
+
+def _told(data: bytes, what: bytes) -> list[str]:
     """What the supervisor says in one message. Raises EOFError where it has gone."""
-    words = supervisor.recv(_MOST_BYTES).split(b"\0")
+    words = data.split(b"\0")
     if words[0] != what:
         raise EOFError(f"no word of its {os.fsdecode(what)}")
     return [os.fsdecode(word) for word in words[1:]]
 
 
-def _take_turn(supervisor: Any, socket: Any) -> None:
-    """Have the rest of the environment: the first words are of descriptors, in their order, which come along."""
+def _heard_with_descriptors(supervisor: Any, socket: Any) -> tuple[bytes, list[int]]:
+    """The next message, and what came along. Raises OSError where that is not all of it."""
     int_bytes = 4
     data, ancillary, flags, _ = supervisor.recvmsg(
         _MOST_BYTES, socket.CMSG_SPACE(_MOST_DESCRIPTORS * int_bytes), socket.MSG_CMSG_CLOEXEC
     )
-    words = data.split(b"\0")
-    if words[0] != GO:
-        raise EOFError("it was not given its turn")
     if flags & socket.MSG_CTRUNC:
         raise OSError("not all descriptors of its state have come: it may have no more (ulimit -n)")
     fds = [
@@ -110,15 +175,25 @@ def _take_turn(supervisor: Any, socket: Any) -> None:
         for _, _, numbers in ancillary
         for at in range(0, len(numbers) - len(numbers) % int_bytes, int_bytes)
     ]
-    more: dict[bytes, bytes] = {}
+    return data, fds
+
+
+def _take_turn(data: bytes, fds: list[int]) -> None:
+    """Have the rest of the environment: words without a value are of descriptors, in their order, which came along, and
+    values without a name are variables that are not to be there. Raises EOFError where it is no turn."""
+    words = data.split(b"\0")
+    if words[0] != GO:
+        raise EOFError("it was not given its turn")
     for word in words[1:]:
         name, has_value, value = word.partition(b"=")
+        if not name:
+            os.environb.pop(value, None)
+            continue
         if not has_value:
             number = fds.pop(0)
             os.set_inheritable(number, True)  # as they would have been inherited
             value = b"%d" % number
-        more[name] = value
-    os.environb.update(more)
+        os.environb.update({name: value})
 
 
 def _import(wanted: Iterable[str]) -> None:
@@ -149,17 +224,21 @@ def _ignore(*_args: object, **_named: object) -> None:
     """A warning."""
 
 
-def _check(imported: Iterable[str], path: Sequence[str]) -> None:
-    """See that the script would have imported the same, and that no GPU knows of this process. Raises RuntimeError."""
+def _check_path(imported: Mapping[str, ModuleType], path: Sequence[str]) -> None:
+    """See that the script would import the same by its own search path. Raises RuntimeError."""
     from _frozen_importlib_external import PathFinder
 
-    for name in sorted(imported):
-        spec = getattr(sys.modules.get(name), "__spec__", None)
+    for name, module in sorted(imported.items()):
+        spec = getattr(module, "__spec__", None)
         if "." in name or name == _OWN or spec is None or not spec.has_location:
             continue
         found = PathFinder.find_spec(name, list(path))
         if found is not None and found.origin != spec.origin:
             raise RuntimeError(f"the script's {name} is {found.origin}, and {spec.origin} was imported")
+
+
+def _check_devices() -> None:
+    """See that no GPU knows of this process. Raises RuntimeError."""
     cuda = sys.modules.get("torch.cuda")
     if cuda is not None and cuda.is_initialized():
         raise RuntimeError("CUDA is in use")
@@ -184,7 +263,8 @@ class OutOfSight:
     def __init__(self, hooks: Hooks) -> None:
         """Raises AttributeError where its loader is of a make that has no room for this."""
         self._hooks = hooks
-        self._modules: dict[str, ModuleType] = {}
+        #: Those that are out of sight now.
+        self.modules: dict[str, ModuleType] = {}
         torch = sys.modules.get(_TORCH)
         self._spec: Any = None if torch is None else torch.__spec__
         if self._spec is not None:
@@ -197,8 +277,17 @@ class OutOfSight:
             self._hooks.let_go()
             return
         for name in [name for name in sys.modules if name == _TORCH or name.startswith(_TORCH + ".")]:
-            self._modules[name] = sys.modules.pop(name)
+            self.modules[name] = sys.modules.pop(name)
         sys.meta_path.insert(0, self)
+
+    def bring_back(self) -> bool:
+        """Have it in sight for a while, the agent's hooks held; False where there is none, and is to be none."""
+        if self._spec is None:
+            return False
+        sys.meta_path.remove(self)
+        sys.modules.update(self.modules)
+        self.modules.clear()
+        return True
 
     def find_spec(
         self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
@@ -208,12 +297,12 @@ class OutOfSight:
         return found
 
     def _give(self, _spec: ModuleSpec) -> ModuleType:
-        return self._modules[_TORCH]
+        return self.modules[_TORCH]
 
     def _show(self, _module: ModuleType) -> None:
         del self._spec.loader.create_module, self._spec.loader.exec_module
         sys.meta_path.remove(self)
-        for name, module in self._modules.items():
+        for name, module in self.modules.items():
             sys.modules.setdefault(name, module)
         self._hooks.let_go()
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from hegmd.methods.base import Meanwhile, Subject
+from hegmd.methods.base import Meanwhile, Progress, Subject
 
 __all__ = ["AtOnce"]
 
 
 class AtOnce:
     """Nothing of such a carrier goes on beside the driver's steps."""
+
+    async def await_next(self, subject: Subject, on_progress: Progress) -> bool:
+        """Nobody else is to go on."""
+        return False
+
+    def doing(self, subject: Subject) -> str | None:
+        return None
 
     def is_passing(self, subject: Subject) -> bool:
         return False

@@ -284,6 +284,17 @@ class Carrier(Protocol):
         """Be ready to carry, with all that this takes on GPUs, before room is relied upon. Raises HegmError."""
         ...
 
+    async def await_next(self, subject: Subject, on_progress: Progress) -> bool:
+        """Wait, while the process trains on, until another that is to go on in its place is ready; whether it is.
+
+        Bounded, and may be cancelled. `on_progress` is called as it takes longer.
+        """
+        ...
+
+    def doing(self, subject: Subject) -> str | None:
+        """What is waited for so, and for how long, in words; None while nothing is."""
+        ...
+
     async def disarm(self, subject: Subject) -> None:
         """Have nothing on any GPU any more but the memory that is held."""
         ...

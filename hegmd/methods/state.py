@@ -35,6 +35,13 @@ class StateCarrier(Pooled):
             await self._readying.end(subject)
             raise
 
+    async def await_next(self, subject: Subject, on_progress: Progress) -> bool:
+        """Until it is ready, or known not to become so, or for a while."""
+        return await self._readying.until_ready(subject, on_progress)
+
+    def doing(self, subject: Subject) -> str | None:
+        return self._readying.doing(subject)
+
     async def give(self, subject: Subject) -> None:
         """Give it back: whoever was to go on has, or nobody is to."""
         await self._readying.end(subject)

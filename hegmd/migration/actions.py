@@ -126,7 +126,7 @@ def hand_over(op: Operation, event: events.HandAsked, now: float) -> Operation:
 
 def worker_gone(op: Operation, event: events.WorkerGone, now: float) -> Operation:
     """The process has ended: what it held can be given back, and the others do not go on without it."""
-    return departures.gone(op, event.worker, event.why)
+    return departures.gone(op, event.worker, event.why, finished=event.finished)
 
 
 def came_on(op: Operation, event: events.CameOn, now: float) -> Operation:
@@ -221,6 +221,8 @@ def _forgotten(op: Operation, pending: Pending) -> Operation:
     worker = op.worker(pending.worker)
     if worker is None:
         return op
+    if pending.effect == effects.AwaitNext.tag:
+        return op.with_worker(worker.replace(awaited=True))
     if Effect.register[pending.effect].in_worker:
         return op if worker.gone else op.with_worker(worker.replace(unsure=True))
     if pending.effect in _ON_WHOLE:

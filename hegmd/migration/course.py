@@ -174,7 +174,7 @@ def turned_back(op: Operation) -> Operation:
     A dump that is under way is dropped: whoever performs it undoes it; and so is the start of ranks.
     """
     workers = tuple([worker.replace(goal=_way_back(worker), leaves=False) for worker in op.workers])
-    dropped = [effects.Park.tag, effects.Survey.tag, effects.Hold.tag, effects.Dump.tag]
+    dropped = [effects.AwaitNext.tag, effects.Park.tag, effects.Survey.tag, effects.Hold.tag, effects.Dump.tag]
     if op.restarts_together:  # another start takes its place, and who came of it passes no boundary without the others
         dropped += [effects.Restore.tag, effects.Verify.tag]
     pending = tuple([pending for pending in op.pending if pending.effect not in dropped])

@@ -13,13 +13,15 @@ from hegmd.migration.operation import FORWARD, Operation, Worker
 from hegmd.migration.stages import is_away
 
 
-def gone(op: Operation, name: str, why: str) -> Operation:
-    """That process has ended; why, in words."""
+def gone(op: Operation, name: str, why: str, *, finished: bool = False) -> Operation:
+    """That process has ended; why, in words. `finished`: it has come to the end of what it was for."""
     worker = op.worker(name)
     if worker is None or worker.gone:
         return op
     if worker.restarts and _is_to_be_gone_on_from(op, worker):
         return absent(op, worker, why)
+    if worker.restarts and finished and not worker.saved and op.heading == FORWARD:
+        return without_orders(op, name).with_worker(departed(worker, lost=False).replace(finished=True))
     if op.ends_workers or _has_gone_on(op):  # it is in an image, and was to end, or does what it would have done anyway
         return without_orders(op, name).with_worker(departed(worker, lost=False))
     away = is_away(op) or op.holds

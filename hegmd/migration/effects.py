@@ -65,6 +65,13 @@ class GivePool(Effect, tag="give-pool", ends=("pool-given",), on_cancel=FINISH, 
     """Give the worker's bytes of the pool back. Asked for only when no one needs them any more."""
 
 
+class AwaitNext(Effect, tag="await-next", ends=("next-awaited",), on_cancel=CUT):
+    """Of a restart: wait, while the worker trains on, until the process that is to go on has imported what takes long.
+
+    It ends well also where that comes to nothing, or takes too long.
+    """
+
+
 class Survey(Effect, tag="survey", ends=("surveyed",), on_cancel=CUT):
     """Ask the agent for its boundary count and for the bytes that it vouches for."""
 

@@ -34,6 +34,11 @@ def pool_given(op: Operation, worker: Worker, pending: Pending, event: events.Po
     return op.with_worker(worker.replace(pool_bytes=0))
 
 
+def next_awaited(op: Operation, worker: Worker, pending: Pending, event: events.NextAwaited) -> Operation:
+    """Once is enough: what is not ready by now is started in its turn, or ready then."""
+    return op.with_worker(worker.replace(awaited=True))
+
+
 def surveyed(op: Operation, worker: Worker, pending: Pending, event: events.Surveyed) -> Operation:
     """While it stands, what is counted is what will be carried; before, it is only a boundary count."""
     if not worker.parked:
@@ -209,6 +214,8 @@ def failed(op: Operation, worker: Worker, pending: Pending, event: events.Failed
     in_worker = Effect.register[pending.effect].in_worker
     if in_worker and event.fault == events.DISCONNECTED:
         return op.with_worker(worker.replace(unsure=True, waits=FOR_AGENT))
+    if pending.effect == effects.AwaitNext.tag:
+        return op.with_worker(worker.replace(awaited=True))
     if event.fault in (events.NO_ROOM, events.CROWDED) and op.heading == BACK and (worker.at is None or worker.out):
         return _waiting_for_room(op, worker, pending, event)
     if pending.effect == effects.Dump.tag:

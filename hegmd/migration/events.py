@@ -69,6 +69,9 @@ class WorkerGone(Event, tag="worker-gone"):
 
     worker: str = field("name of the worker")
     why: str = field("how it ended, as far as is known", default="it ended")
+    finished: bool = field(
+        "of a restart: whether it came to the end of its training, by the word of its supervisor", default=False
+    )
 
 
 class TrainingEnded(Event, tag="training-ended"):
@@ -142,6 +145,12 @@ class PoolTaken(Ending, tag="pool-taken"):
 
 class PoolGiven(Ending, tag="pool-given"):
     """The pages are the node's again."""
+
+
+class NextAwaited(Ending, tag="next-awaited"):
+    """Of a restart: nobody waits any more for the process that is to go on to be ready."""
+
+    ready: bool = field("whether it is", default=False)
 
 
 class Surveyed(Ending, tag="surveyed"):

@@ -25,6 +25,7 @@ What a runner has to keep to:
 | give-room | gpu | room-given | nothing is held there for the worker, by the operation or by itself |
 | take-pool | size_bytes | pool-taken | its memory is made, or made larger; refused: over budget |
 | give-pool | | pool-given | its memory is closed |
+| await-next | | next-awaited(ready) | nothing to do; of a restart, it trains on until the next process is ready |
 | survey | | surveyed(boundary, size_bytes) | order survey |
 | park | at, limit_s | parked(boundary), overran(boundary) | order park; instead of an earlier one; failed: withdrawn |
 | withdraw | | withdrawn | order withdraw, or release if it stands already |
@@ -42,8 +43,8 @@ What a runner has to keep to:
 | inspect | | inspected(...), or worker-gone | attended? survey; and what room and pool are really held |
 
 Events from elsewhere: begin, cancel-asked(by), resume-asked(to), taken-up(into), hand-asked(handoff, limit_s),
-worker-gone(worker, why), training-ended(worker), came-on(worker, doing), agent-lost(worker), agent-back(worker,
-token), deadline-passed, recovered. `failed` has a
+worker-gone(worker, why, finished), training-ended(worker), came-on(worker, doing), agent-lost(worker),
+agent-back(worker, token), deadline-passed, recovered. `failed` has a
 fault: refused, disconnected (the connection ended, so whether it was done is not known) or broken.
 
 Cancelling: until the workers have left their GPUs (`is_past_return`), the job is brought back to how it was; from there
@@ -68,7 +69,7 @@ __all__ = ["EVENTS", "PHASES", "TABLE", "TERMINAL", "Event", "Operation", "Resul
 
 ACTIVE = tuple(stage.phase for stage in STAGES)
 PHASES = (PLANNED, *ACTIVE, SUSPENDED, *TERMINAL)
-HOLDING = "holding"
+HOLDING, READYING = "holding", "readying"
 EVENTS = tuple(sorted(Event.register))
 
 MOVE, IGNORE, REFUSE = "move", "ignore", "refuse"
@@ -210,6 +211,7 @@ _WRITES: dict[str, Callable[..., Operation]] = {
     "room-given": endings.room_given,
     "pool-taken": endings.pool_taken,
     "pool-given": endings.pool_given,
+    "next-awaited": endings.next_awaited,
     "surveyed": endings.surveyed,
     "parked": endings.parked,
     "overran": endings.overran,

@@ -35,7 +35,7 @@ FOR_AGENT, FOR_RETRY = "agent", "retry"
 class Limits(Record):
     """How long each part may take."""
 
-    arm_s: float = field("taking room and pool", default=60.0)
+    arm_s: float = field("taking room and pool; of a restart, once more until the next process is ready", default=60.0)
     park_s: float = field("stopping at a boundary", default=60.0)
     hold_s: float = field("of a quiesce: standing at the boundary, before the job goes on by itself", default=60.0)
     move_s: float = field("taking the bytes out, or putting them back", default=600.0)
@@ -147,12 +147,15 @@ class Worker(Record):
     keeps: str | None = field("a GPU whose room is kept while it is suspended", default=None)
     run: str | None = field("of a restart: the `hegmctl run` whose supervisor starts it", default=None)
     leaves: bool = field("of a restart: whether it has still to leave, wherever its goal is", default=False)
+    awaited: bool = field("of a restart: whether it has trained on until the next process was ready", default=False)
     saved: bool = field(
         "of a restart: whether its state is whole in the pool, so that another can go on", default=False
     )
     starts: int = field("of a restart: how many processes have gone on from that state", default=0)
     doing: str = field("of a restart, while there is no process: what the next one does; empty before it", default="")
-    finished: bool = field("of a restart: whether the one that went on came to the end of its training", default=False)
+    finished: bool = field(
+        "of a restart: whether it came to the end of its training, before it had left or after it", default=False
+    )
     gone: bool = field("whether the process has ended", default=False)
     lost: bool = field("whether it ended while its bytes were out", default=False)
 

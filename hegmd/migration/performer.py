@@ -83,6 +83,7 @@ class Performer:
             effects.GiveRoom.tag: self._give_room,
             effects.TakePool.tag: self._take_pool,
             effects.GivePool.tag: self._give_pool,
+            effects.AwaitNext.tag: self._await_next,
             effects.Survey.tag: self._survey,
             effects.Park.tag: self._park,
             effects.Withdraw.tag: self._withdraw,
@@ -213,6 +214,16 @@ class Performer:
     async def _give_pool(self, op: Operation, member: Member, effect: effects.GivePool, _: Progress) -> Event:
         await self._carrier(member).give(self._subject(op, member))
         return events.PoolGiven(**_ends(effect))
+
+    async def _await_next(self, op: Operation, member: Member, effect: effects.AwaitNext, tell: Progress) -> Event:
+        is_ready = await self._carrier(member).await_next(self._subject(op, member), tell)
+        return events.NextAwaited(**_ends(effect), ready=is_ready)
+
+    def doing(self, op: Operation) -> str | None:
+        """What is waited for now, in words that change as that takes longer; None for nothing of that kind."""
+        carriers = [(self._carriers.get(member.carrier), member) for member in op.live]
+        said = [carrier.doing(self._subject(op, member)) for carrier, member in carriers if carrier is not None]
+        return next(filter(None, said), None)
 
     # -- orders --------------------------------------------------------------------------------------------------------
 

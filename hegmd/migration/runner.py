@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import anyio
@@ -39,7 +39,7 @@ from hegmd.migration.machine import handle
 from hegmd.migration.operation import RESTART, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.performer import Performer
-from hegmd.migration.running import AT_REST, SETTLED, Errand, Running
+from hegmd.migration.running import AT_REST, SETTLED, EndedWell, Errand, Running, nobody_knows
 from hegmd.migration.telling import description, happenings, way_of
 from hegmd.protocol import operations as told
 from hegmd.workers import BACK, CAME, ENDED, LEFT, Worker
@@ -95,12 +95,14 @@ class Runner:
         log: EventLog,
         *,
         disk: Disk | None = None,
+        ended_well: EndedWell = nobody_knows,
         clock: Callable[[], float] = time.monotonic,
         utc: Callable[[], float] = time.time,
     ) -> None:
         self._ledger = Ledger(folder, log, disk=disk)
         self._performer = performer
         self._log = log
+        self._ended_well = ended_well
         self._clock = clock
         self._utc = utc
         self._running: dict[str, Running] = {}
@@ -182,8 +184,21 @@ class Runner:
         for running in tuple(self._running.values()):
             for member in running.op.live:
                 identity = (worker.pid, worker.identity.start_ticks)
-                if member.has_agent and (member.pid, member.start_ticks) == identity:
+                if not member.has_agent or (member.pid, member.start_ticks) != identity:
+                    continue
+                if news == ENDED and member.restarts and not member.saved and self._tasks is not None:
+                    self._tasks.start_soon(self._hear_end, running, member, worker)
+                else:
                     running.put(_news_event(news, worker, member), worker.connection)
+
+    async def _hear_end(self, running: Running, member: Member, worker: Worker) -> None:
+        """Of one that was to leave and has ended before: its supervisor knows how, and is heard first."""
+        event = _news_event(ENDED, worker, member)
+        if isinstance(event, events.WorkerGone) and await self._ended_well(
+            worker.identity.uid, worker.about.run, worker.pid
+        ):
+            event = event.replace(finished=True, why="it came to its end")
+        running.put(event, worker.connection)
 
     # -- what is told --------------------------------------------------------------------------------------------------
 
@@ -237,6 +252,7 @@ class Runner:
             last_utc=history.story[-1].utc if history.story else None,
             trouble=self._ledger.trouble,
             stopped=() if op.phase in AT_REST else self._performer.stopped(op),
+            awaits=None if running is None else self._performer.doing(op),
         )
 
     async def follow(self, op_id: str) -> AsyncIterator[told.OperationProgress]:
@@ -381,12 +397,3 @@ def _news_event(news: str, worker: Worker, member: Member) -> Event:
     if news in (LEFT, ENDED):
         return events.AgentLost(worker=member.name, cause="the agent")
     raise Bug(f"workers have no news {news!r}")
-
-
-def rooms_to_restore(ops: Iterable[Operation]) -> Iterable[tuple[Member, str, int]]:
-    """What has to be held again after a restart for the operations that are not over."""
-    for op in ops:
-        if op.phase not in TERMINAL:
-            for member in op.live:
-                for gpu, size_bytes in member.rooms.items():
-                    yield member, gpu, size_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 import anyio
 
@@ -20,11 +20,21 @@ from hegmd.migration.events import Event
 from hegmd.migration.journal import History
 from hegmd.migration.machine import HOLDING
 from hegmd.migration.operation import Operation
+from hegmd.migration.operation import Worker as Member
 from hegmd.news import News
 
 AT_REST = frozenset((SUSPENDED, *TERMINAL))
 # What whoever follows an operation waits for: also that its job stands, where that is all that was asked.
 SETTLED = AT_REST | {HOLDING}
+
+
+# Of a user and a run, and the process that it was: whether that has ended with 0, which may take a moment to be known.
+EndedWell = Callable[[int, str | None, int], Awaitable[bool]]
+
+
+async def nobody_knows(_uid: int, _run: str | None, _pid: int) -> bool:
+    """Where nobody is the parent of anybody."""
+    return False
 
 
 class Asking:
@@ -139,3 +149,12 @@ class Running:
         for number, errand in self.performing.items():
             if number not in awaited and errand.effect.on_cancel != FINISH:
                 errand.scope.cancel()
+
+
+def rooms_to_restore(ops: Iterable[Operation]) -> Iterable[tuple[Member, str, int]]:
+    """What has to be held again after a restart for the operations that are not over."""
+    for op in ops:
+        if op.phase not in TERMINAL:
+            for member in op.live:
+                for gpu, size_bytes in member.rooms.items():
+                    yield member, gpu, size_bytes

@@ -61,6 +61,14 @@ def _arming(op: Operation, worker: Worker) -> Iterator[Want]:
         yield effects.TakePool, {"size_bytes": worker.size_bytes}
 
 
+def _readying(op: Operation, worker: Worker) -> Iterator[Want]:
+    # Nobody stands yet, and whoever is asked to has been waited for already. Of ranks nobody is made ready.
+    stands = worker.parked or worker.asked or worker.out or worker.saved
+    is_one = worker.restarts and not op.lockstep and op.heading == FORWARD
+    if is_one and not (worker.awaited or stands) and _is_to_leave(op, worker):
+        yield effects.AwaitNext, {}
+
+
 def _counting(op: Operation, worker: Worker) -> Iterator[Want]:
     if op.lockstep and op.at is None and worker.boundary is None and not worker.gone and op.heading == FORWARD:
         yield effects.Survey, {}
@@ -187,6 +195,13 @@ def _tidying(op: Operation, worker: Worker) -> Iterator[Want]:
 STAGES: tuple[Stage, ...] = (
     Stage("settling", _settling, ("inspect",), "retry_s", "what is under way ends, and what is not known is found out"),
     Stage("arming", _arming, ("take-room", "take-pool"), "arm_s", "room on the target and pages of the pool are taken"),
+    Stage(
+        "readying",
+        _readying,
+        ("await-next",),
+        "arm_s",
+        "the job trains on until the process that is to go on from its state has imported what takes long",
+    ),
     Stage("counting", _counting, ("survey",), "park_s", "ranks say how many boundaries they have passed"),
     Stage(
         "quiescing", _quiescing, ("park",), "park_s", "the training threads stop at a boundary, ranks all at the same"

@@ -13,7 +13,7 @@ from hegmd.errors import HegmError
 from hegmd.migration import events
 from hegmd.migration.course import LOST, SUSPENDED, TERMINAL, UNDONE
 from hegmd.migration.events import Event
-from hegmd.migration.machine import HOLDING
+from hegmd.migration.machine import HOLDING, READYING
 from hegmd.migration.operation import BACK, FOR_AGENT, FORWARD, HOLD, RESTART, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.protocol import operations as told
@@ -26,11 +26,12 @@ def description(
     last_utc: float | None = None,
     trouble: HegmError | None = None,
     stopped: Sequence[int] = (),
+    awaits: str | None = None,
 ) -> told.Operation:
     """How it stands; the figures are the runner's, who has the clock and the reports, and the journal's trouble too.
 
     `last_utc`: when it came to where it is. `stopped` are those of its processes that stand still because of a signal
-    or a debugger.
+    or a debugger; `awaits` is what it waits for in its present phase, as whoever waits says it.
     """
     failure = op.failure or op.lacks
     return told.Operation(
@@ -47,8 +48,17 @@ def description(
         failure=None if failure is None else told.Reason(code=failure.code, message=failure.message, hint=failure.hint),
         waits=waiting(op, trouble, stopped),
         way=way_of(op),
-        doing=doing(op),
+        doing=awaits if op.phase == READYING and awaits else doing(op),
+        note=_note(op),
     )
+
+
+def _note(op: Operation) -> str | None:
+    """What is to be known of it at its end beside that."""
+    member = next((member for member in op.workers if member.finished and not member.saved), None)
+    if member is None or op.phase not in TERMINAL:
+        return None
+    return f"process {member.pid} came to the end of its training before it was moved"
 
 
 def way_of(op: Operation) -> str:

@@ -16,7 +16,7 @@ class Order(Record):
     order: int = field("number of the order, counted by the daemon on this connection")
     do: str = field(
         "survey, park, withdraw, evacuate, refill, export, free, make, filled, part, rest, entrust, aside, release, "
-        "weigh, save, leave or dismiss"
+        "weigh, beforehand, save, leave or dismiss"
     )
     at: int | None = field("park: at this boundary by count, or the next one after it; nil for the next", default=None)
     limit_s: float | None = field(
@@ -63,7 +63,8 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     bytes. With the last of them filled, nothing is out any more. Each may come a second time and changes nothing then.
     One on several GPUs has to `part` them before it is taken off: none reaches into another's memory until it goes on.
 
-    For a restart it is told to `weigh` what its state comes to; parked, to `save` that into the descriptor that comes
+    For a restart it is told to `weigh` what its state comes to, or to say `beforehand` only what the next process may
+    import before its turn; parked, to `save` that into the descriptor that comes
     with the order, and to `leave`, which ends its process and is not reported. The process that is started from there
     puts the state back at its first boundary, attends anew, and says which operation it was `restarted` from.
     """
@@ -166,11 +167,12 @@ class AgentReport(Request, op="agent.report", reply=Noted):
         "weigh: variables of the script's that a restart does not keep, 16 at most; nil if it cannot tell", default=None
     )
     imports: tuple[str, ...] = field(
-        "weigh: modules of PyTorch that the next process may import before its turn; none where the script could see a "
+        "weigh, beforehand: modules of PyTorch that the next process may import before its turn; none where the script "
+        "could see a "
         "difference",
         default=(),
     )
-    path: tuple[str, ...] = field("weigh: with these, the folders in which its Python looks for modules", default=())
+    path: tuple[str, ...] = field("with these, the folders in which its Python looks for modules", default=())
     cuda: CudaFacts | None = field("survey: its use of CUDA; nil if it uses none", default=None)
     handles: tuple[bytes, ...] = field("export, make: handles of CUDA IPC, 64 bytes each", default=())
     places: tuple[Place, ...] = field(

@@ -131,6 +131,7 @@ class Operation(Record):
     waits: Wait | None = field("what it waits for; nil while it comes on by itself, and when it is over", default=None)
     way: str = field("agent; driver for processes without one; or restart", default="agent")
     doing: str | None = field("of a restart that is under way: what is done now, in words", default=None)
+    note: str | None = field("once it is over: what is to be known beside that, in words", default=None)
 
 
 class StoryLine(Record):

@@ -36,7 +36,9 @@ class SupervisorOrder(Record):
         "with the environment of a start, and start nothing else; note: whoever watches is to read its message and its "
         "hint. What it does not know it leaves be"
     )
-    operation: str = field("the operation that it is about; empty for a note and for ask")
+    operation: str = field(
+        "the operation that it is about; empty for a note, for ask, and for a process that is kept ready for any"
+    )
     launches: bool = field(
         "expect: whether its command is the launcher of ranks, which may end with any exit code then", default=False
     )
@@ -83,6 +85,10 @@ class Supervise(Request, op="supervise", reply=SupervisionEnded, event=Superviso
     gpu: str | None = field("with that, the GPU to go on at; nil for where it was", default=None)
     key: str = field("which start of the operation that was, as the order said", default="")
     asks: bool = field("whether it can ask an interpreter which Python it is", default=False)
+    ready: str | None = field(
+        "when its next process is to be made ready: in-turn, beforehand or always; nil as the daemon is configured",
+        default=None,
+    )
     ranks: bool = field("whether it can start several ranks from a state of each", default=False)
 
 
@@ -92,7 +98,7 @@ class SuperviseReport(Request, op="supervise.report", reply=Noted):
     order: int | None = field("number of the order; nil for what happened by itself", default=None)
     result: str = field(
         "done; failed: it cannot be done; or, without an order, ended: the command has, for a restart or of itself; "
-        "ready: the process that was to be made ready waits for its turn"
+        "ready: the process that was to be made ready waits for its turn, or without a pid, never will"
     )
     pid: int | None = field("start, ready: the new process", default=None)
     was_ready: bool = field("start: whether that process had been made ready before its turn", default=False)

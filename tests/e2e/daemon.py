@@ -109,6 +109,13 @@ class RunningDaemon:
         self.log.seek(0)
         return self.log.read()
 
+    def configured(self, text: str) -> Self:
+        """The same with that in its configuration file."""
+        path = self.folder / "hegmd.toml"
+        path.write_text(text)
+        self._arguments = (*self._arguments, "--config", str(path))
+        return self
+
     def open_fds(self) -> int:
         return psutil.Process(self.process.pid).num_fds()
 

@@ -1,4 +1,4 @@
-"""The process that is made ready for a restart, beside one that trains still: cancelled, used, and killed."""
+"""The process that is made ready for a restart, beside one that trains still: cancelled, used, killed, and late."""
 
 from __future__ import annotations
 
@@ -23,16 +23,25 @@ ENOUGH_BYTES = 3 << 30
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
-    with RunningDaemon(tmp_path) as running:
+    # Whoever waits at a gate waits for this test, however slow the machine is.
+    with RunningDaemon(tmp_path).configured("[restart]\nready_within_s = 45\n") as running:
         yield running
 
 
 class EvaluatingJob(MovedJob):
-    """A supervised training whose evaluation ends when a file goes: nobody leaves from there."""
+    """A supervised training whose evaluation ends when a file goes: nobody leaves from there.
 
-    def __init__(self, daemon: RunningDaemon, folder: Path) -> None:
-        self.folder, self.evaluates = folder, folder / "evaluates"
-        words = ["run", "--allow-restart", "--gpu", "gpu0", "--", sys.executable, str(SCRIPTS / "evaluating.py")]
+    Where there is a pipe as a gate, a Python that is started before its turn waits there before it begins.
+    """
+
+    def __init__(self, daemon: RunningDaemon, folder: Path, *options: str) -> None:
+        self.folder, self.evaluates, self.gate = folder, folder / "evaluates", folder / "gate"
+        python = folder / "python3"
+        python.write_text(f'#!/bin/sh\n[ -z "$HEGM_READY_FD" ] || [ ! -p {self.gate} ] || read _ <{self.gate}\n')
+        with python.open("a") as words_of_it:
+            words_of_it.write(f'exec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        words = ["run", "--allow-restart", "--gpu", "gpu0", *options, "--", str(python), str(SCRIPTS / "evaluating.py")]
         command = [sys.executable, "-m", "hegmctl", *words, str(self.evaluates)]
         Script.__init__(self, command, daemon.socket_path, folder)
         self._daemon = daemon
@@ -45,6 +54,10 @@ class EvaluatingJob(MovedJob):
     def asked_to(self, gpu: str, training: int) -> tuple[str, int]:
         """Ask for a restart there while it evaluates: the operation, and who waits to go on by then."""
         self.evaluates.touch()
+        return self.asked(gpu, training)
+
+    def asked(self, gpu: str, training: int) -> tuple[str, int]:
+        """The same while it trains."""
         words = ("migrate", str(training), "--via", "restart", "--to", gpu, "--no-wait")
         op_id = str(self.operation(*words)["id"])
         while (waiting := self.next_to(training)) is None:
@@ -56,6 +69,12 @@ class EvaluatingJob(MovedJob):
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return next((int(pid) for pid in children if int(pid) != training), None)
 
+    def kept_beside(self, training: int) -> int:
+        """The process that is kept ready, once it waits for its turn."""
+        while (kept := self.next_to(training)) is None or Path(f"/proc/{kept}/oom_score_adj").read_text() != "1000\n":
+            self._read_on(PACE_MS)
+        return kept
+
     def phase_at_end(self, op_id: str) -> str:
         """How an operation ended, the job being read meanwhile."""
         with connect(str(self._daemon.socket_path)) as hegmd:
@@ -64,7 +83,7 @@ class EvaluatingJob(MovedJob):
         return phase
 
 
-def test_it_goes_with_a_cancel_waits_for_its_turn_and_can_be_done_without(
+def test_it_goes_with_a_cancel_waits_for_its_turn_can_be_done_without_and_is_trained_on_for(
     daemon: RunningDaemon, tmp_path: Path
 ) -> None:
     if (read_available_bytes() or 0) < ENOUGH_BYTES:
@@ -90,3 +109,47 @@ def test_it_goes_with_a_cancel_waits_for_its_turn_and_can_be_done_without(
         third = next(iter(job.places(1)))
         assert job.starts() == [[str(first), "gpu0"], [str(second), "gpu1"], [str(third), "gpu0"]]
         assert third != killed
+        os.mkfifo(job.gate)
+        last, fourth = job.asked("gpu1", third)
+        job.read_steps(20)  # it stood for as long as the next Python imported PyTorch
+        described = hegmd.story(last).operation
+        assert (described.phase, described.processes[0].state) == ("readying", "running")
+        assert str(described.doing).startswith("it trains on until the next Python is ready: ")
+        job.gate.write_bytes(b"\n")
+        assert job.phase_at_end(last) == "done"
+        assert next(iter(job.places(1))) == fourth
+        ended, _waiting = job.asked("gpu0", fourth)
+        (tmp_path / "over").touch()
+        assert job.phase_at_end(ended) == "done"  # it had failed: there was nobody any more to be moved
+        assert (
+            hegmd.story(ended).operation.note == f"process {fourth} came to the end of its training before it was moved"
+        )
+        assert job.steps()
+
+
+def test_one_that_is_kept_ready_is_nobody_until_its_turn_and_ends_with_the_job(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    """Asked for with `--ready always`: it was started for the GPU that the job was on, and goes on on another one."""
+    if (read_available_bytes() or 0) < ENOUGH_BYTES:
+        pytest.skip("the node has no 3 GiB available, and makes nobody ready with less than 2")
+    with EvaluatingJob(daemon, tmp_path, "--ready", "always") as job, connect(str(daemon.socket_path)) as hegmd:
+        first = next(iter(job.places(1)))
+        kept = job.kept_beside(first)
+        assert {process.pid for process in hegmd.processes().processes} == {first}
+        assert sorted(os.listdir(f"/proc/{kept}/fd"))[:3] == ["0", "1", "2"]
+        opened = [os.readlink(path) for path in Path(f"/proc/{kept}/fd").iterdir()]
+        assert len(opened) == 4
+        assert [target for target in opened if target.startswith("socket:")]
+        assert job.operation("migrate", str(first), "--via", "restart", "--to", "gpu1")["phase"] == "done"
+        assert next(iter(job.places(1))) == kept
+        assert job.starts() == [[str(first), "gpu0"], [str(kept), "gpu1"]]
+        third = job.kept_beside(kept)
+        assert third not in (first, kept)
+        pidfd = os.pidfd_open(third)
+        try:
+            (tmp_path / "over").touch()
+            assert job.steps()
+            job.read_until(pidfd)
+        finally:
+            os.close(pidfd)

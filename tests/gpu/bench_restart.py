@@ -1,16 +1,19 @@
 """One command for a machine with an NVIDIA GPU: how long is a training away that is restarted, and what takes it?
 
     PYTHONPATH=.:client python3 -m tests.gpu.bench_restart [--state FILE] [--budget-s N] [--repeat N] [--gib N]
-                                                           [--wheel FILE] [--rehearse] [--table] [TASK...]
+                                                           [--ready WHEN,...] [--wheel FILE] [--rehearse] [--table]
+                                                           [TASK...]
 
 An AdamW training of 810 million parameters (9.1 GiB of weights and moments) under `hegmctl run --allow-restart` is
 restarted on its own GPU by `migrate --via restart`. What counts is from asking to the end of the next step, and the
-split of that: until it stands (park), its state is in the pool (save), its process has ended (leave), another has begun
-(start), has PyTorch (import), has made its model and data (build), has its state back (load), and has done a step.
-Beside that at what rate the state went each way, and how fast pinned memory is copied on this machine.
+split of that: until the next Python is ready, while it trains on (ready), until it stands (park), its state is in the
+pool (save), its process has ended (leave), another has begun (start), has PyTorch (import), has made its model and data
+(build), has its state back (load), and has done a step. From its standing to that step it `stands`. Beside that at what
+rate the state went each way, and how fast pinned memory is copied on this machine.
 
 Tasks: `pinned` (the copies that the state is measured by), `made-there` (the model is made on the GPU), `made-here` (it
 is made on the CPU and sent there, as the training that facts.md tells of), `hegm` (HeGM 0.3.3 from its wheel, on that).
+With --ready each training is run once for each of these: in-turn, beforehand, always (`hegmctl run --ready`).
 With --state it goes on where it was cut. Prints every figure as it comes, and Markdown at the end. --rehearse is the
 same on simulated GPUs with a small training, where the figures say nothing.
 """
@@ -46,7 +49,8 @@ SIZE_GIB, REHEARSED_GIB = 9.1, 0.02
 TAKES_S = {"pinned": 30.0, "made-there": 60.0, "made-here": 90.0, "hegm": 150.0}
 STEPS = 10
 BUDGET_S, BUDGET_RATE = 7.0, 0.9
-PARTS = ("park", "save", "leave", "start", "import", "build", "load", "step")
+WHENS = ("in-turn", "beforehand", "always")
+PARTS = ("ready", "park", "save", "leave", "start", "import", "build", "load", "step")
 _NOTE = re.compile(r"hegm agent \d+ [\d.]+: the state was ([a-z ]+) in ([\d.]+) s(?:: (\d+) bytes)?")
 
 
@@ -89,16 +93,17 @@ class Figures:
 
     def markdown(self) -> str:
         """What can stand in docs/benchmarks.md as it is."""
-        head = ["training", "asked until the next step", *PARTS, "budget"]
+        head = ["training", "asked until the next step", "stands", *PARTS, "budget"]
         lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
         for task in dict.fromkeys(one["task"] for one in self.restarts):
             many = self.of(task)
             took_s = [one["took_s"] for one in many]
             parts = [f"{statistics.median(one['parts'][name] for one in many):.2f}" for name in PARTS]
             middle = statistics.median(took_s)
+            stands = f"{statistics.median(stood_s(one['parts']) for one in many):.2f} s"
             whole = f"{middle:.2f} s ({min(took_s):.2f} to {max(took_s):.2f}, {len(many)} times)"
             kept = f"{'within' if middle <= BUDGET_S else 'over'} {BUDGET_S:g} s"
-            lines.append("| " + " | ".join([task, whole, *parts, kept]) + " |")
+            lines.append("| " + " | ".join([task, whole, stands, *parts, kept]) + " |")
         return "\n".join([*lines, "", *self._rates(), *(f"* {text}" for text in self.record.told)])
 
     def _rates(self) -> list[str]:
@@ -130,8 +135,8 @@ class Bench:
         record = self.figures.record
         works: dict[str, Callable[[], object]] = {
             "pinned": self._measure_pinned,
-            "made-there": partial(self._restart_some, "made-there"),
-            "made-here": partial(self._restart_some, "made-here"),
+            "made-there": partial(self._restart_each, "made-there"),
+            "made-here": partial(self._restart_each, "made-here"),
             "hegm": self._run_hegm,
         }
         for name in tasks:
@@ -139,11 +144,14 @@ class Bench:
                 continue
             if name == "hegm" and self._asked.wheel is None:
                 record.say("HeGM is left out: no --wheel", keep=False)
-            elif time.monotonic() + (0 if self._asked.rehearse else TAKES_S[name]) > self._ends:
-                record.say(f"{name} was left for another time: it takes about {TAKES_S[name]:.0f} s", keep=False)
+            elif time.monotonic() + (0 if self._asked.rehearse else self._takes_s(name)) > self._ends:
+                record.say(f"{name} was left for another time: it takes about {self._takes_s(name):.0f} s", keep=False)
                 record.wrong = True
             elif self._guarded(name, works[name]):
                 record.done(name)
+
+    def _takes_s(self, name: str) -> float:
+        return TAKES_S[name] * (len(self._asked.ready) if name.startswith("made") else 1)
 
     def _guarded(self, name: str, work: Callable[[], object]) -> bool:
         try:
@@ -166,19 +174,34 @@ class Bench:
         rates = ", ".join(f"{way} {rate / 1e9:.1f} GB/s" for way, rate in self.figures.pinned.items())
         print(f"copies by pinned memory: {rates}", flush=True)
 
-    def _restart_some(self, task: str) -> None:
-        words = [str(TRAINING / "adamw.py"), str(self._asked.gib), task]
+    def _restart_each(self, training: str) -> None:
+        for when in self._asked.ready:
+            self._restart_some(training, when)
+
+    def _restart_some(self, training: str, when: str) -> None:
+        words, task = [str(TRAINING / "adamw.py"), str(self._asked.gib), training], f"{training}, {when}"
         more = {"HEGM_AGENT_DEBUG": str(self._notes)}
-        with contextlib.closing(RestartedJob(self.node, words, "gpu0", **more)) as job:
+        job = RestartedJob(self.node, words, "gpu0", options=("--ready", when), **more)
+        with contextlib.closing(job):
             job.read_steps(STEPS)
             job.seen_at("gpu0")
             while len(self.figures.of(task)) < self._asked.repeat:
+                if when == "always":
+                    job.wait_for(partial(self._has_next, job), "no next process is kept ready", READY_WITHIN_S)
                 found = self._once(job)
                 self.figures.keep({"task": task, **found.plain()})
                 parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in found.parts.items())
                 rates = ", ".join(f"{what} at {rate / 1e9:.1f} GB/s" for what, rate in found.rates.items())
                 size = f"{found.state_bytes / 1e9:.2f} GB"
-                print(f"  {task}: {found.took_s:.2f} s ({parts}); {size}, {rates}", flush=True)
+                print(
+                    f"  {task}: {found.took_s:.2f} s, stands {stood_s(found.parts):.2f} s ({parts}); {size}, {rates}",
+                    flush=True,
+                )
+
+    def _has_next(self, job: RestartedJob) -> bool:
+        """Whether the process that is kept ready has imported all, by the word of its agent."""
+        notes = self._notes.read_text() if self._notes.exists() else ""
+        return any(re.search(rf"hegm agent {pid} [\d.]+: ready: ", notes) for pid in job.children()[1:])
 
     def _once(self, job: RestartedJob) -> Restart:
         self._notes.write_text("")
@@ -215,12 +238,24 @@ def split_of(asked_utc: float, story: Sequence[StoryLine], marks: dict[str, floa
     for line in story:
         told.setdefault(line.event, line.utc)
     try:
-        ends = [told["parked"], told["evacuated"], told["worker-gone"], marks["began"], marks["imported"]]
+        ends = [
+            told["next-awaited"],
+            told["parked"],
+            told["evacuated"],
+            told["worker-gone"],
+            marks["began"],
+            marks["imported"],
+        ]
         ends += [marks["built"], told["restored"], marks["stepped"]]
     except KeyError as error:
         raise WentWrongError(f"nobody told of {error}: {sorted(told)}, {sorted(marks)}") from error
     begins = [asked_utc, *ends]
     return {name: ends[place] - begins[place] for place, name in enumerate(PARTS)}, ends[-1]
+
+
+def stood_s(parts: dict[str, float]) -> float:
+    """How long the training stood."""
+    return sum(seconds for name, seconds in parts.items() if name not in ("ready", "park"))
 
 
 def noted(text: str) -> tuple[dict[str, float], int]:
@@ -230,10 +265,18 @@ def noted(text: str) -> tuple[dict[str, float], int]:
     return {what: size_bytes / float(took) for what, took, _size in found if float(took)}, size_bytes
 
 
+def _whens(text: str) -> list[str]:
+    found = text.split(",")
+    if unknown := [one for one in found if one not in WHENS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(WHENS)}")
+    return found
+
+
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="*", choices=[[], *TASKS], metavar="TASK")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--ready", type=_whens, default=["beforehand"], metavar="WHEN,...", help=", ".join(WHENS))
     parser.add_argument("--gib", type=float, help=f"of weights and moments; {SIZE_GIB} if not given")
     parser.add_argument("--budget-s", type=float, default=540.0, help="begin nothing that would end after so long")
     parser.add_argument("--state", type=Path, help="a file of what is measured, a line of JSON each; made if not there")

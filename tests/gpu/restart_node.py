@@ -105,10 +105,12 @@ class RestartNode:
 class RestartedJob(Lines):
     """A training and its supervisor. Every line of all of its processes is read, each with its time."""
 
-    def __init__(self, node: RestartNode, words: Sequence[str], begins: str, **more: str) -> None:
+    def __init__(
+        self, node: RestartNode, words: Sequence[str], begins: str, *, options: Sequence[str] = (), **more: str
+    ) -> None:
         self.node = node
-        options, environ = node.begun_on(begins)
-        run = [sys.executable, "-m", "hegmctl", "run", "--no-daemon-start", "--allow-restart", *options, "--"]
+        places, environ = node.begun_on(begins)
+        run = [sys.executable, "-m", "hegmctl", "run", "--no-daemon-start", "--allow-restart", *options, *places, "--"]
         super().__init__([*run, sys.executable, "-u", *words], {**node.environ(), **environ, **more})
 
     def steps(self) -> list[str]:
@@ -122,10 +124,14 @@ class RestartedJob(Lines):
 
     def worker(self) -> int:
         """The training's own process: the first child of its supervisor; one that is made ready is a later one."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        children = self.children()
         if not children:
             raise WentWrongError("the supervisor has no child")
-        return int(children[0])
+        return children[0]
+
+    def children(self) -> list[int]:
+        """All processes that its supervisor has started, the training first."""
+        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
     def seen_at(self, place: str) -> None:
         """Wait until the daemon sees it there."""

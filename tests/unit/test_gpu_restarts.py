@@ -77,13 +77,22 @@ def story(*events: tuple[str, float]) -> list[StoryLine]:
 
 
 def test_the_parts_of_a_restart_add_up_to_it() -> None:
-    told = story(("parked", 11.0), ("surveyed", 11.5), ("evacuated", 13.0), ("worker-gone", 13.5), ("restored", 19.0))
+    told = story(
+        ("next-awaited", 10.5),
+        ("parked", 11.0),
+        ("surveyed", 11.5),
+        ("evacuated", 13.0),
+        ("worker-gone", 13.5),
+        ("restored", 19.0),
+    )
     marks = bench_restart.marks_of(["mark began 14.0", "mark imported 16.0", "mark built 18.0"])
     parts, ended_utc = bench_restart.split_of(10.0, told, {**marks, "stepped": 20.0})
     assert parts == {
-        "park": 1.0, "save": 2.0, "leave": 0.5, "start": 0.5, "import": 2.0, "build": 2.0, "load": 1.0, "step": 1.0
+        "ready": 0.5, "park": 0.5, "save": 2.0, "leave": 0.5,
+        "start": 0.5, "import": 2.0, "build": 2.0, "load": 1.0, "step": 1.0,
     }  # fmt: skip
     assert sum(parts.values()) == ended_utc - 10.0 == 10.0
+    assert bench_restart.stood_s(parts) == 9.0
     with pytest.raises(WentWrongError, match="'restored'"):
         bench_restart.split_of(10.0, told[:-1], {**marks, "stepped": 20.0})
 
@@ -102,7 +111,7 @@ def test_rates_are_from_what_the_agents_noted_and_beside_the_pinned_copy(tmp_pat
     figures.keep({"task": "made-there", "took_s": 8.0, "parts": parts, "rates": rates, "state_bytes": size_bytes})
     again = bench_restart.Figures(tmp_path / "state").markdown()
     assert again == figures.markdown()
-    assert "| made-there | 8.00 s (8.00 to 8.00, 1 times) | 1.00 |" in again
+    assert "| made-there | 8.00 s (8.00 to 8.00, 1 times) | 7.00 s | 1.00 |" in again
     assert "over 7 s" in again
     assert "* state written at 50.0 GB/s, 1.00 of the pinned copy's 50.0 (budget 0.9)" in again
     assert "* state put back at 40.0 GB/s, 0.80 of the pinned copy's 50.0 (budget 0.9)" in again
@@ -112,6 +121,7 @@ def test_the_benchmark_is_of_the_training_of_the_facts_unless_it_is_rehearsed() 
     assert bench_restart.parsed([]).gib == bench_restart.SIZE_GIB
     assert bench_restart.parsed(["--rehearse"]).gib == bench_restart.REHEARSED_GIB
     assert bench_restart.parsed(["--gib", "2", "made-here"]).gib == 2.0
+    assert bench_restart.parsed(["--ready", "in-turn,always"]).ready == ["in-turn", "always"]
 
 
 def test_both_are_among_what_is_run_in_turn() -> None:

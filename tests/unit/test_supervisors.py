@@ -95,6 +95,45 @@ async def test_what_a_program_is_changes_nothing_about_the_command(
     assert (supervisor.offer, supervisor.failure) == (before, "")
 
 
+@pytest.mark.parametrize(("status", "is_well"), [(0, True), (1, False), (-9, False)])
+async def test_how_a_command_has_ended_is_known_once_its_supervisor_says_so(
+    supervisors: Supervisors, status: int, is_well: bool
+) -> None:
+    """The kernel tells the daemon of an end as soon as its parent: which of both is heard first is not known."""
+    line, found = Line(), list[bool]()
+
+    async def ask() -> None:
+        found.append(await supervisors.ended_well(0, "run", 1))
+
+    async with attending(supervisors, line), anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        assert found == []
+        supervisors.report(line, SuperviseReport(result="ended", status=status))
+    assert found == [is_well]
+
+
+async def test_a_command_that_went_on_as_another_process_has_not_come_to_its_end(supervisors: Supervisors) -> None:
+    async with attending(supervisors, Line()):
+        assert not await supervisors.ended_well(0, "run", 2)
+    assert not await supervisors.ended_well(0, "nobody's", 2)
+
+
+async def test_a_start_that_was_made_again_was_taken_for_the_one_that_had_been_made_ready(
+    supervisors: Supervisors,
+) -> None:
+    """Its supervisor says `done` once more, of another process, when the order is over; nobody heard that."""
+    line = Line()
+    async with attending(supervisors, line) as supervisor, anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisor.order, "start", "4")
+        order = await line.next()
+        supervisors.report(line, SuperviseReport(order=order.order, result="done", pid=77, was_ready=True))
+        await anyio.wait_all_tasks_blocked()
+        assert supervisor.was_ready
+        supervisors.report(line, SuperviseReport(order=order.order, result="done", pid=78))
+    assert (supervisor.was_ready, supervisor.offer.pid, supervisor.offer.started) == (False, 78, True)
+
+
 async def test_an_order_that_fails_says_why(supervisors: Supervisors) -> None:
     line = Line()
     failures: list[HegmError] = []

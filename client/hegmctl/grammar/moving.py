@@ -39,6 +39,14 @@ MOVING = (
             Option(
                 "--restart-tries", kind=POSITIVE, metavar="NUMBER", doc="start it so often in a place; 2 if not given"
             ),
+            Option(
+                "--ready",
+                kind=TEXT,
+                metavar="WHEN",
+                choices=("in-turn", "beforehand", "always"),
+                doc="when the next Python of a restart imports PyTorch: in its turn, once one is asked for, or from "
+                "the first batch on; as the daemon is configured if not given",
+            ),
             Option("--resume", kind=TEXT, metavar="ID", doc="begin from the state that a suspended operation holds"),
             Option("--simulate", kind=TEXT, metavar="SPEC", doc="if a daemon is started, with such GPUs: 2x8GiB"),
             Option("--no-daemon-start", doc="start no daemon; the agent looks out for one"),

@@ -36,7 +36,7 @@ class _Daemon:
     def expected(self) -> None:
         return None
 
-    def is_ready(self, pid: int) -> None:
+    def is_ready(self, pid: int | None) -> None:
         raise AssertionError(f"process {pid} was made ready")
 
     def started(self, pid: int, *, was_ready: bool = False) -> None:

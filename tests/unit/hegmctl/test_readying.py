@@ -19,6 +19,7 @@ from hegmctl.rank_states import STATES
 from hegmctl.readying import LOCK_FD, OPERATION, READY_FD, STATE_FD, Beforehand, Readied, make_ready
 from hegmctl.running import inject_folder, msgpack_folder
 from hegmctl.supervising import NOT_ITS_TURN_STATUS
+from tests.stubs.cuda.node import CudaNode
 
 ROOT = Path(__file__).parents[3]
 PTRACE_SEIZE = 0x4206
@@ -81,11 +82,22 @@ class Next:
 def made_ready(what: Beforehand) -> Readied:
     readied = make_ready(what, set())
     assert readied is not None
+    heard_of(readied)
+    return readied
+
+
+def heard_of(readied: Readied) -> None:
+    """Wait until it has said something, or has ended."""
     poll = select.poll()
     assert readied._line is not None
     poll.register(readied._line, select.POLLIN)
     assert poll.poll(PATIENCE_S * 1000)
-    return readied
+
+
+def end(readied: Readied) -> None:
+    """Let go of it, and take it up."""
+    readied.end()
+    status_of(readied.pid)
 
 
 def status_of(pid: int) -> int:
@@ -113,6 +125,7 @@ def test_it_waits_before_the_first_line_and_goes_on_as_that_very_start(script: P
     readied = made_ready(known.expected())
     wanted = known.start(state)
     assert readied.look()
+    assert readied.waits
     assert not readied.look()
     assert readied.awaited_until(*wanted) is None
     assert known.said.read_text() == ""
@@ -191,11 +204,124 @@ def test_it_ends_by_itself_where_the_script_would_import_another_module(script: 
     """The script's folder comes first on its path, and has a module by the name of one that was imported without it."""
     known = Next(script, shadow="socket.py")
     readied = made_ready(known.expected())
+    assert readied.look(), "nobody is told that it is not to be waited for"
+    assert not readied.waits
     assert not readied.look()
     assert readied.awaited_until(*known.start(state)) is None
     assert readied.go_on_as(*known.start(state)) is None
     assert status_of(readied.pid) in {-signal.SIGKILL, NOT_ITS_TURN_STATUS}
     assert known.said.read_text() == ""
+
+
+KEPT_SCRIPT = """
+import os
+import torch.later
+names = "HEGM_GPU", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+seen = [os.environ.get(name) for name in names]
+with open("/proc/self/oom_score_adj") as file:
+    seen += [torch.made, torch.later.made, file.read().strip()]
+os.write(3, repr(seen).encode())
+"""
+PLACED = {"HEGM_GPU": "gpu0", "CUDA_VISIBLE_DEVICES": "GPU-0", "OMP_NUM_THREADS": "2"}
+
+
+@pytest.fixture
+def kept(script: Path) -> Next:
+    """One that was made ready long before anybody knew what for, where it was."""
+    script.write_text(KEPT_SCRIPT)
+    (script.parents[1] / "lib/torch/later.py").write_text("import torch\nmade = torch.made\n")
+    known = Next(script)
+    known.environ.update(PLACED)
+    return known
+
+
+def differing(known: Next, **different: str | None) -> Beforehand:
+    """The start that is then expected."""
+    environ = {name: value for name, value in {**known.environ, **different}.items() if value is not None}
+    return Beforehand(known.command, environ, ("torch", "torch.inner", "torch.later"), known.path)
+
+
+def test_one_that_was_kept_goes_on_elsewhere_with_what_was_imported_since(kept: Next, state: int) -> None:
+    """What nothing has read yet it is given in its turn, or loses then; and only then it is a process as any."""
+    readied = made_ready(kept.expected())
+    assert readied.look()
+    own = Path("/proc/self/oom_score_adj").read_text().strip()
+    assert Path(f"/proc/{readied.pid}/oom_score_adj").read_text() == "1000\n"
+    what = differing(kept, HEGM_GPU=None, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="-1")
+    assert readied.is_to_serve(what)
+    assert not readied.waits
+    assert readied.awaited_until(what.command, what.environ) is not None
+    heard_of(readied)
+    assert readied.look()
+    assert readied.waits
+    assert readied.go_on_as(what.command, {**what.environ, STATE_FD: str(state)}) == readied.pid
+    assert os.waitpid(readied.pid, 0) == (readied.pid, 0)
+    assert kept.said.read_text() == repr([None, "", "-1", "2", 1, 1, own])
+
+
+@pytest.mark.parametrize("different", [{"OMP_NUM_THREADS": "3"}, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, {"X": None}])
+def test_one_is_not_kept_for_an_environment_that_its_imports_may_have_read(
+    kept: Next, different: dict[str, str | None]
+) -> None:
+    kept.environ["X"] = "1"
+    readied = made_ready(kept.expected())
+    assert readied.look()
+    assert not readied.is_to_serve(differing(kept, **different))
+    end(readied)
+
+
+def test_one_whose_modules_have_changed_on_disk_ends_as_soon_as_it_is_wanted(kept: Next, script: Path) -> None:
+    """An edited module would have been another one in the process that goes on than in a start as any."""
+    readied = made_ready(kept.expected())
+    assert readied.look()
+    with (script.parents[1] / "lib/torch/inner.py").open("a") as file:
+        file.write("# edited")
+    assert readied.is_to_serve(kept.expected())
+    heard_of(readied)
+    assert readied.look()
+    assert (readied.waits, readied.is_kept) == (False, True)
+    end(readied)
+
+
+@pytest.mark.parametrize("how", ["edited", "shadowed"])
+def test_one_whose_modules_have_changed_since_it_was_asked_does_not_take_its_turn(
+    kept: Next, script: Path, state: int, how: str
+) -> None:
+    """It ends as one that cannot: it is started as without one, and not counted as another try."""
+    readied = made_ready(kept.expected())
+    assert readied.look()
+    changed = script.parents[1] / "lib/torch/inner.py" if how == "edited" else script.parent / "socket.py"
+    with changed.open("a") as file:
+        file.write("# edited")
+    assert readied.go_on_as(*kept.start(state)) == readied.pid
+    assert status_of(readied.pid) == NOT_ITS_TURN_STATUS
+    assert kept.said.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("does", "visible", "may_change"),
+    [
+        ("", "0", True),
+        ("", "", False),  # a cuInit that has found no GPU leaves no trace
+        ("assert driver.cuInit(0) == 0", "0", False),
+        ("import sys; version = type(sys)('torch.version'); version.hip = '6'; sys.modules[version.__name__] = version",
+         "GPU-0", False),
+    ],
+)  # fmt: skip
+def test_its_gpus_may_change_until_the_driver_has_looked_at_them(
+    kept: Next, tmp_path: Path, does: str, visible: str, may_change: bool
+) -> None:
+    """The driver reads them in cuInit, once; until then its functions answer that it was not called."""
+    node = CudaNode.make(tmp_path)
+    driver = tmp_path / "libcuda.so.1"
+    with (tmp_path / "lib/torch/__init__.py").open("a") as module:
+        module.write(f"import ctypes\ndriver = ctypes.CDLL({str(driver)!r})\n{does}\n")
+    kept.environ.update(node.environment(), CUDA_VISIBLE_DEVICES=visible)
+    readied = made_ready(kept.expected())
+    assert readied.look()
+    waited, serves = readied.waits, readied.is_to_serve(differing(kept, CUDA_VISIBLE_DEVICES="GPU-1"))
+    end(readied)
+    assert (waited, serves) == (True, may_change)
 
 
 def test_it_ends_with_its_supervisor_and_runs_no_line_of_the_script(script: Path) -> None:

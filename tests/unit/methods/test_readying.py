@@ -12,9 +12,9 @@ import anyio
 import pytest
 
 from hegmd.methods.base import Rank, Respawn, Subject
-from hegmd.methods.readying import LEAST_AVAILABLE_BYTES, Readying
+from hegmd.methods.readying import BEFOREHAND, IN_TURN, LEAST_AVAILABLE_BYTES, Ready, Readying
 from hegmd.protocol.agents import AgentAttend
-from hegmd.protocol.messages import Supervise, SupervisorOrder
+from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 from hegmd.protocol.snapshots import AgentInfo
 from hegmd.supervisors import Supervisors
 from hegmd.workers import Identity, Worker
@@ -53,6 +53,10 @@ async def supervised(orders: list[SupervisorOrder], **offer: Any) -> AsyncIterat
     supervisors.close()
 
 
+def ignore(_bytes: int) -> None:
+    """Nobody watches."""
+
+
 def surroundings(known: Subject, place: str) -> Mapping[str, Any]:
     return {"set": {"HEGM_GPU": place, **known.respawn.set}, "unset": ("ROCR_VISIBLE_DEVICES",), "python": None}
 
@@ -69,6 +73,36 @@ async def test_it_is_asked_for_once_with_the_surroundings_of_its_start_and_let_g
     assert [(order.do, order.operation) for order in orders] == [("ready", "4"), ("unready", "4")]
     assert (orders[0].imports, orders[0].path, orders[0].unset) == (("torch",), ("/lib",), ("ROCR_VISIBLE_DEVICES",))
     assert dict(orders[0].set) == {"HEGM_GPU": "gpu1", "EXTRA": "1"}
+
+
+@pytest.mark.parametrize("pid", [PID + 1, None], ids=["it waits", "it never will"])
+async def test_the_job_trains_on_until_it_is_ready_or_known_not_to_become_so(pid: int | None) -> None:
+    """It stood for the 4 s that another process imported PyTorch in."""
+    async with supervised([]) as supervisors:
+        readying = Readying(supervisors, surroundings, available_bytes=lambda: None)
+        await readying.begin(subject(), STATE_BYTES)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(readying.until_ready, subject(), ignore)
+            await anyio.wait_all_tasks_blocked()
+            assert str(readying.doing(subject())).startswith("it trains on until the next Python is ready: 0 s")
+            supervisors.report("key", SuperviseReport(result="ready", pid=pid))
+        assert await readying.until_ready(subject(), ignore) is (pid is not None)
+        assert readying.doing(subject()) is None
+
+
+async def test_one_whose_supervisor_has_gone_is_not_waited_for() -> None:
+    async with supervised([]) as supervisors:
+        readying = Readying(supervisors, surroundings, available_bytes=lambda: None)
+        assert not await readying.until_ready(subject(), ignore)
+        await readying.begin(subject(), STATE_BYTES)
+    assert not await readying.until_ready(subject(), ignore)
+
+
+async def test_one_that_does_not_become_ready_is_not_waited_for_for_ever() -> None:
+    async with supervised([]) as supervisors:
+        readying = Readying(supervisors, surroundings, Ready(within_s=0.0), available_bytes=lambda: None)
+        await readying.begin(subject(), STATE_BYTES)
+        assert not await readying.until_ready(subject(), ignore)
 
 
 @pytest.mark.parametrize(
@@ -92,20 +126,20 @@ async def test_whoever_might_run_another_python_or_see_a_difference_is_started_i
 
 
 @pytest.mark.parametrize(
-    ("offer", "allowed", "available_bytes"),
+    ("offer", "when", "available_bytes"),
     [
-        ({"pid": PID + 1}, True, None),
-        ({"python": False}, True, None),
-        ({}, False, None),
-        ({}, True, LEAST_AVAILABLE_BYTES + STATE_BYTES - 1),
+        ({"pid": PID + 1}, BEFOREHAND, None),
+        ({"python": False}, BEFOREHAND, None),
+        ({}, IN_TURN, None),
+        ({}, BEFOREHAND, LEAST_AVAILABLE_BYTES + STATE_BYTES - 1),
     ],
 )
 async def test_nothing_is_made_ready_behind_a_launcher_against_the_settings_or_without_the_memory(
-    offer: dict[str, Any], allowed: bool, available_bytes: int | None
+    offer: dict[str, Any], when: str, available_bytes: int | None
 ) -> None:
     orders: list[SupervisorOrder] = []
     async with supervised(orders, **offer) as supervisors:
-        readying = Readying(supervisors, surroundings, allowed=allowed, available_bytes=lambda: available_bytes)
+        readying = Readying(supervisors, surroundings, Ready(when), available_bytes=lambda: available_bytes)
         await readying.begin(subject(), STATE_BYTES)
         await readying.end(subject())
     assert orders == []

@@ -9,7 +9,7 @@ import pytest
 from hegmd.migration import events, journal
 from hegmd.migration.effects import Restore
 from hegmd.migration.operation import BY_STATE, RESTART, Operation, Respawn
-from hegmd.migration.telling import doing, waiting, way_of
+from hegmd.migration.telling import description, doing, waiting, way_of
 from hegmd.protocol import operations as told
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
@@ -50,12 +50,12 @@ def test_another_process_goes_on_in_its_place_and_proves_itself() -> None:
     assert (member.pid, member.start_ticks, member.token, member.at) == (*NEW, "gpu1")
     assert drive.phases[:7] == [
         "arming",
+        "readying",
         "quiescing",
         "measuring",
         "evacuating",
         "checkpointing",
         "restoring",
-        "settling",
     ]
     assert drive.phases[-3:] == ["verifying", "tidying", "done"]
 
@@ -270,6 +270,53 @@ def test_the_end_of_a_training_whose_state_is_not_whole_is_none_of_a_restart() -
     before = drive.op
     drive.feed(events.TrainingEnded(worker="a"))
     assert drive.op is before
+
+
+@pytest.mark.parametrize("how", ["failed", "late", "crash"])
+def test_it_is_parked_all_the_same_where_the_next_process_does_not_become_ready(how: str) -> None:
+    """Nothing rests on that process: neither a failure nor a limit that passes is one of the restart, nor is it waited
+    for a second time."""
+    drive = Drive(restart()).until("readying")
+    assert tags(drive.wanted) == ["await-next"]
+    if how == "failed":
+        drive.fail()
+    elif how == "late":
+        drive.now = drive.op.deadline or 0.0
+        drive.feed(events.DeadlinePassed())
+    else:
+        drive.feed(events.Recovered())
+        drive.wanted = [effect for effect in drive.wanted if effect.tag == "inspect"]
+        found(drive, "gpu0", rooms={"gpu0": 10, "gpu1": 10})
+    assert (drive.op.phase, tags(drive.wanted)[-1], drive.op.heading) == ("quiescing", "park", "forward")
+
+
+def test_a_cancel_does_not_wait_for_the_next_process() -> None:
+    drive = Drive(restart()).until("readying")
+    drive.feed(events.CancelAsked(by="somebody"))
+    assert not any(pending.effect == "await-next" for pending in drive.op.pending)
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "await-next"]
+    drive.until("undone")
+    assert "park" not in [tag for *_, wanted in drive.taken for tag in tags(wanted)]
+
+
+@pytest.mark.parametrize("phase", ["arming", "readying", "quiescing", "evacuating"])
+def test_a_training_that_ends_of_itself_before_it_was_moved_is_done(phase: str) -> None:
+    """It had trained on until the next process was ready, and its last batch came first: the restart had failed."""
+    drive = Drive(restart()).until(phase)
+    drive.feed(events.WorkerGone(worker="a", why="it came to its end", finished=True))
+    drive.wanted = [effect for effect in drive.wanted if drive.op.pending_numbered(effect.number)]
+    drive.until("done")
+    assert drive.op.failure is None
+    assert drive.op.workers[0].rooms == {}
+    assert description(drive.op).note == "process 197 came to the end of its training before it was moved"
+
+
+def test_one_that_ends_on_its_way_back_is_as_it_was() -> None:
+    drive = Drive(restart()).until("readying")
+    drive.feed(events.CancelAsked(by="somebody"))
+    drive.feed(events.WorkerGone(worker="a", finished=True))
+    drive.wanted = [effect for effect in drive.wanted if drive.op.pending_numbered(effect.number)]
+    drive.until("undone")
 
 
 def test_it_survives_the_journal() -> None:
