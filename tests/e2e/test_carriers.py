@@ -251,6 +251,32 @@ def test_a_neighbour_that_takes_all_it_can_where_storages_are_made_beside_their_
         watched.is_whole()
 
 
+def test_a_job_whose_way_back_was_taken_while_its_storages_were_free_waits_with_all_its_bytes(
+    node: DrivenNode, tmp_path: Path
+) -> None:
+    """Between the moment in which they are freed and that in which room is kept, others take all there is; the way on
+    is closed as well."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with node.agented(0) as program, node.connect() as connection:
+        watched = Watched(program)
+        with node.program(0, 16) as other:
+            node.cuda.order(f"hold cuCheckpointProcessCheckpoint {gate}")
+            connection.call(Migrate(pids=(watched.pid,), to="gpu1", carrier="peer", wait=False), OperationReply)
+            with gate.open("w"):
+                node.cuda.mend()
+                node.cuda.order("error cuCheckpointProcessRestore 1 1 1")
+                assert other.tell("grab").startswith("grabbed")
+                assert other.tell("hoard") == "hoarding"
+            told_of = (one for one in connection.follow("1") if one.waits is not None)
+            assert any("has no room" in one.waits.why for one in told_of if one.waits is not None)
+            assert watched.program.tell("seen").split().count("release") == 0
+        ended = at_rest(node)
+        assert (ended.phase, ended.processes[0].gpu, ended.processes[0].state) == ("undone", "gpu0", "running")
+        watched.is_whole()
+        only_its_own(node, watched)
+
+
 def _waiting(connection: Connection) -> told.Wait:
     """What the newest operation waits for, once it waits for room."""
     for _ in range(LOOKS):
