@@ -21,8 +21,9 @@ watched and believed is in `steps`, what room is in `held_room`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Container, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
 import anyio
@@ -30,9 +31,10 @@ import anyio.abc
 
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost
-from hegmd.methods.base import Left, NoRoom, Outgrown, Standing, Subject
-from hegmd.methods.gpus import Gpus, VideoMemory, pairs_from, rest_of, storages_of
-from hegmd.methods.held_room import MIB, HeldRoom, no_room
+from hegmd.methods.base import Left, Outgrown, Standing, Subject
+from hegmd.methods.beside import beside
+from hegmd.methods.gpus import Gpus, Node, VideoMemory, pairs_from, rest_of, storages_of
+from hegmd.methods.held_room import HeldRoom, no_room, unsafe
 from hegmd.methods.neighbours import Neighbours
 from hegmd.methods.steps import CHECKPOINTED, FAILED, LOCKED, QUICK_S, RUNNING, Steps, Untrue, longest_s
 from hegmd.pieces import CALM_BYTES, RESTORE_MARGIN_BYTES
@@ -42,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 NAME = "driver"
 _LOOK_AGAIN_S = 0.05
-# Between looks at what was let go of; others stand still meanwhile.
-_FREED_AFTER_S = (0.003, 0.006, 0.012, 0.025, 0.05, 0.1, 0.2, 0.0)
+# Between the first looks at whether NVML shows a process, which it does 3 ms later than it is so.
+_SHOWN_AFTER_S = (0.003, 0.006, 0.012, 0.025)
 _LAST_WORD_S = 5.0
 
 
@@ -98,8 +100,7 @@ class DriverMethod:
                 if subject.goal is not None:
                     await self.hold_room(subject, subject.goal, subject.rest_bytes + subject.storage_room_bytes)
                 await self._steps.checkpoint(subject)
-                await self._see_it_gone(subject)
-            room_bytes = await self._room.keep(subject)
+                room_bytes = await self._see_it_gone(subject)
             return Left(room_bytes=room_bytes, rest_bytes=subject.rest_bytes, shares_bytes=subject.shares_bytes)
 
     async def _measured(self, subject: Subject) -> Subject:
@@ -142,9 +143,22 @@ class DriverMethod:
             )
         return [size_bytes + RESTORE_MARGIN_BYTES for size_bytes in sizes]
 
-    async def _see_it_gone(self, subject: Subject) -> None:
-        """What is said to be done is looked at: by the driver's state, and by NVML, which shows when memory is free."""
+    async def _see_it_gone(self, subject: Subject) -> int:
+        """What is said to be done is looked at: by the driver's state, and by NVML, which shows when memory is free.
+
+        Beside that look room is kept where it was, before anybody else has it; gives how much.
+        """
         await self._steps.expect(subject, "checkpoint", CHECKPOINTED)
+        kept: list[int] = []
+
+        async def keep() -> None:
+            kept.append(await self._room.keep(subject))
+
+        async with beside(keep):
+            await self._see_it_listed_no_more(subject)
+        return kept[0] or await self._room.keep(subject)  # what was not shown as free yet may not have been
+
+    async def _see_it_listed_no_more(self, subject: Subject) -> None:
         with anyio.move_on_after(QUICK_S):
             await self._until_shown(subject, there=False)
             return
@@ -162,15 +176,16 @@ class DriverMethod:
         with self._having_in_hand(subject):
             await self._neighbours.let_be(subject.who)
             rooms = {name: await self._gpus.uuid_of(name) for name in gpus_of(gpu)}
-            if await self._steps.state(subject) != CHECKPOINTED:
-                await self._steps.unlock(subject)
+            state = await self._steps.state(subject)
+            if state != CHECKPOINTED:
+                await self._steps.unlock(subject, state)
                 return await self._place(subject) if subject.anywhere else None
             if subject.anywhere:
                 return await self._restore_where_it_was(subject, gpu)
             pairs = await self._pairs(subject, list(rooms.values()))
             async with self._gpus.turns(rooms):
-                await self._restore_in_room(subject, rooms, subject.needs(gpu), pairs)
-                await self._steps.unlock(subject)  # before others count on what they see of it
+                state = await self._restore_in_room(subject, rooms, subject.needs(gpu), pairs)
+                await self._steps.unlock(subject, state)  # before others count on what they see of it
             return None
 
     async def _restore_where_it_was(self, subject: Subject, gpu: str) -> str:
@@ -182,8 +197,7 @@ class DriverMethod:
         try:
             await self._room.hold(subject, needs, {})
             async with self._gpus.turns(rooms):
-                await self._restore_in_room(subject, rooms, needs, [])
-                await self._steps.unlock(subject)
+                await self._steps.unlock(subject, await self._restore_in_room(subject, rooms, needs, []))
         finally:
             with anyio.CancelScope(shield=True):
                 for name, uuid in rooms.items():
@@ -202,43 +216,35 @@ class DriverMethod:
 
     async def _restore_in_room(
         self, subject: Subject, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
-    ) -> None:
-        """`rooms` are the GPUs by name, with their UUIDs, on which there has to be room for it: as `needs` says."""
+    ) -> str:
+        """`rooms` are the GPUs by name, with their UUIDs, on which there has to be room for it: as `needs` says.
+
+        Gives its state after that.
+        """
         self._room.require(subject, rooms, needs)
-        others = await self._others(subject, rooms)
+        node = await self._gpus.seen()
+        others = self._others(node, subject, rooms)
         async with self._neighbours.held_still(others, but_for=self._in_hand, restored=subject.who) as going:
             # One of ours that is not locked yet goes on as well.
             loose = [*going, *(who for who in others if who in self._in_hand - self._standing)]
             spare_bytes = CALM_BYTES if loose else 0
-            for gpu in rooms:
-                free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
-                if free_bytes is None or free_bytes < spare_bytes:  # still held: nothing is risked by looking
-                    raise _unsafe(subject, gpu, free_bytes, loose)
+            free = _free_bytes(await self._gpus.seen() if loose else node)
+            for gpu in rooms:  # still held: nothing is risked by looking
+                free_bytes = free.get(gpu)
+                if free_bytes is None or free_bytes < spare_bytes:
+                    raise unsafe(subject, gpu, free_bytes, loose)
             await self._room.let_go(subject, rooms.values())
             for gpu in rooms:
-                free_bytes = await self._freed(gpu, needs[gpu] + spare_bytes)
+                free_bytes = await self._room.freed(gpu, needs[gpu] + spare_bytes)
                 if free_bytes is None or free_bytes < needs[gpu] + spare_bytes:
                     await self._room.hold_again(subject, rooms, needs)
                     raise no_room(subject, gpu, needs[gpu] + spare_bytes, free_bytes, "free")
             await self._restore_to_its_end(subject, pairs)
             try:
-                await self._steps.expect(subject, "restore", LOCKED, RUNNING)
+                return await self._steps.expect(subject, "restore", LOCKED, RUNNING)
             except Untrue:
                 await self._room.hold_again(subject, rooms, needs)
                 raise
-
-    async def _freed(self, gpu: str, wanted_bytes: int) -> int | None:
-        """What is free there, as soon as it is as much as is wanted, or after a while.
-
-        What has just been let go of shows 2.5 ms later, and the helper may have it for as long as it takes to close it.
-        """
-        free_bytes: int | None = None
-        for pause_s in _FREED_AFTER_S:
-            free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
-            if free_bytes is not None and free_bytes >= wanted_bytes:
-                break
-            await anyio.sleep(pause_s)
-        return free_bytes
 
     async def _restore_to_its_end(self, subject: Subject, pairs: list[list[str]]) -> None:
         """However the call ends, by an operation that is cut off or a helper that is killed, the driver's step is over
@@ -266,9 +272,8 @@ class DriverMethod:
         changed = exchange(old, to)
         return [[uuid, changed.get(uuid, uuid)] for uuid in await self._steps.uuids()]
 
-    async def _others(self, subject: Subject, gpus: Container[str]) -> list[tuple[int, int]]:
+    def _others(self, node: Node, subject: Subject, gpus: Container[str]) -> list[tuple[int, int]]:
         """Who else computes on those GPUs, as far as it can be seen; the helper takes room there in its turn alone."""
-        node = await self._gpus.seen()
         return [
             (process.pid, process.start_ticks)
             for process in node.processes
@@ -316,9 +321,13 @@ class DriverMethod:
         uuids = {name: await self._gpus.uuid_of(name) for name in gpus_of(gpu)}
         async with self._gpus.turns(uuids):
             held = self._memory.of(storages_of(subject))
-            others = await self._others(subject, [name for name, uuid in uuids.items() if held.get(uuid)])
+            node = await self._gpus.seen()
+            others = self._others(node, subject, [name for name, uuid in uuids.items() if held.get(uuid)])
             async with self._neighbours.held_still(others, but_for=self._in_hand):
-                if subject.who in self._crowded or not await self._room.fits_beside(subject, gpu, CALM_BYTES):
+                if others:  # they may have taken some since
+                    node = await self._gpus.seen()
+                fits = await self._room.fits_beside(subject, gpu, CALM_BYTES, _free_bytes(node))
+                if subject.who in self._crowded or not fits:
                     await self._room.let_go_for_storages(subject, gpu)
                 task_status.started()
                 with anyio.move_on_after(self._neighbours.still_s):
@@ -360,11 +369,11 @@ class DriverMethod:
 
     async def _until_shown(self, subject: Subject, *, there: bool) -> None:
         """Wait until NVML shows it on its GPU, or no longer; the driver tells nobody when."""
-        while True:
+        for pause_s in itertools.chain(_SHOWN_AFTER_S, itertools.repeat(_LOOK_AGAIN_S)):
             places = await self._places(subject)
             if all((gpu in places) is there for gpu in gpus_of(subject.gpu)):
                 break
-            await anyio.sleep(_LOOK_AGAIN_S)
+            await anyio.sleep(pause_s)
         self._gpus.changed()
 
     async def _places(self, subject: Subject) -> list[str]:
@@ -384,12 +393,5 @@ class DriverMethod:
             self._standing.discard(subject.who)
 
 
-def _unsafe(subject: Subject, gpu: str, free_bytes: int | None, loose: Sequence[tuple[int, int]]) -> NoRoom:
-    pids = [pid for pid, _ in loose]
-    free = "nobody knows how much" if free_bytes is None else f"{free_bytes // MIB} MiB"
-    return NoRoom(
-        f"on {gpu}, where {free} is free besides the room of process {subject.pid}, {len(pids)} cannot be held still",
-        f"let pid {', '.join(map(str, pids))} come to an end, or have {CALM_BYTES // MIB} MiB free: it could take the "
-        f"room in the moment of the restore; process {subject.pid} stays off its GPU with all its bytes until then",
-        {"pid": subject.pid, "gpu": gpu, "pids": pids, "needed_bytes": CALM_BYTES, "there_bytes": free_bytes},
-    )
+def _free_bytes(node: Node) -> Mapping[str, int | None]:
+    return {gpu.id: gpu.memory_free_bytes for gpu in node.gpus}

@@ -9,20 +9,23 @@ is free.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import anyio
 
 from hegmd.errors import HegmError, Refused
 from hegmd.methods.base import NoRoom, Subject
 from hegmd.methods.gpus import Gpus, VideoMemory, rest_of, storages_of
+from hegmd.pieces import CALM_BYTES
 from hegmd.places import gpus_of, is_several, more_than
 
-__all__ = ["MIB", "HeldRoom", "no_room"]
+__all__ = ["HeldRoom", "no_room", "unsafe"]
 
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
+# Between looks at what was let go of; others stand still meanwhile.
+_FREED_AFTER_S = (0.003, 0.006, 0.012, 0.025, 0.05, 0.1, 0.2, 0.0)
 
 
 class HeldRoom:
@@ -90,14 +93,29 @@ class HeldRoom:
         for uuid in uuids:
             await self._memory.give(rest_of(subject), uuid)
 
-    async def fits_beside(self, subject: Subject, place: str, spare_bytes: int) -> bool:
-        """Whether on every GPU of that place as much as is held for its storages is free besides, and so much more."""
+    async def freed(self, gpu: str, wanted_bytes: int) -> int | None:
+        """What is free there, as soon as it is as much as is wanted, or after a while.
+
+        What has just been let go of shows 2.5 ms later, and the helper may have it for as long as it takes to close it.
+        """
+        free_bytes: int | None = None
+        for pause_s in _FREED_AFTER_S:
+            free_bytes = (await self._gpus.gpu(gpu)).memory_free_bytes
+            if free_bytes is not None and free_bytes >= wanted_bytes:
+                break
+            await anyio.sleep(pause_s)
+        return free_bytes
+
+    async def fits_beside(self, subject: Subject, place: str, spare_bytes: int, free: Mapping[str, int | None]) -> bool:
+        """Whether on every GPU of that place as much as is held for its storages is free besides, and so much more.
+
+        `free` is what is free now, by GPU.
+        """
         held = self._memory.of(storages_of(subject))
         if not held:
             return False
-        free = {gpu.id: gpu.memory_free_bytes or 0 for gpu in (await self._gpus.seen()).gpus}
         needed = {gpu: held.get(await self._gpus.uuid_of(gpu), 0) + spare_bytes for gpu in gpus_of(place)}
-        return all(free.get(gpu, 0) >= size_bytes for gpu, size_bytes in needed.items())
+        return all((free.get(gpu) or 0) >= size_bytes for gpu, size_bytes in needed.items())
 
     async def let_go_for_storages(self, subject: Subject, place: str) -> None:
         """What is held for its storages there is its own from now on, if it was not before."""
@@ -154,4 +172,16 @@ def no_room(subject: Subject, gpu: str, needed_bytes: int, there_bytes: int | No
         f"process {subject.pid} needs {needed_bytes // MIB} MiB on {gpu} and {there} {what} for it",
         f"free video memory on {gpu}: it stays off its GPU with all its bytes, and comes back when there is room",
         {"pid": subject.pid, "gpu": gpu, "needed_bytes": needed_bytes, "there_bytes": there_bytes},
+    )
+
+
+def unsafe(subject: Subject, gpu: str, free_bytes: int | None, loose: Sequence[tuple[int, int]]) -> NoRoom:
+    """That some go on there all the same, and too little is free besides for that to do no harm."""
+    pids = [pid for pid, _ in loose]
+    free = "nobody knows how much" if free_bytes is None else f"{free_bytes // MIB} MiB"
+    return NoRoom(
+        f"on {gpu}, where {free} is free besides the room of process {subject.pid}, {len(pids)} cannot be held still",
+        f"let pid {', '.join(map(str, pids))} come to an end, or have {CALM_BYTES // MIB} MiB free: it could take the "
+        f"room in the moment of the restore; process {subject.pid} stays off its GPU with all its bytes until then",
+        {"pid": subject.pid, "gpu": gpu, "pids": pids, "needed_bytes": CALM_BYTES, "there_bytes": free_bytes},
     )

@@ -57,6 +57,8 @@ class Steps:
         self._gpus = gpus
         self._neighbours = neighbours
         self._patience = patience or Patience()
+        # What the driver showed, and to which helper: it shows one the same for as long as that lives.
+        self._devices: tuple[int | None, list[str]] = None, []
 
     @property
     def helper_pid(self) -> int | None:
@@ -65,8 +67,12 @@ class Steps:
 
     async def uuids(self) -> list[str]:
         """Every GPU that the driver shows, in its order."""
-        answer = await self._helper.call("devices", deadline_s=QUICK_S)
-        return [str(device["uuid"]) for device in answer.values["devices"]]
+        known, uuids = self._devices
+        if known is None or known != self._helper.pid:
+            answer = await self._helper.call("devices", deadline_s=QUICK_S)
+            uuids = [str(device["uuid"]) for device in answer.values["devices"]]
+            self._devices = self._helper.pid, uuids
+        return uuids
 
     async def state(self, subject: Subject) -> str:
         """Waits for the end of a step that is under way: at worst one that takes all its bytes off."""
@@ -105,9 +111,9 @@ class Steps:
     async def restore(self, subject: Subject, pairs: list[list[str]]) -> None:
         await self._call("restore", subject, {"pairs": pairs}, expected_s=step_s(subject.rest_bytes, IN_BYTES_PER_S))
 
-    async def unlock(self, subject: Subject) -> None:
-        """Fine for one that runs already: the driver refuses the wrong order and changes nothing."""
-        if await self.state(subject) == LOCKED:
+    async def unlock(self, subject: Subject, state: str | None = None) -> None:
+        """Fine for one that runs already. `state` is its own, where that was seen just now."""
+        if (state or await self.state(subject)) == LOCKED:
             await self.unlock_at_once(subject)
             await self.expect(subject, "unlock", RUNNING)
 
@@ -115,8 +121,8 @@ class Steps:
         """Without asking how it stands, before or after."""
         await self._call("unlock", subject, expected_s=0.0)
 
-    async def expect(self, subject: Subject, op: str, *wanted: str) -> None:
-        """Success counts when the process is seen to be in one of these states. Raises Untrue."""
+    async def expect(self, subject: Subject, op: str, *wanted: str) -> str:
+        """The state that it is in: success counts when that is seen to be one of these. Raises Untrue."""
         state = await self.state(subject)
         if state not in wanted:
             raise Untrue(
@@ -125,6 +131,7 @@ class Steps:
                 "it is tried again, or brought back; see hegmctl op, and dmesg for an Xid",
                 {"pid": subject.pid, "asked": op, "state": state},
             )
+        return state
 
     async def until_over(self, subject: Subject) -> None:
         """The driver answers about a process when no step in it is under way any more.

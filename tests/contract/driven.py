@@ -16,7 +16,7 @@ import pytest
 
 from hegmd.events import EventLog
 from hegmd.helper.link import Link
-from hegmd.inventory import Inventory
+from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.methods.base import Subject
 from hegmd.methods.driver import DriverMethod
 from hegmd.methods.gpus import Gpus
@@ -49,6 +49,8 @@ class Driven:
     neighbours: Neighbours
     method: DriverMethod
     inventory: Inventory
+    #: What was seen of the node so far.
+    looks: list[NodeSnapshot]
 
 
 def in_force(node: CudaNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> NvmlScenario:
@@ -74,9 +76,15 @@ async def driven(node: CudaNode, scenario: NvmlScenario, patience: Patience | No
     async with linked(node) as link, inventory:
         memory = VideoMemory(link)
         neighbours = Neighbours(link, folder, start_ticks=start_ticks, is_stopped=is_stopped)
-        gpus = Gpus(inventory.refresh, inventory.expire)
+        looks: list[NodeSnapshot] = []
+
+        async def look() -> NodeSnapshot:
+            looks.append(await inventory.refresh())
+            return looks[-1]
+
+        gpus = Gpus(look, inventory.expire)
         method = DriverMethod(Steps(link, gpus, neighbours, patience), memory, gpus, neighbours)
-        yield Driven(node, link, gpus, memory, neighbours, method, inventory)
+        yield Driven(node, link, gpus, memory, neighbours, method, inventory, looks)
         memory.close()
     nvml.close()
 
@@ -93,6 +101,7 @@ class Rig:
     moved: Owner
     other: Owner
     inventory: Inventory
+    looks: list[NodeSnapshot]
 
     @property
     def subject(self) -> Subject:
@@ -134,7 +143,9 @@ class Parts:
 @asynccontextmanager
 async def rigged(parts: Parts, patience: Patience | None = None) -> AsyncIterator[Rig]:
     async with driven(parts.node, parts.scenario, patience) as by:
-        yield Rig(parts.node, by.link, by.method, by.neighbours, by.memory, parts.moved, parts.other, by.inventory)
+        yield Rig(
+            parts.node, by.link, by.method, by.neighbours, by.memory, parts.moved, parts.other, by.inventory, by.looks
+        )
 
 
 @asynccontextmanager

@@ -52,6 +52,7 @@ async def test_bytes_pass_through_video_memory_and_are_in_the_pool_when_the_chec
             assert job.carrier.is_passing(job.subject)
         assert passed.size_bytes == SIZE_BYTES
         assert (job.marked(), job.held()) == (False, set())
+        assert not job.carrier.routes, "the helper's contexts are let go of beside the driver's step"
         async with job.carrier.settling(job.off) as again:
             assert again.size_bytes == 0, "it is done"
         await job.carrier.disarm(job.off)

@@ -113,6 +113,32 @@ async def test_who_cannot_be_held_still_stops_nothing_where_there_is_plenty(part
         assert await rig.state(rig.moved) == "running"
 
 
+async def test_a_job_stood_while_it_was_asked_again_and_again_what_had_just_been_seen(
+    parts: Parts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each question takes a way to the helper and back, or a look at all GPUs and processes; the job waits for it."""
+    async with rigged(parts) as rig:
+        rig.other.close()
+        caplog.set_level("INFO", "hegmd.methods.steps")
+        off = await rig.take_off()
+        assert _asked(caplog) == ["state", "lock", "checkpoint", "state"]
+        rig.looks.clear()
+        await rig.method.restore(off, "gpu1")
+        assert _asked(caplog) == ["state", "restore", "state", "unlock", "state"]
+        assert len(rig.looks) == 2, "who is there, and what is free once its room was let go of"
+        mine = await _with_room_for_storages(rig)
+        rig.looks.clear()
+        async with rig.method.making(mine):
+            assert len(rig.looks) == 1
+
+
+def _asked(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the driver was asked of the process since the last time."""
+    asked = [record.getMessage().split()[0] for record in caplog.records if record.name == "hegmd.methods.steps"]
+    caplog.clear()
+    return asked
+
+
 async def test_one_that_the_driver_has_given_up_is_not_waited_for(parts: Parts) -> None:
     async with rigged(parts) as rig:
         off = await rig.take_off()

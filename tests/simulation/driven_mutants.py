@@ -26,10 +26,11 @@ EVERYTHING_BYTES = 1 << 60
 class RestoresWithoutHolding(DriverMethod):
     async def _restore_in_room(
         self, subject: Subject, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
-    ) -> None:
+    ) -> str:
         await self._restore_to_its_end(subject, pairs)
         for uuid in rooms.values():
             await self._memory.give(rest_of(subject), uuid)
+        return await self._steps.state(subject)
 
 
 class DoesNotLookOnceMore(DriverMethod):
@@ -37,11 +38,12 @@ class DoesNotLookOnceMore(DriverMethod):
 
     async def _restore_in_room(
         self, subject: Subject, rooms: Mapping[str, str], needs: Mapping[str, int], pairs: list[list[str]]
-    ) -> None:
+    ) -> str:
         for uuid in rooms.values():
             await self._memory.give(rest_of(subject), uuid)
-        async with self._neighbours.held_still(await self._others(subject, rooms)):
+        async with self._neighbours.held_still(self._others(await self._gpus.seen(), subject, rooms)):
             await self._restore_to_its_end(subject, pairs)
+        return await self._steps.state(subject)
 
 
 class MapsTwoGpus(DriverMethod):
@@ -50,8 +52,8 @@ class MapsTwoGpus(DriverMethod):
 
 
 class BelievesSuccess(Steps):
-    async def expect(self, subject: Subject, op: str, *wanted: str) -> None:
-        return
+    async def expect(self, subject: Subject, op: str, *wanted: str) -> str:
+        return wanted[0]
 
 
 class CountsTheOldFigure(DriverMethod):
@@ -82,7 +84,7 @@ class CountsOnTheRuined(DriverMethod):
 class LeavesTheLocked(Steps):
     """Whoever an earlier daemon has locked is found to run."""
 
-    async def unlock(self, subject: Subject) -> None:
+    async def unlock(self, subject: Subject, state: str | None = None) -> None:
         return
 
 

@@ -61,11 +61,11 @@ class StillLoop(asyncio.BaseEventLoop):
             raise self._broken.pop()
 
     def end(self) -> None:
-        """As a process ends: whatever is asked for by those who clean up, they are ended too."""
+        """As a process ends: whatever those who clean up ask for, they are ended too, and whom they wait for."""
         for _ in range(MOST_TURNS):
             if not self.tasks:
                 break
-            for task in self.tasks:
+            for task in asyncio.all_tasks(self):
                 task.cancel()
             self.settle()
         else:
