@@ -229,7 +229,7 @@ class Moving:
         def is_owned(key: Key) -> bool:
             return self._owned(key) or self.pool.was_claimed_from(key)
 
-        in_video = VideoStrays(self.memory, is_owned, self._why_stray, self._gpu_named)
+        in_video = VideoStrays(self.memory, is_owned, self._why_stray, self._gpu_named, self._workers)
         sources: list[Source] = [PieceStrays(self.pool, self._why_stray), in_video, self._distrusted, self._standing]
         if self._by_driver is None:
             return Strays(sources, events)

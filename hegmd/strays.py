@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from hegmd.errors import NOT_FOUND, HegmError, Refused
+from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.events import EventLog
 from hegmd.log import fields
 from hegmd.methods.gpus import BYTES, PASSING
@@ -75,6 +75,7 @@ class PieceStrays:
                 where=where,
                 why=self._why(key.operation),
                 next=f"hegmctl adopt {worker}, if that process stands; else hegmctl adopt --drop {name}",
+                uid=None if piece.name.source is None else piece.name.source.uid,
             )
 
     async def drop(self, name: str) -> int | None:
@@ -84,7 +85,8 @@ class PieceStrays:
 class VideoStrays:
     """Video memory with bytes in it that a store kept, and whose operation is gone. `named` tells a GPU by its UUID.
 
-    Whose bytes they are is not in its name for longer than a pid says it, so it is given to nobody.
+    Whose bytes they are is not in its name for longer than a pid says it, so it is given to nobody. Whoever has that
+    pid now may give it up: they are its owner, or the process is gone whose bytes they were.
     """
 
     def __init__(
@@ -93,11 +95,13 @@ class VideoStrays:
         owned: Callable[[Key], bool],
         why: Callable[[str], str],
         named: Callable[[str], str],
+        workers: Workers,
     ) -> None:
         self._memory = memory
         self._owned = owned
         self._why = why
         self._named = named
+        self._workers = workers
 
     def _found(self) -> Iterable[tuple[str, str, Key, int]]:
         for (who, gpu), size_bytes in self._memory.by_owner().items():
@@ -108,14 +112,17 @@ class VideoStrays:
 
     def strays(self) -> Iterable[Stray]:
         for who, gpu, key, size_bytes in self._found():
+            pid = int(key.worker) if key.worker.isdigit() else None
+            agent = None if pid is None else self._workers.find(pid)
             yield Stray(
                 name=_video_name(who, gpu),
                 kind="bytes",
-                pid=int(key.worker) if key.worker.isdigit() else None,
+                pid=pid,
                 size_bytes=size_bytes,
                 where=f"video memory of {self._named(gpu)}",
                 why=self._why(key.operation),
                 next=f"hegmctl adopt --drop {_video_name(who, gpu)}, once process {key.worker} has ended",
+                uid=None if agent is None else agent.identity.uid,
             )
 
     async def drop(self, name: str) -> int | None:
@@ -212,10 +219,17 @@ class StandingStrays:
                 where="hegmd alone has them" if worker.about.entrusted else "it has a descriptor of them itself",
                 why=f"its training thread stands{out}, and no operation has it",
                 next=f"hegmctl adopt {worker.pid}",
+                uid=worker.identity.uid,
             )
 
     async def drop(self, name: str) -> int | None:
         raise Refused(f"{name} is a process and not bytes", f"bring it back with: hegmctl adopt {name}; or end it")
+
+
+def _not_theirs(stray: Stray) -> HegmError:
+    owner = "it is not known whose it is" if stray.uid is None else f"it is of uid {stray.uid}"
+    hint = "ask its owner, or an administrator of hegmd"
+    return HegmError(DENIED, f"{stray.name} is not yours to give up: {owner}", hint, {"uid": stray.uid})
 
 
 def _is_same_job(one: Worker, other: Worker) -> bool:
@@ -268,10 +282,16 @@ class Strays:
         if self._looker is not None:
             await self._looker.look(thorough=thorough, within_s=within_s)
 
-    async def drop(self, name: str) -> int | None:
-        """Give up the one of that name for good; how many bytes that frees. Raises HegmError."""
+    async def drop(self, name: str, may: Callable[[int | None], bool]) -> int | None:
+        """Give up the one of that name for good; how many bytes that frees. Raises HegmError.
+
+        `may` tells whether who asks may act on what is of that user; DENIED where they may not.
+        """
         for source in self._sources:
-            if any(stray.name == name for stray in source.strays()):
+            stray = next((stray for stray in source.strays() if stray.name == name), None)
+            if stray is not None:
+                if not may(stray.uid):
+                    raise _not_theirs(stray)
                 freed_bytes = await source.drop(name)
                 self._events.record("pool.dropped", "warning", f"{name} was given up", facts={"name": name})
                 return freed_bytes

@@ -166,6 +166,7 @@ class Stray(Record):
     where: str = field("where it is")
     why: str = field("why nobody has it")
     next: str = field("the command that does something about it")
+    uid: int | None = field("whose it is, if that is known: they may give it up, as an administrator may", default=None)
 
 
 class PeriodicImages(Record):

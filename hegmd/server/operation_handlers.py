@@ -130,7 +130,8 @@ class OperationHandlers:
         return _reply(await self._operations.adopt(request.pid, request.to, asked))
 
     async def drop_stray(self, call: Call, request: m.DropStray) -> m.Dropped:
-        return m.Dropped(name=request.name, size_bytes=await self._strays.drop(request.name))
+        freed_bytes = await self._strays.drop(request.name, self._asked(call).may)
+        return m.Dropped(name=request.name, size_bytes=freed_bytes)
 
     def _asked(self, call: Call, *, wait: bool = True, dry_run: bool = False, limit_s: float | None = None) -> Asked:
         def may(uid: int | None) -> bool:

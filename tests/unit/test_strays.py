@@ -19,7 +19,7 @@ from hegmd.protocol.snapshots import AgentInfo
 from hegmd.spill_file import SpillFolder
 from hegmd.strays import StandingStrays, VideoStrays, found_for
 from hegmd.vram import VideoMemory
-from hegmd.workers import Identity, Worker
+from hegmd.workers import Identity, Worker, Workers
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import MIB, Node, running
 
@@ -192,17 +192,25 @@ async def test_a_dry_run_adopts_nothing(tmp_path: Path, process: Child) -> None:
         assert len(node.moving.strays.all()) == 2
 
 
+def anybody(_uid: int | None) -> bool:
+    """Whoever asks may act on everything."""
+    return True
+
+
 async def test_bytes_are_given_up_by_name_only_and_a_process_never(tmp_path: Path, process: Child) -> None:
     agent = await suspended(tmp_path, process.pid)
     async with running(tmp_path) as node:
         await back(agent, node)
         strays = node.moving.strays
         with pytest.raises(HegmError, match="is a process"):
-            await strays.drop(str(process.pid))
+            await strays.drop(str(process.pid), anybody)
         with pytest.raises(HegmError, match="nothing stray is called"):
-            await strays.drop("hegm-pool-1")
+            await strays.drop("hegm-pool-1", anybody)
         (name,) = node.moving.pool.unclaimed()
-        assert await strays.drop(name)
+        with pytest.raises(HegmError, match=rf"not yours to give up: it is of uid {os.getuid()}") as denied:
+            await strays.drop(name, lambda uid: uid == os.getuid() + 1)
+        assert denied.value.code is DENIED
+        assert await strays.drop(name, lambda uid: uid == os.getuid()), "its owner may"
         assert not (tmp_path / "memory").exists()
         assert node.events.counts["pool.dropped"] == 1
         await node.operations.adopt(process.pid, "gpu0", node.asked(dry_run=True))
@@ -231,7 +239,7 @@ async def test_what_cannot_be_believed_is_told_of_and_not_deleted(tmp_path: Path
         (stray,) = node.moving.strays.all()
         assert (stray.kind, "cut short" in stray.why) == ("unknown", True)
         with pytest.raises(HegmError, match="nothing that hegmd knows"):
-            await node.moving.strays.drop(stray.name)
+            await node.moving.strays.drop(stray.name, anybody)
     assert file.exists()
 
 
@@ -284,10 +292,16 @@ async def test_video_memory_that_a_store_kept_for_nobody_was_held_in_silence(tmp
     gpu = "GPU-00000000-0000-0000-0000-000000000001"
     for who in ("7.4711.bytes", "8.4712.bytes"):
         assert memory.adopt(f"hegm-vram-{who}-{gpu}-0-{MIB}", os.memfd_create("video"))
-    found = VideoStrays(memory, lambda key: key == Key("8", "4712"), lambda op: f"{op} is gone", lambda _: "gpu0")
+    found = VideoStrays(
+        memory,
+        lambda key: key == Key("8", "4712"),
+        lambda op: f"{op} is gone",
+        lambda _: "gpu0",
+        Workers(lambda _: None),
+    )
     (stray,) = found.strays()
     assert (stray.name, stray.pid, stray.size_bytes) == (f"hegm-vram-7.4711.bytes-{gpu}", 4711, MIB)
-    assert (stray.where, stray.why) == ("video memory of gpu0", "7 is gone")
+    assert (stray.where, stray.why, stray.uid) == ("video memory of gpu0", "7 is gone", None)
     assert await found.drop(stray.name) == MIB
     assert list(found.strays()) == []
     assert list(memory.by_owner()) == [("8.4712.bytes", gpu)]

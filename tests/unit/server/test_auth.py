@@ -6,7 +6,6 @@ from hegmd.errors import DENIED, HegmError
 from hegmd.protocol.messages import (
     REQUESTS,
     Cancel,
-    DropStray,
     Gpus,
     Hello,
     Ping,
@@ -45,7 +44,7 @@ def test_anybody_else_may_act_on_their_own_and_on_nothing_of_an_unknown_owner() 
     assert not SYSTEM.may_act_on(ANYBODY, None)
 
 
-@pytest.mark.parametrize("request_class", [Reload, SimulateFault, DropStray])
+@pytest.mark.parametrize("request_class", [Reload, SimulateFault])
 def test_what_changes_the_node_is_refused_to_anybody_else(request_class: type[Request]) -> None:
     with pytest.raises(HegmError, match="uid 1002") as caught:
         SYSTEM.check(ANYBODY, request_class)
