@@ -58,6 +58,7 @@ class Attendance:
         self._changed = changed
         self._supervised = supervised
         self._due: dict[int, float] = {}
+        self._ended: set[tuple[int, int]] = set()
         self._news = anyio.Event()
 
     def hear(self, news: str, worker: Worker) -> None:
@@ -70,9 +71,17 @@ class Attendance:
         if news in (CAME, BACK):
             self._due[worker.pid] = 0.0
             self._news.set()
-        if news == ENDED and not self._in_hand(worker.pid):
-            self._rooms.drop(who)
+        if news == ENDED:
+            self._ended.add(who)
+            self.drop_ended()
         self._changed()
+
+    def drop_ended(self) -> None:
+        """Whoever has ended holds nothing, once no operation has it in hand: one that comes to its end may not hear of
+        it any more. Called whenever one has."""
+        for who in [who for who in self._ended if not self._in_hand(who[0])]:
+            self._ended.discard(who)
+            self._rooms.drop(who)
 
     def held_bytes(self) -> Mapping[int, int]:
         """For each worker that trains, the bytes that are held for it outside of its process; by pid.

@@ -155,6 +155,7 @@ class Moving:
 
     def _make_desks(self, lookout: Lookout, handoff: Handoff, *, restart_always: bool) -> None:
         """Where operations are asked for."""
+        self.runner.over = self.attendance.drop_ended
         self.operations = Operations(
             self._inventory,
             self._workers,

@@ -126,6 +126,8 @@ def hand_over(op: Operation, event: events.HandAsked, now: float) -> Operation:
 
 def worker_gone(op: Operation, event: events.WorkerGone, now: float) -> Operation:
     """The process has ended: what it held can be given back, and the others do not go on without it."""
+    if event.stateless:
+        return departures.without_state(op, event.worker)
     return departures.gone(op, event.worker, event.why, finished=event.finished)
 
 

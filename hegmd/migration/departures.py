@@ -9,7 +9,7 @@ from __future__ import annotations
 from hegmd.errors import REFUSED
 from hegmd.migration import course, turns
 from hegmd.migration.effects import Effect
-from hegmd.migration.operation import FORWARD, Operation, Worker
+from hegmd.migration.operation import FORWARD, Failure, Operation, Worker
 from hegmd.migration.stages import is_away
 
 
@@ -31,6 +31,20 @@ def gone(op: Operation, name: str, why: str, *, finished: bool = False) -> Opera
     state = " while its state was out of it" if lost else ""
     op = turns.because(op, REFUSED.name, f"process {worker.pid} is gone{state}: {why}", "see the log of the job")
     return course.turned_back(op) if op.heading == FORWARD and away else op
+
+
+def without_state(op: Operation, name: str) -> Operation:
+    """Its process has ended, and so has what held its state: nobody can go on from it, nor from those of its ranks."""
+    worker = op.worker(name)
+    if worker is None or worker.gone:
+        return op
+    crew = [one for one in op.live if one is worker or (op.restarts_together and one.is_absent)]
+    for one in crew:
+        op = without_orders(op, one.name).with_worker(departed(one, lost=True).replace(at=None, out=False))
+    message = f"process {worker.pid} has ended, and its state is nowhere any more"
+    hint = "a reboot takes it along: start the training anew, or from a file of its own"
+    op = op.replace(failure=Failure(code=REFUSED.name, message=message, hint=hint))  # whatever was said of it before
+    return course.turned_back(op) if op.heading == FORWARD else op
 
 
 def _has_gone_on(op: Operation) -> bool:

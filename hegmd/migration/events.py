@@ -72,6 +72,7 @@ class WorkerGone(Event, tag="worker-gone"):
     finished: bool = field(
         "of a restart: whether it came to the end of its training, by the word of its supervisor", default=False
     )
+    stateless: bool = field("of a restart: whether its state is nowhere any more, as after a reboot", default=False)
 
 
 class TrainingEnded(Event, tag="training-ended"):

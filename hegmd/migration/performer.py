@@ -390,9 +390,11 @@ class Performer:
         return events.Verified(**_ends(effect), boundary=worker.boundary)
 
     async def _inspect(self, op: Operation, member: Member, effect: effects.Inspect, _: Progress) -> Event:
-        if not self.lives(member):
-            return events.WorkerGone(worker=member.name, cause=effect.tag, why="it is not there any more")
         subject = self._subject(op, member)
+        if not self.lives(member):
+            is_stateless = member.saved and not member.verified and not self._carrier(member).held_bytes(subject)
+            why = "it is not there any more"
+            return events.WorkerGone(worker=member.name, cause=effect.tag, why=why, stateless=is_stateless)
         if not member.has_agent:
             standing = await self._method(member).inspect(subject)
             return self._inspected(effect, member, subject, standing)

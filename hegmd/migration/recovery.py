@@ -168,7 +168,7 @@ class Finding:
         handoff, worker = situation.op.handoff, situation.op.workers[0]
         if worker.restarts and self.world is not None and (self.world.out or self.world.gpu is None):
             return False
-        if self.event == "training-ended" and not (worker.restarts and worker.saved):
+        if self.event in ("training-ended", "stateless") and not (worker.restarts and worker.saved):
             return False
         return self.world is None or not self.world.image or (handoff is not None and handoff.begun)
 
@@ -183,6 +183,7 @@ FINDINGS = (
     Finding("its agent is not there yet", event="away"),
     Finding("another program runs in its process", event="agent-back"),
     Finding("its process has ended", event="worker-gone"),
+    Finding("its process has ended, and its state is nowhere any more", event="stateless"),
     Finding("the process that went on has come to the end of its training", event="training-ended"),
 )
 
@@ -273,6 +274,9 @@ def outcome(situation: Play, finding: Finding) -> tuple[str, str]:
     elif finding.event == "worker-gone":
         play.world = replace(play.world, alive=False)
         play.feed(events.WorkerGone(worker=NAME))
+    elif finding.event == "stateless":
+        play.world = replace(play.world, alive=False)
+        play.feed(events.WorkerGone(worker=NAME, stateless=True))
     elif finding.event == "training-ended":
         play.world = replace(play.world, alive=False, finished=True)
         play.feed(events.TrainingEnded(worker=NAME))

@@ -109,6 +109,7 @@ class Runner:
         self._ended: dict[str, Running] = {}
         #: Operations that came to their end under this daemon, by kind, way and end.
         self.ended_counts: Counter[tuple[str, str, str]] = Counter()
+        self.over: Callable[[], object] = lambda: None  # called whenever an operation has come to its end
         self._tasks: anyio.abc.TaskGroup | None = None
 
     # -- up and down ---------------------------------------------------------------------------------------------------
@@ -374,6 +375,7 @@ class Runner:
         del self._running[op.id]
         self._ended[op.id] = running
         self.ended_counts[op.kind, way_of(op), op.phase] += 1
+        self.over()
         for old in tuple(self._ended)[: -journal.REMEMBERED]:
             del self._ended[old]
         self._ledger.forget_oldest()
@@ -383,8 +385,7 @@ class Runner:
                 asking.settle()
             except HegmError as refusal:
                 asking.settle(refusal)
-        severity = "info" if op.failure is None else "warning"
-        why = "" if op.failure is None else f": {op.failure.message}"
+        severity, why = ("info", "") if op.failure is None else ("warning", f": {op.failure.message}")
         self._log.record(f"operation.{op.phase}", severity, f"operation {op.id}: {op.phase}{why}", facts={"id": op.id})
         running.progress.tell()
 

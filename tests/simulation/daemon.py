@@ -119,7 +119,10 @@ class Daemon:
     def hear(self, name: str, event: Event) -> None:
         """What a worker does by itself goes to the operation that has it."""
         for op in list(self.live_ops(name)):
-            self.post(op.id, event)
+            if not isinstance(event, events.AgentLost | events.AgentBack) or self.hands.is_of(
+                op, self.node.processes[name]
+            ):
+                self.post(op.id, event)
 
     def haunt(self) -> None:
         """An event of long ago comes once more."""
@@ -148,7 +151,7 @@ class Daemon:
     def take(self, op_id: str, event: Event) -> None:
         """One event, as the runner takes it, with a crash at each of its steps."""
         before = self.ops.get(op_id)
-        if before is None:
+        if before is None or self.hands.is_stale(before, event):
             return
         if op_id in self.unwritten:  # one after the other: what could not be written comes first
             self.queue.insert(0, (op_id, event))
@@ -214,7 +217,7 @@ class Daemon:
             raise Violation(f"{op.id} is {op.phase} without a deadline")
 
     def _hear(self, op_id: str, event: Event) -> None:
-        if isinstance(event, events.AgentBack):
+        if isinstance(event, events.AgentBack) or (isinstance(event, events.Restored) and event.pid is not None):
             self.known[op_id, event.worker] = self.node.processes[event.worker].connection
         elif isinstance(event, events.Inspected) and (op_id, event.effect) in self.inspected:
             self.known[op_id, event.worker] = self.inspected.pop((op_id, event.effect))
@@ -322,7 +325,7 @@ class Daemon:
                 held.pop(name, None)
             self.node.pool_free += self.node.pool.pop(name, 0)
             self.node.copies.pop(name, None)
-            process.connected = False
+            process.connected = process.owed = False
         for held in self.node.holds.values() if self.node.alone else ():
             held.clear()
         self.node.strangers.clear()

@@ -134,6 +134,14 @@ class Hands:
 
     # ---- what there is of a daemon besides its operations ------------------------------------------------------------
 
+    def is_stale(self, op: Operation, event: Event) -> bool:
+        """Whether the event is known to be of a process that is not the operation's any more."""
+        return False
+
+    def is_of(self, op: Operation, process: Process) -> bool:
+        """Whether news of that process are news for the operation."""
+        return True
+
     def rise(self) -> None:
         """The daemon has been started."""
 

@@ -48,6 +48,12 @@ class Process:
     ending: Callable[[], None] | None = None  # the same, of one whose step is still to be done
     came_from: str | None = None  # the GPU that the driver took it off last
     ruined: bool = False  # the driver has lost it by itself, and nobody could have known
+    # Of one that leaves by ending, so that another takes its place: whether there has to be one, whether anybody would
+    # start it, and whether there is to be none any more.
+    restarts: bool = False
+    owed: bool = False
+    supervised: bool = True
+    finished: bool = False
 
     @property
     def has_agent(self) -> bool:
@@ -80,6 +86,7 @@ class Node:
     holds: dict[str, dict[str, int]] = field(default_factory=dict)
     pool: dict[str, int] = field(default_factory=dict)
     copies: dict[str, int] = field(default_factory=dict)
+    saved_at: dict[str, int] = field(default_factory=dict)  # of states: boundaries that had been passed
     own_copies: set[str] = field(default_factory=set)  # those whose agent holds a descriptor of its own
     images: set[str] = field(default_factory=set)  # operations whose image is whole; these outlive everything
     # Those whose image has the processes alone, and of whom the pool has what: each of which step.
@@ -175,6 +182,8 @@ class Node:
         process = self.processes[name]
         if process.alive and not process.has_bytes and name in self.pool:
             raise Violation(f"the bytes of {name} were freed while they are nowhere else")
+        if process.owed:
+            raise Violation(f"the state of {name} was freed while there is no process of it")
         if process.alive and not process.proven:
             raise Violation(f"the bytes of {name} were freed before it had passed a boundary with its own")
         self._drop_pool(name)
@@ -198,6 +207,9 @@ class Node:
             raise Violation(f"{name} was evacuated to {memory_bytes} bytes, {process.size_bytes} are needed")
         self._must_stand_together(name)
         self.copies[name] = process.step
+        if process.restarts:
+            self.saved_at[name] = process.boundary
+            return
         if not self.keeper:
             self.own_copies.add(name)
         process.has_bytes = False
@@ -313,6 +325,7 @@ class Node:
 
     def die(self, name: str) -> None:
         process = self.processes[name]
+        process.owed = process.owed or (process.restarts and not process.proven and not process.finished)
         process.alive = process.connected = process.parked = process.stopped = process.finishing = False
         process.under_way = process.asked_at = None
         process.driver, process.ending = RUNNING, None

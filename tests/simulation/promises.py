@@ -34,6 +34,8 @@ def check(daemon: Daemon) -> None:
 
 def _check_process(daemon: Daemon, process: Process, claimed_by: str | None) -> None:
     node, name = daemon.node, process.name
+    if process.owed and name not in node.copies:
+        raise Violation(f"{name} is to be gone on from, and its state is nowhere")
     if not process.has_bytes and node.copies.get(name) != process.step:
         raise Violation(f"the bytes of {name} are nowhere")
     if process.gpu and node.held(name, process.gpu) < process.size_bytes:
@@ -55,6 +57,8 @@ def judge(daemon: Daemon) -> None:
     for name, process in node.processes.items():
         if process.alive:
             _judge_living(daemon, process, last.get(name))
+        elif process.owed:
+            raise Violation(f"{name} has left, and no process goes on in its place")
         elif any(name in held for held in node.holds.values()):
             raise Violation(f"room of {name} is held though it has ended")
     if node.written:

@@ -11,9 +11,11 @@ from hegmd.migration.adoption import Standing, adopted
 from hegmd.migration.machine import HOLDING
 from hegmd.migration.operation import (
     BY_DRIVER,
+    BY_STATE,
     CHECKPOINT,
     MIGRATE,
     QUIESCE,
+    RESTART,
     SIMULATED,
     SUSPEND,
     Handoff,
@@ -81,6 +83,8 @@ def begin(daemon: Daemon, random: Random, members: list[Process]) -> None:
         kind = QUIESCE
     if kind == CHECKPOINT and daemon.node.alone:
         kind = SUSPEND
+    if any(process.restarts for process in members):
+        kind = MIGRATE
     same = _any_gpu(daemon, random)
     apart = random.random() < 0.2
     workers = []
@@ -137,13 +141,18 @@ def resume_what_is_suspended(daemon: Daemon) -> None:
     """In calm weather: every suspended job is resumed, one after the other, and every stray one is adopted."""
     for op in list(daemon.live_ops()):
         members = [daemon.node.processes[worker.name] for worker in op.live]
-        if op.phase == "suspended" and all(process.connected or not process.has_agent for process in members):
+        if op.phase == "suspended" and all(_can_go_on(p) for p in members):
             daemon.take(op.id, events.ResumeAsked(to={**dict.fromkeys(_names(op), "gpu0"), **place(daemon, members)}))
             return
     for members in jobs(daemon):
         if any(p.name in daemon.node.unclaimed for p in members) and all(p.connected for p in members):
             adopt(daemon, members)
             return
+
+
+def _can_go_on(process: Process) -> bool:
+    """Whether it can be asked, needs nobody to be, or is to be another process anyhow."""
+    return process.connected or not process.has_agent or (process.restarts and not process.alive)
 
 
 def _names(op: Operation) -> list[str]:
@@ -157,7 +166,8 @@ def _any_gpu(daemon: Daemon, random: Random) -> str:
 def _worker(process: Process, goal: str | None) -> Worker:
     gpu = process.gpu
     alone = not process.has_agent
-    return Worker(
+    by_restart = {"method": RESTART, "carrier": BY_STATE, "leaves": True, "run": "run"} if process.restarts else {}
+    worker = Worker(
         name=process.name,
         pid=process.pid,
         start_ticks=7,
@@ -172,6 +182,7 @@ def _worker(process: Process, goal: str | None) -> Worker:
         rest_bytes=process.size_bytes + RESTORE_MARGIN_BYTES if alone else 0,
         rooms={} if gpu is None else {gpu: process.size_bytes},
     )
+    return worker.replace(**by_restart)
 
 
 def _with_image(op: Operation, *, leave_running: bool) -> Operation:

@@ -2,7 +2,8 @@
 
 A life has a stormy part, in which anything may happen, and a calm one, in which only what is under way goes on; by the
 end of that every worker that lives has to train, every suspended job has to have been resumed, and nothing may be held
-for anybody. `python -m tests.simulation.seeds SEED` lives one again and tells its story.
+for anybody. `python -m tests.simulation.seeds SEED` lives one again and tells its story; with `restart` before the
+seed, one of jobs that are moved by restart.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from dataclasses import dataclass
 from random import Random
 
 from hegmd.migration import events
-from tests.simulation import requests, weather
+from tests.simulation import requests, restarted, weather
 from tests.simulation.daemon import Daemon, Parts
 from tests.simulation.node import Node, Process, Violation
 from tests.simulation.promises import check, judge
+from tests.simulation.restarted import RestartedHands
 from tests.simulation.weather import UNIT_BYTES
 
 # How processes are moved in a life: by books, by the driver beside an agent, or by the driver alone.
@@ -39,16 +41,28 @@ class Life:
         return "\n".join([f"seed {self.seed}", *self.daemon.story, end, *ops])
 
 
-def live(
+def live_restarts(
     seed: int,
     parts: Parts | None = None,
     *,
     odds: Mapping[str, float] | None = None,
     points: Callable[[Daemon, str], bool] | None = None,
 ) -> Life:
+    """The same of jobs that are moved by restart; these lives are others than those of the same seeds."""
+    return live(seed, parts or Parts(hands=RestartedHands), odds=odds, points=points, born=_born_to_restart)
+
+
+def live(
+    seed: int,
+    parts: Parts | None = None,
+    *,
+    born: Callable[[Random, Parts], Daemon] | None = None,
+    odds: Mapping[str, float] | None = None,
+    points: Callable[[Daemon, str], bool] | None = None,
+) -> Life:
     """Live the life of that seed, with other parts, and some odds other than it draws."""
     random = Random(seed)
-    daemon = _born(random, parts or Parts())
+    daemon = (born or _born)(random, parts or Parts())
     daemon.odds.update(odds or {})
     daemon.points = points
     life = Life(seed, daemon)
@@ -89,6 +103,12 @@ def _born(random: Random, parts: Parts) -> Daemon:
     if kind == ALONE:
         _leave_alone(node, random)
     return Daemon(node, random, weather.draw_odds(random), parts)
+
+
+def _born_to_restart(random: Random, parts: Parts) -> Daemon:
+    daemon = Daemon(restarted.drawn_node(random), random, weather.draw_odds(random), parts)
+    daemon.odds.update(restarted.draw_odds(random))
+    return daemon
 
 
 def _leave_alone(node: Node, random: Random) -> None:
@@ -203,7 +223,8 @@ def _all_go_on(daemon: Daemon) -> None:
 
 def main(arguments: list[str]) -> int:
     """Tell the stories of those seeds; 1 if a promise was broken in any."""
-    lives = [live(int(seed)) for seed in arguments]
+    is_of_restarts = arguments[:1] == ["restart"]
+    lives = [live_restarts(int(seed)) if is_of_restarts else live(int(seed)) for seed in arguments[is_of_restarts:]]
     sys.stdout.write("\n\n".join(str(life) for life in lives) + "\n")
     return int(any(life.violation is not None for life in lives))
 

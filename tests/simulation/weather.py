@@ -9,8 +9,10 @@ from random import Random
 
 from hegmd.migration import events
 from hegmd.pieces import RESTORE_MARGIN_BYTES
+from tests.simulation import restarted
 from tests.simulation.daemon import Daemon
 from tests.simulation.node import Process
+from tests.simulation.restarted import RestartedHands
 
 UNIT_BYTES = RESTORE_MARGIN_BYTES
 
@@ -65,6 +67,8 @@ def draw_odds(random: Random) -> dict[str, float]:
 
 def strike(daemon: Daemon, random: Random) -> None:
     """Whatever goes wrong in this moment."""
+    if isinstance(daemon.hands, RestartedHands):
+        restarted.strike(daemon.hands)
     process = random.choice(list(daemon.node.processes.values()))
     if daemon.node.alone:
         _strike_alone(daemon, random, process)
@@ -89,6 +93,9 @@ def _strike_worker(daemon: Daemon, process: Process) -> None:
     node = daemon.node
     if daemon.luck("die"):
         daemon.tell(f"{process.name} dies")
+        if isinstance(daemon.hands, RestartedHands):
+            daemon.hands.end(process)
+            return
         node.die(process.name)
         daemon.hear(process.name, events.WorkerGone(worker=process.name))
         return

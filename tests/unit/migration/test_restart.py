@@ -6,11 +6,17 @@ from typing import Any
 
 import pytest
 
+from hegmd.methods.readying import Readying
+from hegmd.methods.state import StateCarrier
 from hegmd.migration import events, journal
-from hegmd.migration.effects import Restore
+from hegmd.migration.effects import Inspect, Restore
 from hegmd.migration.operation import BY_STATE, RESTART, Operation, Respawn
+from hegmd.migration.performer import Performer
 from hegmd.migration.telling import description, doing, waiting, way_of
+from hegmd.pool import Key, Pool
 from hegmd.protocol import operations as told
+from hegmd.supervisors import Supervisors
+from hegmd.workers import Workers
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
 OLD, NEW = (197, 7, "token-a"), (300, 9, "token-new")
@@ -323,3 +329,32 @@ def test_it_survives_the_journal() -> None:
     op = left().op
     assert Operation.from_plain(op.to_plain(), "op") == op
     assert journal.opening(op, 0.0)
+
+
+def test_a_state_that_a_reboot_took_along_was_waited_for_for_ever() -> None:
+    drive = left()
+    drive.fail("refused")
+    drive.feed(events.WorkerGone(worker="a", why="it is not there any more", stateless=True))
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
+    while drive.wanted:
+        drive.end()
+    assert drive.op.phase == "lost"
+    assert drive.op.failure is not None
+    assert "its state is nowhere any more" in drive.op.failure.message
+    assert not drive.op.workers[0].pool_bytes
+
+
+async def test_whoever_looks_for_a_process_that_has_left_sees_whether_its_state_is_there() -> None:
+    pool = Pool(64 << 20)
+    supervisors = Supervisors(lambda _pid: None)
+    carrier = StateCarrier(pool, supervisors, Readying(supervisors, lambda _subject, _gpu: {}))
+    performer = Performer(Workers(), {}, {BY_STATE: carrier}, start_ticks=lambda _pid: None)
+    op = left().op
+    look = Inspect(number=1, worker="a", cause=1)
+    for piece in (0, 4096):
+        if piece:
+            await pool.take(Key(op.id, "a"), piece)
+        told = await performer.perform(op, look, lambda _: None, None)
+        assert isinstance(told, events.WorkerGone)
+        assert told.stateless is (piece == 0)
+    pool.close()

@@ -193,3 +193,14 @@ def test_a_daemon_that_was_away_while_one_left_has_the_other_leave_without_savin
     while "checkpoint" not in tags(again.wanted):
         again.end()
     assert "evacuate" not in [tag for *_, wanted in again.taken for tag in tags(wanted)]
+
+
+def test_without_the_state_of_one_rank_nobody_goes_on_from_the_others() -> None:
+    drive = left()
+    drive.fail("refused")
+    drive.feed(events.WorkerGone(worker="b", why="it is not there any more", stateless=True))
+    drive.wanted = [wanted for wanted in drive.wanted if wanted.number in {one.number for one in drive.op.pending}]
+    while drive.wanted:
+        assert drive.wanted[0].tag != "restore"
+        drive.end()
+    assert drive.op.phase == "lost"

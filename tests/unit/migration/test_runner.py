@@ -13,7 +13,7 @@ from hegmd.errors import BUSY, CANCELLED, DENIED, NOT_FOUND, REFUSED, HegmError,
 from hegmd.migration import journal
 from hegmd.migration.disk import Disk
 from hegmd.migration.journal_file import JournalFile
-from tests.unit.moving_node import running
+from tests.unit.moving_node import running, start_ticks
 
 MIB = 1 << 20
 
@@ -21,9 +21,10 @@ Child = subprocess.Popen[bytes]
 
 
 class HeldDisk(Disk):
-    """The real one, which holds up all records that are written once the journal is open."""
+    """The real one, which holds up all records with that in them that are written once the journal is open."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: bytes = b"") -> None:
+        self._held = held
         self._is_open = False
         self._reached, self._goes = threading.Event(), threading.Event()
 
@@ -32,7 +33,7 @@ class HeldDisk(Disk):
         self._is_open = True
 
     def write(self, fd: int, data: bytes) -> int:
-        if self._is_open:
+        if self._is_open and self._held in data:
             self._reached.set()
             self._goes.wait()
         return super().write(fd, data)
@@ -250,6 +251,30 @@ async def test_a_suspended_job_was_told_at_rest_while_its_recovery_was_on_its_wa
             assert not said_at_rest
         finally:
             disk.go_on()
+
+
+async def test_a_process_that_ended_while_its_operation_did_was_listed_on_its_gpu_for_ever(
+    tmp_path: Path, process: Child
+) -> None:
+    """The operation had it in hand still, so its room was left to it; and it did not hear of the end any more."""
+    disk = HeldDisk(b"done")
+    async with running(tmp_path, disk=disk) as node:
+        await node.attend(process.pid)
+        who = (process.pid, start_ticks(process.pid) or 0)
+        worker = node.workers.find(process.pid)
+        assert worker is not None
+        try:
+            await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
+            await anyio.to_thread.run_sync(disk.wait_for_a_record)
+            assert node.moving.rooms.of(who) == {"gpu1": 7}
+            process.kill()
+            with anyio.fail_after(10):
+                while not worker.ended:
+                    await node.workers.news.wait()
+        finally:
+            disk.go_on()
+        assert (await node.at_rest("1")).phase == "done"
+        assert not node.moving.rooms.of(who)
 
 
 async def test_a_daemon_killed_in_the_middle_leaves_the_move_to_the_next_one(tmp_path: Path, process: Child) -> None:

@@ -1,0 +1,97 @@
+"""Lives of jobs that leave by ending, while everything goes wrong: never two processes, never none, the state held.
+
+`python -m tests.simulation.seeds restart SEED` tells one again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+
+import pytest
+
+from hegmd.migration import machine
+from hegmd.migration.events import Event
+from hegmd.migration.operation import Operation
+from tests.simulation import restarted, weather
+from tests.simulation.daemon import Daemon, Parts
+from tests.simulation.restarted import RestartedHands
+from tests.simulation.restarted_mutants import RESTARTED_MUTANTS
+from tests.simulation.seeds import live_restarts
+
+pytestmark = pytest.mark.timeout(180)
+
+SEEDS, CHUNK = 500, 250
+# A bug has to be found among so many.
+ENOUGH = 300
+QUIET = dict.fromkeys((*weather.draw_odds(Random(0)), *restarted.draw_odds(Random(0))), 0.0)
+QUIET_SEEDS = range(6)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_every_promise_is_kept_whatever_happens(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        life = live_restarts(seed)
+        assert life.violation is None, str(life)
+
+
+@pytest.mark.parametrize("name", RESTARTED_MUTANTS)
+def test_a_bug_that_is_put_in_is_found(name: str) -> None:
+    mutant = RESTARTED_MUTANTS[name]
+    assert any(live_restarts(seed, mutant.parts, odds=mutant.odds).violation is not None for seed in range(ENOUGH))
+
+
+def test_the_lives_see_every_way_in_which_a_restart_goes_and_ends() -> None:
+    phases: set[str] = set()
+    taken: set[str] = set()
+    ends: set[str] = set()
+    struck: set[str] = set()
+
+    def noting(op: Operation, event: Event, now: float) -> machine.Result:
+        after, wanted = machine.handle(op, event, now)
+        if after is not op:
+            phases.add(after.phase)
+            taken.add(event.tag)
+            ends.update({"absent"} if any(worker.is_absent for worker in after.workers) else ())
+            ends.update({"twice"} if any(worker.starts > 1 for worker in after.workers) else ())
+        return after, wanted
+
+    parts = Parts(hands=RestartedHands, handle=noting)
+    for seed in range(120):
+        struck |= live_restarts(seed, parts).daemon.struck
+    for seed in range(40):
+        struck |= live_restarts(seed, parts, odds={"power": 0.01, "die": 0.02}).daemon.struck
+    assert {"training-ended", "worker-gone", "restored", "checkpointed", "evacuated", "resume-asked"} <= taken
+    assert {"suspended", "done", "undone", "lost", "restoring", "verifying"} <= phases
+    assert ends == {"absent", "twice"}
+    assert {"fall", "finish", "orphan", "die", "crash", "power"} <= struck
+
+
+class _Point:
+    """Counts the points of a quiet life, and has its daemon killed at one of them."""
+
+    def __init__(self, at: int = -1) -> None:
+        self.at, self.seen = at, 0
+
+    def count(self, _daemon: Daemon, _point: str) -> bool:
+        self.seen += 1
+        return self.seen - 1 == self.at
+
+
+def _either(one: _Point, other: _Point, daemon: Daemon, point: str) -> bool:
+    return one.count(daemon, point) | other.count(daemon, point)
+
+
+@pytest.mark.parametrize("seed", QUIET_SEEDS)
+def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_restart_breaks_no_promise(seed: int) -> None:
+    """Before and after every record and every effect, one after the other; and again a few points later."""
+    quiet = _Point()
+    life = live_restarts(seed, odds=QUIET, points=quiet.count)
+    assert life.violation is None, str(life)
+    assert [op.phase for op in life.daemon.ops.values()] == ["done"]
+    for at in range(quiet.seen):
+        for later in (0, 3):
+            first, second = _Point(at), _Point(at + later)
+            life = live_restarts(seed, odds=QUIET, points=partial(_either, first, second))
+            assert life.daemon.crashes >= 1
+            assert life.violation is None, f"killed at point {at} and {later} after it\n{life}"
