@@ -180,7 +180,8 @@ class Handoff:
             criu = await self._criu()
             tree, needs = await self._look_at_tree(op, wish, self._agent_sockets)
             guise = await self._looks.at(lambda _: guise_for(tree, needs, _rights(wish)), name="hegmd-guise")
-            lent = await self._images().lend(wish.path, _rights(wish), apart=guise is not None)
+            how = {"apart": guise is not None, "beside": wish.leave_running}
+            lent = await self._images().lend(wish.path, _rights(wish), **how)
             await self._step_aside(op, wish)
             manifest = await self._write(op, wish, lent, criu, guise, on_progress)
             if not wish.leave_running:

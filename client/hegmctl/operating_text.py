@@ -47,7 +47,9 @@ def progress_text(progress: OperationProgress, style: Style) -> list[str]:
             _bar(progress, _RESTART_FROM + RESTART_STEPS.index(progress.doing) * _RESTART_STEP, progress.doing, style)
         ]
     moving = phase in _MOVING and progress.size_bytes > 0
-    place = _PHASES.index(phase) if phase in _PHASES else len(_PHASES)
+    # The job goes on by then, and most of an image is still to be written.
+    step = "tidying" if phase == "sealing" else phase
+    place = _PHASES.index(step) if step in _PHASES else len(_PHASES)
     within = min(1.0, progress.moved_bytes / progress.size_bytes) if moving else 0.0
     size = f"  {binary_size(progress.moved_bytes)} of {binary_size(progress.size_bytes)}" if moving else ""
     what = f"{phase}{size}" if progress.doing is None else progress.doing

@@ -42,6 +42,8 @@ from hegmd.protocol.record import plain_value
 
 _PR_SET_DUMPABLE = 4
 TELL_EVERY_S = 0.1
+# Beside a job that trains: its own processes, such as a loader's, get nearly all of a processor that both want.
+BESIDE_NICE = 10
 
 
 class Work:
@@ -56,6 +58,7 @@ class Work:
     def requests(self) -> Mapping[str, Handler]:
         """Each request by its name."""
         return {
+            "give-way": self.give_way,
             "room": self.room,
             "make": self.make,
             "write": self.write,
@@ -108,6 +111,12 @@ class Work:
     def _require_wanted(self) -> None:
         if self._unwanted:
             raise HegmError(CANCELLED, "the image is not wanted any more", "nothing is left of it")
+
+    def give_way(self, request: Request) -> Answer:
+        """From now on others come first. Threads have it of who starts them, and that is the first of this process."""
+        first = os.getpid()
+        os.setpriority(os.PRIO_PROCESS, first, max(BESIDE_NICE, os.getpriority(os.PRIO_PROCESS, first)))
+        return Answer({})
 
     # -- writing one ---------------------------------------------------------------------------------------------------
 

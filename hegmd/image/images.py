@@ -109,6 +109,12 @@ class Lent(_InHand):
         with answer.fds:
             (self._criu_dir_fd,) = answer.fds.take()
 
+    async def give_way(self) -> None:
+        """Have whoever works on it leave the processors to others from now on. Raises HegmError."""
+        for hand in (self._hand, self._own):
+            if hand is not None:
+                await hand.call("give-way")
+
     async def write_bytes(self, name: str, piece_fd: int, size_bytes: int, on_progress: Progress = ignore) -> None:
         """Have the first bytes of that memory in the image, synced; several at once are fine. Raises HegmError."""
         args = {"name": name, "size_bytes": size_bytes, "id": self.id}
@@ -272,10 +278,11 @@ class Images:
             status = await run_detached(lambda _: os.statvfs(self._private), name="private images")
             require_bytes(str(self._private), criu_bytes, status.f_bavail * status.f_frsize)
 
-    async def lend(self, path: str, rights: Rights, *, apart: bool = False) -> Lent:
+    async def lend(self, path: str, rights: Rights, *, apart: bool = False, beside: bool = False) -> Lent:
         """A new image at that path, with the caller's rights. Raises HegmError, with nothing there.
 
         With `apart` CRIU writes into a private place in any case, because it is to have other rights than the caller.
+        With `beside` it is written while its job trains, which has the processors first.
         """
         hand = await self._hands.start(rights)
         try:
@@ -287,6 +294,8 @@ class Images:
         lent = Lent(path, rights, self._key, hand, own, private)
         try:
             await lent.begin()
+            if beside:
+                await lent.give_way()
         except BaseException:
             await lent.discard()
             raise

@@ -104,6 +104,14 @@ def test_an_end_is_told_with_its_reason_and_the_next_step() -> None:
     ]
 
 
+def test_an_image_is_told_with_how_long_it_took_beside_how_long_the_job_stood() -> None:
+    ended = operation("done", process("gpu0", "gpu0"), kind="checkpoint", blackout_s=1.5, took_s=8.25)
+    (line,) = operation_text(m.OperationReply(operation=ended), PIPE)
+    assert line == "operation 7: checkpoint of 4711: done (gpu0, 2.0 GiB, stood for 1.500 s, 8.2 s in all)"
+    moved = operation_text(m.OperationReply(operation=ended.replace(kind="migrate")), PIPE)
+    assert "in all" not in moved[0], "a move is over with what its job waits for"
+
+
 def test_no_operations_is_said() -> None:
     assert operations_text(m.OperationsReply(operations=()), PIPE) == ["There has been no operation here."]
 
@@ -208,14 +216,14 @@ def test_what_an_operation_waits_for_stood_nowhere_while_it_was_followed() -> No
 
 
 def test_the_bar_goes_on_with_phases_and_bytes() -> None:
-    phases = ("arming", "quiescing", "evacuating", "refilling", "verifying", "done")
+    phases = ("arming", "quiescing", "evacuating", "refilling", "verifying", "sealing", "done")
     lines = [
         progress_text(OperationProgress(id="7", phase=phase, moved_bytes=GIB, size_bytes=2 * GIB), PIPE)[0]
         for phase in phases
     ]
     filled = [line.count("#") for line in lines]
     assert filled == sorted(filled)
-    assert filled[-1] == 24
+    assert filled[-2] < filled[-1] == 24
     assert lines[2] == "operation 7  [###########.............]  evacuating  1.0 GiB of 2.0 GiB"
     assert "GiB" not in lines[1], "no bytes go while it waits for a boundary"
 

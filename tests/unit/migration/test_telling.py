@@ -133,3 +133,11 @@ def test_every_event_of_operations_is_explained_to_operators() -> None:
     for kind, meaning in HAPPENINGS.items():
         assert f"`{kind}`" in page, kind
         assert f"| {meaning} |" in page, kind
+
+
+def test_how_long_it_took_is_told_once_it_is_over() -> None:
+    done = operation(phase="done", created_utc=100.0)
+    assert description(done, last_utc=108.5).took_s == 8.5
+    assert description(done.replace(phase="sealing"), last_utc=108.5).took_s is None
+    assert description(done).took_s is None, "of an operation whose story is forgotten nobody knows"
+    assert description(done, last_utc=99.0).took_s == 0.0, "the clock was put back"
