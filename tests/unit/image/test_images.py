@@ -10,8 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Collection, Iterator
-from functools import partial
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import anyio
@@ -95,39 +94,6 @@ async def made(images: Images, path: Path, memory_fd: int, rights: Rights = SELF
     finally:
         await lent.end()
     return files
-
-
-async def test_an_image_is_written_beside_a_job_that_has_the_processors_first(
-    tmp_path: Path, memory: tuple[int, bytes]
-) -> None:
-    own = os.getpriority(os.PRIO_PROCESS, os.getpid())
-    assert await nicenesses(tmp_path / "one", memory[0], beside=False) == {own}
-    assert await nicenesses(tmp_path / "other", memory[0], beside=True) == {max(10, own)}
-
-
-async def nicenesses(folder: Path, memory_fd: int, *, beside: bool) -> set[int]:
-    """Of both hands that write, the caller's and the daemon's own, and of the threads of the one, as it tells of it."""
-    async with room(folder) as images:
-        lent = await images.lend(str(folder / "image"), SELF, apart=True, beside=beside)
-        children = psutil.Process().children()
-        hands = [child for child in children if "hegmd.image.child" in child.cmdline()]
-        assert len(hands) == 2
-        seen = {hand.nice() for hand in hands}
-        dump(lent)
-        before = os.listdir(f"/proc/{lent.hand_pid}/task")
-        look = partial(niceness, lent.hand_pid, before)
-        await lent.write_bytes("4711.0", memory_fd, SIZE_BYTES, lambda _: seen.update(look()))
-        await lent.finish(MANIFEST)
-    return seen
-
-
-def niceness(pid: int | None, before: Collection[str]) -> set[int]:
-    """Of each thread that the process has now, and had not then."""
-    found: set[int] = set()
-    for name in set(os.listdir(f"/proc/{pid}/task")) - set(before):
-        with contextlib.suppress(ProcessLookupError):
-            found.add(os.getpriority(os.PRIO_PROCESS, int(name)))
-    return found
 
 
 async def opened_and_read(images: Images, path: Path, rights: Rights = SELF) -> tuple[bytes, dict[str, bytes]]:
