@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 SYSTEM_SOCKET = "/run/hegm/hegmd.sock"
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
+BATCH_LOOK_S = 0.25
 # A daemon that takes no connection or no bytes for so long is as good as gone.
 PATIENCE_S = 10.0
 _RECEIVE_BYTES = 65_536
@@ -54,6 +55,11 @@ def socket_path(environ: Mapping[str, str]) -> str:
         if os.path.exists(own):
             return own
     return SYSTEM_SOCKET
+
+
+def look_within_s(left_s: float, *, awaits_batch: bool) -> float:
+    """After what part of a pause to look up: nobody tells of the batch after which a restarted training is past."""
+    return min(left_s, BATCH_LOOK_S) if awaits_batch else left_s
 
 
 def next_pause_s(pause_s: float, lasted_s: float, *, was_of_use: bool) -> float:
@@ -162,9 +168,9 @@ class Channel:
         """Wait before the next try, with an eye on what is parked."""
         until = monotonic() + pause_s
         while (left_s := until - monotonic()) > 0:
-            self._wait(None, left_s)
+            self._wait(None, look_within_s(left_s, awaits_batch=self._back_at is not None))
             self._look_after()
-        self._note_past()
+            self._note_past()
 
     def _note_past(self) -> None:
         """Without a daemon that would see it, have it noted once a restarted training has made a batch."""

@@ -12,7 +12,14 @@ from time import monotonic
 
 import pytest
 
-from hegmd.agent.channel import FIRST_PAUSE_S, LONGEST_PAUSE_S, next_pause_s, periodic_images
+from hegmd.agent.channel import (
+    BATCH_LOOK_S,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    look_within_s,
+    next_pause_s,
+    periodic_images,
+)
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 20.0
@@ -66,6 +73,13 @@ def _until(look: Callable[[], bytes], wanted: bytes) -> bool:
 def test_daemons_killed_one_after_the_other_left_a_parked_job_standing_for_seconds_more() -> None:
     """Each connection had been of use and did not last, and the next came later and later."""
     assert next_pause_s(LONGEST_PAUSE_S, 0.5, was_of_use=True) == FIRST_PAUSE_S
+
+
+def test_that_a_restarted_training_goes_on_was_noted_only_after_the_whole_of_a_pause() -> None:
+    """A training that failed within these 5 s was started again from its old state."""
+    assert look_within_s(LONGEST_PAUSE_S, awaits_batch=True) == BATCH_LOOK_S
+    assert look_within_s(0.1, awaits_batch=True) == 0.1
+    assert look_within_s(LONGEST_PAUSE_S, awaits_batch=False) == LONGEST_PAUSE_S
 
 
 @pytest.mark.parametrize(
