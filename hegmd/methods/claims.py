@@ -13,7 +13,7 @@ from collections.abc import Container
 from pathlib import Path
 
 from hegmd.errors import Refused
-from hegmd.protocol.supervision import BACK, OVER
+from hegmd.protocol.supervision import BACK, OVER, PAST, PAST_AT
 
 
 def claimed(folder: Path, operation: str) -> int:
@@ -39,6 +39,16 @@ def has_come_to_its_end(folder: Path, operation: str) -> bool:
     try:
         with lock_path(folder, operation).open("rb") as notes:
             return notes.read(len(BACK + OVER)) == BACK + OVER
+    except OSError:
+        return False
+
+
+def has_passed(folder: Path, operation: str, rank: int) -> bool:
+    """Whether that rank has trained on from its state, by its own word. Blocks for a moment."""
+    try:
+        with lock_path(folder, operation).open("rb") as notes:
+            notes.seek(PAST_AT + rank)
+            return notes.read(1) == PAST
     except OSError:
         return False
 

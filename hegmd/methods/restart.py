@@ -12,6 +12,9 @@ started, with the states of all, and each waits for its own. A start that fails 
 
 The room for a process is held by the method of the GPUs that hegmd knows to hold room on, and let go of just before the
 new process is started, which takes it by itself. A restart that finds none has lost nothing: the state is in the pool.
+
+
+Longer than 400 lines because one start is waited for by all that are to be brought back by it, alone or as ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ import anyio
 from hegmd.errors import TIMEOUT, HegmError, Refused
 from hegmd.methods import launchers
 from hegmd.methods.base import Left, Method, Over, Reborn, Standing, Subject
-from hegmd.methods.claims import claimed, has_come_to_its_end
+from hegmd.methods.claims import claimed, has_come_to_its_end, has_passed
 from hegmd.methods.pooled import key_of
-from hegmd.methods.started_ranks import Line, RankOnItsWay, line_of
+from hegmd.methods.started_ranks import NOBODY, Line, RankOnItsWay, Who, line_of, ranks_below
 from hegmd.news import News
 from hegmd.places import CPU
 from hegmd.pool import Pool
@@ -65,13 +68,16 @@ class _Start:
     waiting: int = 0
     #: Whom it was asked of, which rank of it fell first, and why it failed.
     asked: Supervisor | None = None
+    #: Whether it was this daemon that asked, so that it hears of each rank.
+    is_ours: bool = False
     fallen: str = ""
     failure: HegmError | None = None
 
 
 class RestartMethod:
     """Ends processes and has others started. `by` holds room, `gpus` tells the GPUs as they were seen last, and in
-    `folder`, the daemon's own, are the locks. `line_of` tells where a rank stands below its supervisor, and blocks."""
+    `folder`, the daemon's own, are the locks.
+    `line_of` tells where a rank stands below its supervisor, `ranks_below` who does; both block."""
 
     name = NAME
 
@@ -85,9 +91,11 @@ class RestartMethod:
         gpus: Callable[[], Sequence[Gpu]],
         folder: Path,
         line_of: Callable[[int, int], Line | None] = line_of,
+        ranks_below: Callable[[int], tuple[Who | None, Mapping[int, Who]]] = ranks_below,
     ) -> None:
         self._folder = folder
         self._line_of = line_of
+        self._ranks_below = ranks_below
         self._workers = workers
         self._supervisors = supervisors
         self._pool = pool
@@ -231,7 +239,7 @@ class RestartMethod:
                     await self._end_command(supervisor, subject.operation)
                 else:
                     await self._start(supervisor, subject, gpu)
-                    start.asked = supervisor
+                    start.asked, start.is_ours = supervisor, True
             except HegmError as error:
                 start.failure = error
                 raise
@@ -243,11 +251,20 @@ class RestartMethod:
             is_it = (about.rank, about.run, worker.identity.uid) == (subject.rank, supervisor.run, subject.uid)
             if is_it and who != subject.who and not rank.knows(who):
                 rank.note(who, await anyio.to_thread.run_sync(self._line_of, worker.pid, supervisor.pid))
+        command = supervisor.offer.pid
+        if command is not None and not start.is_ours:
+            found, ranks = await anyio.to_thread.run_sync(self._ranks_below, command)
+            number = subject.rank or 0
+            if found is not None and not await anyio.to_thread.run_sync(
+                has_passed, self._folder, subject.operation, number
+            ):
+                rank.note_below(found, ranks, number)
         fallen = rank.fallen(anyio.current_time())
         if fallen is None:
             return
         if not start.fallen:
-            start.fallen = f"rank {subject.rank} (process {fallen.rank[0]}) ended before its first boundary"
+            said = "seen by no hegmd that runs" if fallen.rank == NOBODY else f"process {fallen.rank[0]}"
+            start.fallen = f"rank {subject.rank} ({said}) ended before its first boundary"
             logger.warning("operation %s: %s", subject.operation, start.fallen)
         if rank.is_left_behind(anyio.current_time()):
             async with start.turn:

@@ -6,14 +6,16 @@ is seen that its launcher goes on without it: another process came in its place,
 that ends as well, with a rank that fell or after all of them came to their end, says itself which of both it was.
 
 What a rank runs before it trains says that it is that rank too. By the tree of processes it is told apart: a rank is
-the topmost below its supervisor with these variables, such as the shell of a script around it.
+the topmost below its supervisor with these variables, such as the shell of a script around it. A daemon that was not
+there at the start looks for the ranks there itself: one that fell before never says anything to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from hegmd.criu.tree import pids_below
 from hegmd.errors import HegmError
 from hegmd.processes.procfs import start_ticks_of
 from hegmd.processes.surroundings import parent_of, variables_of
@@ -26,6 +28,8 @@ _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 #: A process by its pid and its start.
 Who = tuple[int, int]
+#: In the place of a rank whose process is gone, and was never seen.
+NOBODY: Who = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +59,20 @@ class RankOnItsWay:
         self._known.add(who)
         if line is None:
             return
-        if self._line is None or self._line.command != line.command:  # the whole command was started again
+        known = self._line
+        if known is None or known.rank == NOBODY or known.command != line.command:  # it was started again, as a whole
             self._line, self._is_replaced, self._ended_at = line, False, None
-        elif self._line.rank != line.rank and not self._lives(self._line.rank):
+        elif known.rank != line.rank and not self._lives(known.rank):
             self._is_replaced = True
+
+    def note_below(self, command: Who, ranks: Mapping[int, Who], number: int) -> None:
+        """Which ranks stand below its command now, as who was not there at the start sees it. Without any it may have
+        started none yet; it starts them together."""
+        there = ranks.get(number)
+        if there is not None:
+            self.note(there, Line(there, command))
+        elif ranks and self._line is None:
+            self._line = Line(NOBODY, command)
 
     def fallen(self, now: float) -> Line | None:
         """Where it stood, if it has ended and its command runs on."""
@@ -92,6 +106,23 @@ def line_of(pid: int, supervisor: int) -> Line | None:
     ranks = [one for one in line if one == pid or variables_of(one, _OF_A_RANK) == own]
     rank, command = _who(ranks[-1]), _who(line[-1])
     return Line(rank, command) if parent == supervisor and rank is not None and command is not None else None
+
+
+def ranks_below(command: int) -> tuple[Who | None, dict[int, Who]]:
+    """That command, and who stands as which rank below it; nobody where it is a rank itself. Blocks."""
+    root, *below = pids_below(command)
+    found: dict[int, Who] = {}
+    if _rank_of(root) is None:
+        for pid in below:  # parents come before their children
+            rank, who = _rank_of(pid), _who(pid)
+            if rank is not None and who is not None:
+                found.setdefault(rank, who)
+    return _who(root), found
+
+
+def _rank_of(pid: int) -> int | None:
+    said = variables_of(pid, _OF_A_RANK).get("RANK", "")
+    return int(said) if said.isdecimal() else None
 
 
 def _who(pid: int) -> Who | None:

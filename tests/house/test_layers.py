@@ -146,7 +146,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("hegmd.rooms", "hegmd.supervisors", "hegmd.vram", "hegmd.workers"),
     ),
     "hegmd.methods.launchers": ("hegmd.criu.population", "hegmd.criu.tree", "hegmd.processes"),
-    "hegmd.methods.started_ranks": ("hegmd.errors", "hegmd.processes"),
+    "hegmd.methods.started_ranks": ("hegmd.errors", "hegmd.criu.tree", "hegmd.processes"),
     "hegmd.migration": (*GROUND, "hegmd.pieces", "hegmd.places"),
     "hegmd.migration.ledger": (*GROUND, "hegmd.log", "hegmd.events", "hegmd.migration"),
     "hegmd.migration.performer": (*MOVING, "hegmd.migration", "hegmd.pieces"),

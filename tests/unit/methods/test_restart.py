@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from hegmd.methods.base import Over, Rank, Reborn, Subject
 from hegmd.methods.claims import has_come_to_its_end, lock_path
 from hegmd.methods.restart import RestartMethod
 from hegmd.methods.simulated import SimulatedMethod
-from hegmd.methods.started_ranks import Line, line_of
+from hegmd.methods.started_ranks import Line, Who, line_of, ranks_below
 from hegmd.pool import Keep, Pool
 from hegmd.processes.procfs import start_ticks_of
 from hegmd.protocol.agents import AgentAttend, Order
@@ -87,12 +87,13 @@ def method(
     workers: Workers | None = None,
     supervisors: Supervisors | None = None,
     line_of: Callable[[int, int], Line | None] = line_of,
+    ranks_below: Callable[[int], tuple[Who | None, Mapping[int, Who]]] = ranks_below,
 ) -> RestartMethod:
     gpus = [Gpu(id=name, index=index, uuid=name, vendor="simulated") for index, name in enumerate(("gpu0", "gpu1"))]
     by = SimulatedMethod(Rooms(None))
     pool = Pool(1 << 20, keep=Keep())
     parts = workers or Attending(*pids), supervisors or Gone(lambda _: TICKS), pool
-    return RestartMethod(*parts, by=by, gpus=lambda: gpus, folder=folder, line_of=line_of)
+    return RestartMethod(*parts, by=by, gpus=lambda: gpus, folder=folder, line_of=line_of, ranks_below=ranks_below)
 
 
 def subject(pid: int = BEFORE) -> Subject:
@@ -138,7 +139,7 @@ def test_both_words_are_the_end_of_a_training_and_neither_alone_is(tmp_path: Pat
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 # A launcher that starts its one rank again by itself, below a supervisor that stays.
-LAUNCHER = "for _ in 1 2; do RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 sh -c 'echo $$; read _'; done"
+LAUNCHER = "echo $$; for _ in 1 2; do RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 sh -c 'echo $$; read _'; done"
 SUPERVISOR = 'sh -c "$LAUNCHER"; echo ended; read _'
 
 
@@ -160,24 +161,32 @@ class Launched:
 
     async def attend(self) -> None:
         """The supervisor says that it has started its command; until this is cancelled."""
-        offer = Supervise(run="run-1", python=False, pid=1, started=True, operation="4", ranks=True)
+        command = int(await self.say())
+        offer = Supervise(run="run-1", python=False, pid=command, started=True, operation="4", ranks=True)
         try:
             await self._supervisors.attend(self, self._process.pid, UID, offer, _send_to_supervisor)
         finally:
             self._process.communicate()
             self._supervisors.close()
 
+    def ranks_below(self, command: int) -> tuple[Who | None, Mapping[int, Who]]:
+        found = ranks_below(command)
+        if found[1]:
+            anyio.from_thread.run_sync(self.seen.set)
+        return found
+
     async def say(self) -> str:
         """The next word of them: the pid of a rank, or that the launcher has ended."""
         assert self._process.stdout is not None
         return (await anyio.to_thread.run_sync(self._process.stdout.readline)).strip()
 
-    def fall(self, rank: Worker) -> None:
-        """That rank ends, and so does its agent's connection."""
+    def fall(self, rank: Worker | None = None) -> None:
+        """The rank ends, and so does its agent's connection, if it has come so far."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        self._workers.leave(rank)
+        if rank is not None:
+            self._workers.leave(rank)
 
     def fail(self, message: str) -> None:
         """The supervisor has given the start up."""
@@ -207,6 +216,33 @@ async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tm
             await launched.seen.wait()
             launched.fall(rank)
             workers.come(int(await launched.say()))
+            assert await launched.say() == "ended"
+            launched.fail("it ended with -9, started 2 times")
+    assert f"rank 0 (process {fallen}) ended before its first boundary; it ended with -9" in failures[0].message
+
+
+async def test_a_daemon_that_was_not_there_at_the_start_saw_no_rank_fall_before_its_agent_came(tmp_path: Path) -> None:
+    """An earlier daemon had asked for the start; the one that waits now finds the rank below the launcher itself."""
+    workers, supervisors = Attending(), Supervisors(start_ticks_of)
+    launched = Launched(workers, supervisors)
+    failures: list[Refused] = []
+
+    async def restore() -> None:
+        parts = method(tmp_path, workers=workers, supervisors=supervisors, ranks_below=launched.ranks_below)
+        with pytest.raises(Refused) as failed:
+            await parts.restore(replace(subject(), rank=0, ranks=(Rank("a", 0, "gpu1"),)), "gpu1")
+        failures.append(failed.value)
+        tasks.cancel_scope.cancel()
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(launched.attend)
+            await supervisors.news.wait()
+            fallen = int(await launched.say())
+            tasks.start_soon(restore)
+            await launched.seen.wait()
+            launched.fall()
+            assert int(await launched.say()) != fallen
             assert await launched.say() == "ended"
             launched.fail("it ended with -9, started 2 times")
     assert f"rank 0 (process {fallen}) ended before its first boundary; it ended with -9" in failures[0].message

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 from typing_extensions import Self
 
-from hegmd.methods.started_ranks import LEFT_BEHIND_S, Line, RankOnItsWay, Who, line_of
+from hegmd.methods.started_ranks import LEFT_BEHIND_S, Line, RankOnItsWay, Who, line_of, ranks_below
 from hegmd.processes.procfs import start_ticks_of
 
 COMMAND, RANK, OTHER = (10, 1), (11, 1), (12, 1)
@@ -125,3 +126,38 @@ def test_a_process_below_another_supervisor_is_no_rank_of_this_one(wrapped: Tree
     rank = wrapped.told()
     assert line_of(rank[0], rank[0]) is None
     assert line_of(os.getpid(), wrapped.command[0]) is None
+
+
+def test_a_rank_that_fell_before_the_daemon_was_started_was_waited_for_in_vain() -> None:
+    """Nobody told the daemon that it was that rank; the others are there, and wait for it."""
+    rank = RankOnItsWay({COMMAND, OTHER}.__contains__)
+    rank.note_below(COMMAND, {}, 1)
+    assert rank.fallen(0.0) is None, "its launcher may have started none yet"
+    rank.note_below(COMMAND, {0: OTHER}, 1)
+    assert rank.fallen(5.0) is not None
+    assert not rank.is_left_behind(5.0)
+    rank.note_below(COMMAND, {0: OTHER}, 1)
+    assert rank.is_left_behind(5.0 + LEFT_BEHIND_S)
+
+
+def test_a_rank_that_its_launcher_starts_after_the_others_has_not_fallen() -> None:
+    rank = RankOnItsWay({COMMAND, RANK, OTHER}.__contains__)
+    rank.note_below(COMMAND, {0: OTHER}, 1)
+    assert rank.fallen(0.0) is not None
+    rank.note_below(COMMAND, {0: OTHER, 1: RANK}, 1)
+    assert rank.fallen(LEFT_BEHIND_S) is None
+    assert not rank.is_left_behind(LEFT_BEHIND_S)
+
+
+def test_ranks_are_found_below_their_launcher_and_not_what_they_start_themselves() -> None:
+    launcher = "for n in 0 1; do RANK=$n sh -c 'sleep 60 & echo $$; wait' & done; wait"
+    with subprocess.Popen(["sh", "-c", launcher], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            said = {int(process.stdout.readline()) for _ in range(2)}
+            command, ranks = ranks_below(process.pid)
+            assert command == (process.pid, start_ticks_of(process.pid))
+            assert {pid for pid, _ in ranks.values()} == said
+            assert set(ranks) == {0, 1}
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
