@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from hegmd.criu.population import population_of
-from hegmd.errors import TIMEOUT
+from hegmd.errors import BUSY, TIMEOUT
 from tests.chaos.halts import BEGUN, RECORDED, UNRECORDED, Halts, Trap
 from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
@@ -267,6 +267,11 @@ def test_a_job_that_was_to_go_on_stood_while_its_image_was_written(
             job.await_steps(len(job.losses) + 2)
             assert image.exists() is (when == WHOLE)
             assert when == WHOLE or os.listdir(_unnamed(image) / "bytes") == []
+            if when == WHOLE:  # as far as anybody has heard, it is still written
+                pid = str(job.pid)
+                for other in (("migrate", pid, "--to", "gpu1"), ("checkpoint", "--leave-running", pid, f"{image}-2")):
+                    refused = job.command(*other, status=BUSY.exit_status)["error"]
+                    assert f"the image of process {pid} is being written while it trains" in refused["message"]
             if when == WRITING:
                 for writer in _writers(halted):
                     writer.suspend()
