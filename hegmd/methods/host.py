@@ -180,8 +180,8 @@ class HostCarrier(CopyingCarrier):
         done.size_bytes, done.took_s = mark.size_bytes, anyio.current_time() - began
         await self.with_route(subject, lambda route: route.mark(None))
         await self._give_near(subject, *self._marks.owners(subject))
-        if subject.goal is None:  # its contexts are let go of beside the driver's step, and not after it
-            await self.disarm(subject)
+        if subject.goal is None and not subject.keeps_room:  # nothing is kept for a way back, as with an image
+            await self.disarm(subject)  # its contexts are let go of beside the driver's step, and not after it
 
     # -- and back ------------------------------------------------------------------------------------------------------
 

@@ -52,12 +52,23 @@ async def test_bytes_pass_through_video_memory_and_are_in_the_pool_when_the_chec
             assert job.carrier.is_passing(job.subject)
         assert passed.size_bytes == SIZE_BYTES
         assert (job.marked(), job.held()) == (False, set())
-        assert not job.carrier.routes, "the helper's contexts are let go of beside the driver's step"
         async with job.carrier.settling(job.off) as again:
             assert again.size_bytes == 0, "it is done"
         await job.carrier.disarm(job.off)
         await job.carrier.arm(job.off)
         await job.put_back()
+
+
+async def test_a_suspension_waited_for_the_helpers_contexts_after_the_driver_was_done(moving: Moving) -> None:
+    """They go beside its step. One that goes home again soon, as with an image that is made of it, keeps them."""
+    async with moving() as job:
+        for keeps_room in (True, False):
+            await job.take_out()
+            async with job.carrier.settling(replace(job.subject, keeps_room=keeps_room)):
+                pass
+            assert bool(job.carrier.routes) is keeps_room
+            await job.carrier.arm(job.off)
+            await job.put_back()
 
 
 async def test_bytes_that_have_gone_ahead_are_read_from_there(moving: Moving) -> None:
