@@ -24,7 +24,7 @@ ENDING, ENDING_ALONE = "end of the training", "end without a daemon"
 #: The states that a restart goes through. While it is `restoring` there is no process, and then one that loads; in the
 #: `settling` after that it has said that it has the state, and is asked for its next boundary.
 STATES = (
-    *("planned", "arming", "quiescing", "measuring", "evacuating", "checkpointing"),
+    *("planned", "arming", "readying", "quiescing", "measuring", "evacuating", "checkpointing"),
     *("restoring", "settling", "tidying", "done"),
 )
 RESTORING = "restoring"
@@ -33,7 +33,7 @@ SINCE = {"settling": RESTORING}
 STARTED, IMPORTED, MADE = "started", "imported", "made"
 ON_ITS_WAY = (STARTED, IMPORTED, MADE)
 #: From here on its state is whole in the pool, so that the end of the process is no end of the job.
-_NOT_SAVED = ("planned", "arming", "quiescing", "measuring")
+_NOT_SAVED = ("planned", "arming", "readying", "quiescing", "measuring")
 
 
 @dataclass(frozen=True, slots=True)
