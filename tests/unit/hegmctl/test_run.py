@@ -296,3 +296,10 @@ def test_run_without_a_command_says_how(daemon: FakeDaemon) -> None:
         assert ran.returncode == 2
         assert "hegmctl run -- python3 train.py" in ran.stderr
     assert "put `--` before the COMMAND" in hegmctl("run", "true", socket=daemon.path).stderr
+
+
+@pytest.mark.parametrize("words", [("--ready", "always"), ("--resume", "4"), ("--restart-tries", "3")])
+def test_what_is_for_a_parent_is_refused_where_the_command_has_none(daemon: FakeDaemon, words: tuple[str, ...]) -> None:
+    ran = hegmctl("run", *words, "--", "true", socket=daemon.path)
+    assert ran.returncode == 2
+    assert "are for --allow-restart" in ran.stderr
