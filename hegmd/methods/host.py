@@ -170,6 +170,8 @@ class HostCarrier(CopyingCarrier):
 
     async def _settle(self, subject: Subject, mark: Mark, done: Meanwhile) -> None:
         began = anyio.current_time()
+        if mark.owner != passing_of(subject):
+            logger.info("bytes of process %d that are held for %s come to its piece now", subject.pid, mark.owner)
 
         async def drain(route: Route) -> None:
             await self._have_near(route, subject, mark.owner)
