@@ -81,6 +81,7 @@ class Left:
     lent: Lent
     manifest: Manifest
     out: tuple[Member, ...]
+    took_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +197,8 @@ class Handoff:
         if not wish.leave_running:
             self._noted(OUT, size_of(manifest), took_s)
             return
-        self._left[op.id] = Left(lent, manifest, tuple([member for member in op.live if member.out]))
-        self._noted(LEFT, await run_detached(lambda _: lent.criu_bytes(), name="hegmd-written"), took_s)
-        await self._go_on(op, wish)
+        self._left[op.id] = Left(lent, manifest, tuple([member for member in op.live if member.out]), took_s)
+        await self._go_on(op, wish)  # nothing that can fail or be cut off comes between the dump and this
 
     async def seal(self, op: Operation, on_progress: Progress) -> None:
         """Write the bytes of a job that has gone on to its image, read all of that back, and give it its name.
@@ -222,7 +222,7 @@ class Handoff:
             out = [partial(self._write_bytes, op, each, left.lent, progress_of(each.name)) for each in left.out]
             await in_concert(*out)
             did = "good when it was read back"
-            await left.lent.finish(left.manifest, on_progress)
+            manifest = await left.lent.finish(left.manifest, on_progress)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 await left.lent.discard()
@@ -230,6 +230,7 @@ class Handoff:
                 raise
             message = f"the image in {wish.path} was not {did}, and is removed: {error.message}"
             raise HegmError(error.code, message, f"the job goes on; {error.hint}", error.facts) from error
+        self._noted(LEFT, sum(file.size_bytes for file in manifest.criu_files), left.took_s)
 
     async def scrap(self, op: Operation) -> None:
         """Leave nothing of an image that was written, or that was being read back. Raises nothing."""

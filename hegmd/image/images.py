@@ -36,7 +36,6 @@ from hegmd.descriptors import MOST_IN_A_MESSAGE
 from hegmd.detached import run_detached
 from hegmd.errors import DENIED, UNAVAILABLE, HegmError, Refused
 from hegmd.external import Rights
-from hegmd.image.folder import listed
 from hegmd.image.hands import Hand, Hands
 from hegmd.image.private import Private, require_bytes
 from hegmd.image.seal import KEY_NAME, Key, load_key, read_manifest, written
@@ -98,10 +97,6 @@ class Lent(_InHand):
     def hand_pid(self) -> int | None:
         """The process that writes it."""
         return self._hand.pid
-
-    def criu_bytes(self) -> int:
-        """How much CRIU has left in its directory. Blocks."""
-        return sum(status.st_size for _, status in listed(self.criu_dir_fd))
 
     async def begin(self) -> None:
         """Have the directory made. Raises HegmError, with nothing there."""

@@ -183,7 +183,14 @@ class HostCarrier(CopyingCarrier):
         await self.with_route(subject, lambda route: route.mark(None))
         await self._give_near(subject, *self._marks.owners(subject))
         if subject.goal is None and not subject.keeps_room:  # nothing is kept for a way back, as with an image
-            await self.disarm(subject)  # its contexts are let go of beside the driver's step, and not after it
+            await self._disarm_early(subject)
+
+    async def _disarm_early(self, subject: Subject) -> None:
+        """Its contexts are let go of beside the driver's step, and not after it. Raises nothing: all is done by now."""
+        try:
+            await self.disarm(subject)
+        except HegmError as error:  # it is asked again when the operation ends
+            logger.warning("the helper is not rid of process %d yet: %s", subject.pid, error.message)
 
     # -- and back ------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import pytest
 
 from hegmd.devices.simulated import SimulatedProvider
 from hegmd.devices.topology import parse_topology
-from hegmd.errors import HegmError, Refused
+from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.helper.link import DriverFailed
 from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
 from hegmd.methods.base import Standing, Subject
@@ -69,6 +69,31 @@ async def test_a_suspension_waited_for_the_helpers_contexts_after_the_driver_was
             assert bool(job.carrier.routes) is keeps_room
             await job.carrier.arm(job.off)
             await job.put_back()
+
+
+class Clinging(HostCarrier):
+    """The helper does not let go of a process when it is asked first."""
+
+    asked = 0
+
+    async def disarm(self, subject: Subject) -> None:
+        self.asked += 1
+        if self.asked == 1:
+            raise HegmError(UNAVAILABLE, "the helper keeps its contexts", "ask again")
+        await super().disarm(subject)
+
+
+async def test_a_suspension_that_was_done_failed_by_a_helper_that_kept_its_contexts(moving: Moving) -> None:
+    async with moving() as job:
+        rig = job.rig
+        carrier = job.carrier = Clinging(rig.link, rig.gpus, rig.pool, rig.memory)
+        await job.take_out()
+        async with carrier.settling(replace(job.subject, keeps_room=False)):
+            pass
+        assert (carrier.asked, job.marked(), job.held()) == (1, False, set())
+        await carrier.disarm(job.off)
+        await carrier.arm(job.off)
+        await job.put_back()
 
 
 async def test_bytes_that_have_gone_ahead_are_read_from_there(moving: Moving) -> None:
