@@ -72,13 +72,14 @@ async def test_a_suspension_waited_for_the_helpers_contexts_after_the_driver_was
 
 
 class Clinging(HostCarrier):
-    """The helper does not let go of a process when it is asked first."""
+    """The helper does not let go of a process as long as that is so."""
 
-    asked = 0
+    clings = False
+    refused = 0
 
     async def disarm(self, subject: Subject) -> None:
-        self.asked += 1
-        if self.asked == 1:
+        if self.clings:
+            self.refused += 1
             raise HegmError(UNAVAILABLE, "the helper keeps its contexts", "ask again")
         await super().disarm(subject)
 
@@ -88,9 +89,11 @@ async def test_a_suspension_that_was_done_failed_by_a_helper_that_kept_its_conte
         rig = job.rig
         carrier = job.carrier = Clinging(rig.link, rig.gpus, rig.pool, rig.memory)
         await job.take_out()
+        carrier.clings = True
         async with carrier.settling(replace(job.subject, keeps_room=False)):
             pass
-        assert (carrier.asked, job.marked(), job.held()) == (1, False, set())
+        carrier.clings = False
+        assert (carrier.refused, job.marked(), job.held()) == (1, False, set())
         await carrier.disarm(job.off)
         await carrier.arm(job.off)
         await job.put_back()
