@@ -18,6 +18,7 @@ import msgpack
 from typing_extensions import Self
 
 from hegmd.agent.restart import plain
+from tests.e2e.agented import BRISK
 
 PRELOADED = Path(__file__).with_name("preloaded.py")
 LEFT_STATUS = 99
@@ -52,7 +53,12 @@ class Restarts:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            env={
+                "PATH": "/usr/bin:/bin",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTHONPATH": str(BRISK),
+            },
         )
         self._known: dict[tuple[str, bool], tuple[str, str]] = {}
 

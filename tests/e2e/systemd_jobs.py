@@ -19,6 +19,7 @@ from typing_extensions import Self
 
 from tests.chaos.halts import Halts
 from tests.chaos.jobs import BY_HAND, WITH_TORCH
+from tests.e2e.agented import BRISK
 from tests.e2e.systemd_node import SystemdNode
 from tests.e2e.systemd_service import SERVICE, drop_in
 from tests.looks import COMMAND_MS, pause
@@ -38,9 +39,20 @@ class Inside:
     """A job in the machine, read all the while."""
 
     def __init__(self, node: SystemdNode, python: str, script: Path, seed: int) -> None:
-        for file in (script, script.with_name("bare_torch.py")):  # which it imports
+        for file in (script, script.with_name("bare_torch.py"), BRISK / "sitecustomize.py"):  # what it imports
             shutil.copy(file, node.root / "root")
-        words = node.argv("hegmctl", "run", "--gpu", "gpu0", "--", python, f"/root/{script.name}", str(seed))
+        words = node.argv(
+            "env",
+            "PYTHONPATH=/root",
+            "hegmctl",
+            "run",
+            "--gpu",
+            "gpu0",
+            "--",
+            python,
+            f"/root/{script.name}",
+            str(seed),
+        )
         self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read)

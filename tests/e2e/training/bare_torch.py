@@ -1,15 +1,34 @@
 """Imported before PyTorch itself: it comes without its compiler, in less than half of the time and of the memory.
 
 An optimizer imports `torch._dynamo`, a second of processor and a thousand modules, for two functions that do nothing
-where nothing is compiled; here is a module with these two. The collector, which would look through all of that again
-and again and find nothing, rests meanwhile. Some scripts do without this one: those that are about PyTorch itself,
-those that are restarted, for which all that was imported is imported beforehand, and ranks, whose `torch.distributed`
-asks the compiler for more.
+where nothing is compiled, and what exports models is not wanted either. The collector, which would look through all
+that is imported again and again and find nothing, seldom looks. Some scripts do without this one: those that are about
+PyTorch itself, and ranks, whose `torch.distributed` asks the compiler for more. Those that are restarted get it from
+the environment (brisk/sitecustomize.py), as what is imported beforehand for them has to.
 """
 
 import gc
 import sys
-import types
+from importlib.machinery import ModuleSpec
+
+LEFT_OUT = {"torch._dynamo", "torch.export"}
+
+
+class Hollow:
+    """Finds and loads modules in the places of these, with two functions and nothing else."""
+
+    @classmethod
+    def find_spec(cls, name, _path=None, _target=None):
+        return ModuleSpec(name, cls) if name in LEFT_OUT else None
+
+    @staticmethod
+    def create_module(_spec):
+        return None
+
+    @staticmethod
+    def exec_module(module):
+        module.disable = disable
+        module.graph_break = graph_break
 
 
 def disable(function, recursive=True, *, reason=None, wrapping=True):
@@ -21,9 +40,5 @@ def graph_break():
 
 
 if "torch" not in sys.modules:
-    gc.disable()
-    import torch
-
-    gc.enable()
-    torch._dynamo = sys.modules["torch._dynamo"] = types.ModuleType("torch._dynamo")
-    vars(torch._dynamo).update(disable=disable, graph_break=graph_break)
+    gc.set_threshold(100_000, 50, 100)
+    sys.meta_path.insert(0, Hollow)
