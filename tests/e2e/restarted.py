@@ -21,6 +21,7 @@ from hegmd.agent.restart import plain
 from tests.e2e.agented import BRISK
 
 PRELOADED = Path(__file__).with_name("preloaded.py")
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 LEFT_STATUS = 99
 UNRESTORED_STATUS = 98
 REFUSED_STATUS = 97
@@ -53,12 +54,7 @@ class Restarts:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={
-                "PATH": "/usr/bin:/bin",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONDONTWRITEBYTECODE": "1",
-                "PYTHONPATH": str(BRISK),
-            },
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(BRISK), **ONE_THREAD},
         )
         self._known: dict[tuple[str, bool], tuple[str, str]] = {}
 

@@ -41,18 +41,8 @@ class Inside:
     def __init__(self, node: SystemdNode, python: str, script: Path, seed: int) -> None:
         for file in (script, script.with_name("bare_torch.py"), BRISK / "sitecustomize.py"):  # what it imports
             shutil.copy(file, node.root / "root")
-        words = node.argv(
-            "env",
-            "PYTHONPATH=/root",
-            "hegmctl",
-            "run",
-            "--gpu",
-            "gpu0",
-            "--",
-            python,
-            f"/root/{script.name}",
-            str(seed),
-        )
+        run = ("env", "PYTHONPATH=/root", "hegmctl", "run", "--gpu", "gpu0", "--")
+        words = node.argv(*run, python, f"/root/{script.name}", str(seed))
         self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read)

@@ -231,9 +231,10 @@ def test_install_serves_and_uninstall_leaves_nothing(fresh_node: SystemdNode, so
     assert fresh_node.show("hegmd.service", "LoadState") == "not-found"
 
 
-def test_an_edited_configuration_is_never_overwritten_nor_removed(
+def test_an_edited_configuration_is_never_overwritten_nor_removed_and_a_failing_installation_leaves_the_old_one_at_work(
     fresh_node: SystemdNode, source: Path, deb: Path
 ) -> None:
+    """One after the other on one machine: each installation of it takes seconds."""
     scripts(fresh_node, source)
     fresh_node.run("/root/source/packaging/install.sh")
     configuration = fresh_node.root / "etc/hegm/hegmd.toml"
@@ -241,17 +242,18 @@ def test_an_edited_configuration_is_never_overwritten_nor_removed(
     configuration.write_text(edited)
     fresh_node.run("/root/source/packaging/install.sh")
     assert configuration.read_text() == edited
-    assert "was edited and stays" in fresh_node.run("/root/source/packaging/uninstall.sh").stdout
-    assert configuration.read_text() == edited
 
-
-def test_a_failing_installation_leaves_the_old_one_at_work(fresh_node: SystemdNode, source: Path, deb: Path) -> None:
-    scripts(fresh_node, source)
-    fresh_node.run("/root/source/packaging/install.sh")
-    (fresh_node.root / "root/source/pyproject.toml").write_text("broken")
+    project = fresh_node.root / "root/source/pyproject.toml"
+    whole = project.read_text()
+    project.write_text("broken")
     assert fresh_node.run("/root/source/packaging/install.sh", check=False).returncode != 0
     fresh_node.run("systemctl", "restart", "hegmd.service")
     answers(fresh_node)
+    assert configuration.read_text() == edited
+    project.write_text(whole)
+
+    assert "was edited and stays" in fresh_node.run("/root/source/packaging/uninstall.sh").stdout
+    assert configuration.read_text() == edited
 
 
 def test_staged_under_another_prefix_it_touches_nothing_else(source: Path, deb: Path, tmp_path: Path) -> None:
