@@ -237,6 +237,12 @@ class MovedJob(Script):
             return subprocess.CompletedProcess(argv, command.returncode, said.read(), errors.read())
 
 
+class BareJob(MovedJob):
+    """One that needs nothing of PyTorch's compiler."""
+
+    more = BARE
+
+
 def files_in(folder: Path) -> dict[str, str]:
     """Every file under the folder, with a digest of what is in it."""
     return {

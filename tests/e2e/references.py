@@ -7,6 +7,7 @@ is there; without it, scripts are started as any.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -21,6 +22,7 @@ TWO_RANKS = (str(Path(__file__).with_name("ranks_alone.py")), "2")
 ENDS_WITHIN_S = 60.0
 
 _there: list[subprocess.Popen[str]] = []
+_numbers = itertools.count()
 
 
 @contextmanager
@@ -42,10 +44,11 @@ def said_by(argv: Sequence[str], environ: Mapping[str, str], folder: Path | None
     """What a script prints on standard output; it has to end well. `argv` is what comes after `python`."""
     if not _there or argv[0].startswith("-"):
         return _said_by_its_own(argv, environ, folder)
+    number = next(_numbers)
     with tempfile.TemporaryDirectory(prefix="hegm-reference-") as made:
         output, errors = Path(made, "output"), Path(made, "errors")
         wanted = {
-            "number": 0,
+            "number": number,
             "argv": list(argv),
             "environment": dict(environ),
             "output": str(output),
@@ -59,8 +62,10 @@ def said_by(argv: Sequence[str], environ: Mapping[str, str], folder: Path | None
         assert python.stdout is not None
         python.stdin.write(json.dumps(wanted) + "\n")
         python.stdin.flush()
-        _number, status = python.stdout.readline().split()
-        assert status == "0", f"{argv} ended with {status}: {errors.read_text()}"
+        answered = -1
+        while answered != number:  # but of one that nobody waited for, in a test that took too long
+            answered, status = map(int, python.stdout.readline().split())
+        assert status == 0, f"{argv} ended with {status}: {errors.read_text()}"
         return output.read_text()
 
 

@@ -18,8 +18,9 @@ from typing_extensions import Self
 
 from hegmctl.connection import Connection, connect
 from hegmd.protocol.messages import Operations, OperationsReply
-from tests.e2e.agented import BRISK, SCRIPTS, undisturbed
+from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
+from tests.e2e.moved_job import BARE, BRISK
 from tests.e2e.references import TWO_RANKS
 from tests.looks import pause
 
@@ -41,13 +42,15 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 class Job:
     """A script under `hegmctl run`, and the commands about it."""
 
-    def __init__(self, daemon: RunningDaemon, argv: list[str], *options: str) -> None:
+    def __init__(self, daemon: RunningDaemon, argv: list[str], *options: str, compiler: bool = False) -> None:
+        """Without `compiler`, PyTorch comes without its own, which ranks need."""
         self.socket_path = str(daemon.socket_path)
         self.environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith("HEGM_")},
             "HEGM_SOCKET": self.socket_path,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}:{BRISK}",
+            **({} if compiler else BARE),
         }
         words = [sys.executable, "-m", "hegmctl", "run", *options, "--", sys.executable, *argv]
         self.process = subprocess.Popen(
@@ -142,7 +145,7 @@ def is_as_undisturbed(argv: list[str], printed: str) -> None:
 def test_ranks_stop_at_one_boundary_and_move_as_one(daemon: RunningDaemon, tmp_path: Path) -> None:
     script = str(SCRIPTS / "ranks.py")
     launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", script]
-    with Job(daemon, [*launched, str(tmp_path / "moved")], "--gpu", "gpu0") as job:
+    with Job(daemon, [*launched, str(tmp_path / "moved")], "--gpu", "gpu0", compiler=True) as job:
         with job.connect() as hegmd:
             while len(ranks := [process for process in hegmd.processes().processes if process.gpus]) < 2:
                 assert job.process.poll() is None
@@ -170,7 +173,7 @@ def test_a_suspended_job_has_given_its_memory_back_and_is_seen_to(daemon: Runnin
         job.steps(5)
         before = job.resident_bytes()
         (out,) = job.operation("suspend", pid)["processes"]
-        assert out["size_bytes"] > 250 * (1 << 20)
+        assert out["size_bytes"] >= 128 * (1 << 20)
         assert before - job.resident_bytes() > 0.9 * out["size_bytes"]
         with job.connect() as hegmd:
             (shown,) = hegmd.processes().processes
@@ -186,7 +189,7 @@ def test_a_suspended_job_has_given_its_memory_back_and_is_seen_to(daemon: Runnin
 LARGE = """
 import torch
 from torch.utils.data import DataLoader
-weights = torch.nn.Parameter(torch.randn(64, 1 << 20))
+weights = torch.nn.Parameter(torch.randn(32, 1 << 20))
 optimizer = torch.optim.SGD([weights], lr=1e-3)
 for batch in DataLoader(range(100_000)):
     loss = (weights[0, :8] * batch).sum()

@@ -16,7 +16,7 @@ import pytest
 
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import ROOT, SCRIPTS, MovedJob, undisturbed_steps
+from tests.e2e.moved_job import ROOT, SCRIPTS, BareJob, MovedJob, undisturbed_steps
 from tests.looks import pause
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
@@ -31,7 +31,7 @@ def test_bad_requests_are_refused_with_a_next_step_and_the_job_trains_on(socket_
     config.write_text(f"[pool]\nbudget_bytes = {4 * MIB}\n")
     with (
         RunningDaemon(socket_dir, "--config", str(config)) as daemon,
-        MovedJob(TRAINING, daemon, tmp_path) as job,
+        BareJob(TRAINING, daemon, tmp_path) as job,
     ):
         pid = str(job.process.pid)
         job.read_steps(2)
@@ -59,7 +59,7 @@ def test_bad_requests_are_refused_with_a_next_step_and_the_job_trains_on(socket_
 def test_a_gpu_without_room_is_refused_and_taken_once_there_is_room(socket_dir: Path, tmp_path: Path) -> None:
     with (
         RunningDaemon(socket_dir) as daemon,
-        MovedJob(TRAINING, daemon, tmp_path) as job,
+        BareJob(TRAINING, daemon, tmp_path) as job,
     ):
         pid = job.process.pid
         job.read_steps(2)
@@ -133,7 +133,7 @@ def test_a_process_that_becomes_another_program_while_suspended_ends_the_operati
     words, tell = becoming
     with (
         RunningDaemon(socket_dir) as daemon,
-        MovedJob([*words, "-1", *TRAINING], daemon, tmp_path) as job,
+        BareJob([*words, "-1", *TRAINING], daemon, tmp_path) as job,
     ):
         pid = job.process.pid
         job.read_steps(3)
@@ -157,7 +157,7 @@ def test_a_process_that_becomes_another_program_while_it_is_asked_to_stop_is_let
     words, tell = becoming
     with (
         RunningDaemon(socket_dir) as daemon,
-        MovedJob([*words, "200", *TRAINING], daemon, tmp_path) as job,
+        BareJob([*words, "200", *TRAINING], daemon, tmp_path) as job,
     ):
         pid = job.process.pid
         job.places(1)  # which it has to be at a boundary for
@@ -174,7 +174,7 @@ def test_a_process_that_becomes_another_program_while_it_is_asked_to_stop_is_let
 
 
 def test_a_process_that_is_killed_while_suspended_leaves_nothing_behind(socket_dir: Path, tmp_path: Path) -> None:
-    with RunningDaemon(socket_dir) as daemon, MovedJob(TRAINING, daemon, tmp_path) as job:
+    with RunningDaemon(socket_dir) as daemon, BareJob(TRAINING, daemon, tmp_path) as job:
         pid = job.process.pid
         job.read_steps(3)
         job.places(1)
@@ -226,8 +226,8 @@ def test_an_upgrade_of_the_daemon_is_no_event_for_a_job_that_trains_or_is_suspen
 ) -> None:
     with (
         RunningDaemon(socket_dir) as daemon,
-        MovedJob(TRAINING, daemon, tmp_path) as trains,
-        MovedJob(TRAINING, daemon, tmp_path) as waits,
+        BareJob(TRAINING, daemon, tmp_path) as trains,
+        BareJob(TRAINING, daemon, tmp_path) as waits,
     ):
         for job in (trains, waits):
             job.read_steps(random.Random(job.process.pid).randint(2, 12))

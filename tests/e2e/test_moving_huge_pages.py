@@ -13,7 +13,7 @@ import pytest
 from hegmd.pieces import HUGE_PAGE_BYTES
 from hegmd.pool_memory import read_huge_free_bytes
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import SCRIPTS, MovedJob, undisturbed_steps
+from tests.e2e.moved_job import SCRIPTS, BareJob, undisturbed_steps
 
 pytestmark = [
     pytest.mark.e2e,
@@ -50,7 +50,7 @@ def test_a_job_goes_through_huge_pages_and_gives_them_back(socket_dir: Path, tmp
     config.write_text('[pool]\nmemory = "nameless"\n')  # few machines have a hugetlbfs mounted for names
     with (
         RunningDaemon(socket_dir, "--config", str(config)) as daemon,
-        MovedJob(TRAINING, daemon, tmp_path) as job,
+        BareJob(TRAINING, daemon, tmp_path) as job,
     ):
         pid = str(job.process.pid)
         job.read_steps(1)
