@@ -44,9 +44,9 @@ def test_trainings_go_from_the_cpu_to_a_gpu_and_back_and_what_was_done_is_not_do
 
 
 def test_the_benchmark_splits_a_restart_and_has_its_rates() -> None:
-    ran = rehearsed("bench_restart", "--repeat", "1", "pinned", "made-there")
+    ran = rehearsed("bench_restart", "--repeat", "1", "--ready", "always", "pinned", "made-there")
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "made-there: " in ran.stdout
+    assert "made-there, always: " in ran.stdout
     for what in ("written", "put back", "checked"):
         assert f"* state {what} at " in ran.stdout
 
