@@ -3,35 +3,67 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Sequence
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import pytest
 
-from hegmd.kept_ready import KeptReady
+from hegmd.agent_orders import LIMITED, answered_within_s
+from hegmd.errors import TIMEOUT, HegmError
+from hegmd.kept_ready import ANSWERS_WITHIN_S, ASK_AGAIN_S, KeptReady
 from hegmd.methods.readying import ALWAYS, BEFOREHAND, LEAST_AVAILABLE_BYTES, Ready, Readying
 from hegmd.protocol.agents import AgentAttend
 from hegmd.protocol.messages import AgentReport, Order, Supervise, SuperviseReport, SupervisorOrder
 from hegmd.protocol.snapshots import AgentInfo
-from hegmd.supervisors import Supervisors
-from hegmd.workers import Workers
+from hegmd.supervisors import Supervisor, Supervisors
+from hegmd.workers import Worker, Workers
 
 PID = os.getpid()
+
+
+class Deaf(Readying):
+    """Whose agents do not answer for so many times."""
+
+    deaf_times = 0
+
+    async def keep(self, supervisor: Supervisor, worker: Worker) -> None:
+        if self.deaf_times:
+            self.deaf_times -= 1
+            raise HegmError(TIMEOUT, "no answer", "ask again")
+        await super().keep(supervisor, worker)
 
 
 class Node:
     """A job and its supervisor, which are both this process; what they are told; and who has the job in hand."""
 
-    def __init__(self, when: str, available_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        when: str,
+        available_bytes: int | None = None,
+        *,
+        uid: int = 0,
+        answers: bool = True,
+        deaf_times: int = 0,
+    ) -> None:
+        self.uid, self.answers = uid, answers
         self.workers = Workers(lambda pid: pid)
         self.supervisors = Supervisors(lambda pid: pid)
-        readying = Readying(
+        readying = Deaf(
             self.supervisors, lambda _subject, _place: {}, Ready(when), available_bytes=lambda: available_bytes
         )
+        readying.deaf_times = deaf_times
         self.in_hand = False
-        self.kept = KeptReady(self.supervisors, self.workers, readying, in_hand=lambda _pid: self.in_hand)
+        self.kept = KeptReady(
+            self.supervisors,
+            self.workers,
+            readying,
+            in_hand=lambda _pid: self.in_hand,
+            again_after_s=0.0,
+        )
         self.asked: list[str] = []
         self.told: list[SupervisorOrder] = []
 
@@ -44,7 +76,7 @@ class Node:
             program = AgentInfo(name="agent", version="1")
             tasks.start_soon(self.workers.attend, "agent", PID, 0, program, about, self._obey)
             offered = Supervise(**{"run": "run", "pid": PID, "python": True, **offer})
-            tasks.start_soon(self.supervisors.attend, "supervisor", PID, 0, offered, self._hear)
+            tasks.start_soon(self.supervisors.attend, "supervisor", PID, self.uid, offered, self._hear)
             await anyio.wait_all_tasks_blocked()
             yield
             tasks.cancel_scope.cancel()
@@ -52,11 +84,21 @@ class Node:
 
     async def _obey(self, order: Order, _fds: Sequence[int]) -> None:
         self.asked.append(order.do)
+        if not self.answers:
+            return
         report = AgentReport(order=order.order, result="done", imports=("torch",), path=("/lib",))
         self.workers.report("agent", report)
 
     async def _hear(self, order: SupervisorOrder, _fds: Sequence[int]) -> None:
         self.told.append(order)
+
+
+@pytest.fixture
+def other() -> Iterator[int]:
+    """A process that lives for as long as the test."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        yield child.pid
+        child.kill()
 
 
 async def test_it_is_asked_for_once_as_soon_as_the_job_has_passed_a_boundary() -> None:
@@ -101,3 +143,57 @@ async def test_a_job_may_have_it_by_itself_and_is_waited_for_while_an_operation_
         node.supervisors.report("supervisor", SuperviseReport(result="done"))
         await anyio.wait_all_tasks_blocked()
         assert [order.do for order in node.told] == ["ready"]
+
+
+async def test_a_user_was_told_what_the_job_of_another_one_imports_by_naming_its_run_and_its_process() -> None:
+    """Nor is the other one's agent asked. Their own supervisor is asked for, beside the stranger's."""
+    node = Node(ALWAYS, uid=1000)
+    async with node.running(ready=ALWAYS):
+        assert (node.asked, node.told) == ([], [])
+        heard: list[str] = []
+
+        async def hear(order: SupervisorOrder, _fds: Sequence[int]) -> None:
+            heard.append(order.do)
+
+        async with anyio.create_task_group() as tasks:
+            offered = Supervise(run="run", pid=PID, python=True)
+            tasks.start_soon(node.supervisors.attend, "its own", PID, 0, offered, hear)
+            await anyio.wait_all_tasks_blocked()
+            assert (node.asked, heard, node.told) == (["beforehand"], ["ready"], [])
+            tasks.cancel_scope.cancel()
+
+
+async def test_one_job_that_did_not_answer_kept_all_others_from_being_asked(other: int) -> None:
+    """As one that is stopped; it is given up after a while, and asked again later."""
+    node = Node(ALWAYS, answers=False)
+    async with node.running():
+        heard: list[str] = []
+
+        async def obey(order: Order, _fds: Sequence[int]) -> None:
+            node.workers.report("other agent", AgentReport(order=order.order, result="done", imports=("torch",)))
+
+        async def hear(order: SupervisorOrder, _fds: Sequence[int]) -> None:
+            heard.append(order.do)
+
+        assert (node.asked, node.told) == (["beforehand"], [])
+        async with anyio.create_task_group() as tasks:
+            about = AgentAttend(token="other", python_version="3.11", boundary=1, run="other")
+            program = AgentInfo(name="agent", version="1")
+            tasks.start_soon(node.workers.attend, "other agent", other, 0, program, about, obey)
+            offered = Supervise(run="other", pid=other, python=True)
+            tasks.start_soon(node.supervisors.attend, "other", other, 0, offered, hear)
+            await anyio.wait_all_tasks_blocked()
+            assert heard == ["ready"]
+            tasks.cancel_scope.cancel()
+
+
+async def test_whoever_did_not_answer_is_asked_again_later() -> None:
+    """As a job that was stopped when it was asked, and goes on."""
+    node = Node(ALWAYS, deaf_times=2)
+    async with node.running():
+        assert [order.do for order in node.told] == ["ready"]
+
+
+def test_an_agent_that_does_not_say_what_it_has_imported_is_not_waited_for_without_end() -> None:
+    assert "beforehand" in LIMITED
+    assert answered_within_s("beforehand", None) < ANSWERS_WITHIN_S < ASK_AGAIN_S
