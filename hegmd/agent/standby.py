@@ -54,6 +54,9 @@ _MOST_DESCRIPTORS = 4
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 # By which the supervisor tells it from a training that has come to its end. See client/hegmctl/supervising.py.
 _NOT_ITS_TURN = 97
+#: What this process was given in its turn, and None for what it lost then: the script began with it, and the kernel
+#: goes on telling what the process was started with.
+by_turn: dict[bytes, bytes | None] = {}
 
 
 def wait_for_turn(hooks: Hooks) -> None:
@@ -188,12 +191,14 @@ def _take_turn(data: bytes, fds: list[int]) -> None:
         name, has_value, value = word.partition(b"=")
         if not name:
             os.environb.pop(value, None)
+            by_turn[value] = None
             continue
         if not has_value:
             number = fds.pop(0)
             os.set_inheritable(number, True)  # as they would have been inherited
             value = b"%d" % number
         os.environb.update({name: value})
+        by_turn[name] = value
 
 
 def _import(wanted: Iterable[str]) -> None:

@@ -1,7 +1,8 @@
 """What the process that goes on may import before its turn, while this one trains still: PyTorch, and nothing else.
 
-Only where that can make no difference to the script: it has the environment that it was started with, since one that
-sets a variable before it imports PyTorch means PyTorch to see it; and it is started by its supervisor itself.
+Only where that can make no difference to the script: it has the environment that it was started with, or was given in
+its turn, since one that sets a variable before it imports PyTorch means PyTorch to see it; and it is started by its
+supervisor itself.
 """
 
 from __future__ import annotations
@@ -67,11 +68,23 @@ def _has_changed(environ: Mapping[bytes, bytes]) -> bool:
             began = dict(_pairs(file.read().split(b"\0")))
     except OSError:
         return True
+    for name, value in _given_by_turn().items():
+        if value is None:
+            began.pop(name, None)
+        else:
+            began[name] = value
     before, now = _counted(began), _counted(environ)
     changed = [os.fsdecode(name) for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     if changed:
         note(f"the next process imports nothing before its turn, as this one has changed {', '.join(changed)}")
     return bool(changed)
+
+
+def _given_by_turn() -> Mapping[bytes, bytes | None]:
+    """What this process was given or lost when its turn came, if it waited for one at all."""
+    standby: Any = sys.modules.get(__name__.rsplit(".", 2)[0] + ".standby")
+    given: Mapping[bytes, bytes | None] = {} if standby is None else standby.by_turn
+    return given
 
 
 def _pairs(words: Iterable[bytes]) -> Iterable[tuple[bytes, bytes]]:

@@ -259,6 +259,31 @@ def test_one_that_was_kept_goes_on_elsewhere_with_what_was_imported_since(kept: 
     assert kept.said.read_text() == repr([None, "", "-1", "2", 1, 1, own])
 
 
+ASKED_SCRIPT = """
+import os, sys
+import torch.later
+from _hegm.agent.restart.beforehand import beforehand
+asked = [sorted(beforehand().modules)]
+os.environ["OMP_NUM_THREADS"] = "3"
+asked.append(sorted(beforehand().modules))
+os.write(3, repr(asked).encode())
+"""
+
+
+def test_after_one_restart_on_another_gpu_no_python_was_ever_made_ready_again(
+    kept: Next, script: Path, state: int
+) -> None:
+    """The kernel tells the environment of its start; what its turn changed was taken for a change by the script."""
+    script.write_text(ASKED_SCRIPT)
+    kept.environ["ROCR_VISIBLE_DEVICES"] = "0"
+    readied = made_ready(kept.expected())
+    assert readied.look()
+    what = differing(kept, CUDA_VISIBLE_DEVICES="GPU-1", ROCR_VISIBLE_DEVICES=None, HIP_VISIBLE_DEVICES="-1")
+    assert readied.go_on_as(what.command, {**what.environ, STATE_FD: str(state)}) == readied.pid
+    assert os.waitpid(readied.pid, 0) == (readied.pid, 0)
+    assert kept.said.read_text() == repr([["torch", "torch.inner", "torch.later"], []])
+
+
 @pytest.mark.parametrize("different", [{"OMP_NUM_THREADS": "3"}, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, {"X": None}])
 def test_one_is_not_kept_for_an_environment_that_its_imports_may_have_read(
     kept: Next, different: dict[str, str | None]
