@@ -45,6 +45,8 @@ LOOK_AGAIN_S = 5.0
 Take = Callable[[int, str, Rights, Asked], Awaitable[Answer]]
 Trim = Callable[[str, str, int, Rights], Awaitable[Sequence[str]]]
 Note = Callable[[Worker, str, str], Awaitable[object]]
+# A job, by its user and its run: which run it is of, a process says itself.
+Whose = tuple[int, str | None]
 
 
 async def _to_nobody(_worker: Worker, _message: str, _hint: str) -> None:
@@ -77,10 +79,10 @@ class Periodic(TaskHome):
         self._take = take
         self._trim = trim
         self._note = note
-        self._without: set[str | None] = set()
+        self._without: set[Whose] = set()
         self._utc = utc
         self._sleep = sleep
-        self._known: set[str] = set()
+        self._known: set[Whose] = set()
         self._slots = anyio.Semaphore(AT_ONCE)
         super().__init__()
 
@@ -91,25 +93,25 @@ class Periodic(TaskHome):
 
     def hear(self, news: str, worker: Worker) -> None:
         """Listens to the workers: the first of a job that wants images begins to have them."""
-        run = worker.about.run
-        if news not in (CAME, BACK) or self._tasks is None or run is None or worker.about.images is None:
+        whose = _whose(worker)
+        if news not in (CAME, BACK) or self._tasks is None or worker.about.run is None or worker.about.images is None:
             return
-        if run in self._known:
+        if whose in self._known:
             return
         why = _against(worker.about.images)
         if why is not None:
             logger.warning("process %d wants images that it cannot have: %s", worker.pid, why)
             worker.image_missed = f"it cannot have images: {why}"
             return
-        self._known.add(run)
-        since_utc = self._last_utc(run)
+        self._known.add(whose)
+        since_utc = self._last_utc(whose)
         first_utc = self._utc() if since_utc is None else min(since_utc, self._utc())
-        self._tasks.start_soon(self._attend, run, first_utc, name=f"images of {run}")
+        self._tasks.start_soon(self._attend, whose, first_utc, name=f"images of {worker.about.run}")
 
-    async def _attend(self, run: str, since_utc: float) -> None:
+    async def _attend(self, whose: Whose, since_utc: float) -> None:
         """One job, for as long as it lives. `since_utc` is when its last image was begun, or when it was first seen."""
         try:
-            while (worker := self._one_of(run)) is not None:
+            while (worker := self._one_of(whose)) is not None:
                 wish = worker.about.images
                 if wish is None:
                     return
@@ -125,17 +127,17 @@ class Periodic(TaskHome):
                     # One that takes longer than the time between two leaves the job half of that to train.
                     since_utc = max(begun_utc, self._utc() - wish.every_s / 2)
         finally:
-            self._known.discard(run)
-            self._without.discard(run)
+            self._known.discard(whose)
+            self._without.discard(whose)
 
-    def _one_of(self, run: str) -> Worker | None:
+    def _one_of(self, whose: Whose) -> Worker | None:
         """A process of the job; one that trains, if any does: launchers have agents too."""
-        found = [w for w in self._workers if w.about.run == run and w.about.images is not None]
+        found = [w for w in self._workers if _whose(w) == whose and w.about.images is not None]
         return max(found, key=lambda worker: (worker.gpu is not None, worker.boundary), default=None)
 
-    def _last_utc(self, run: str) -> float | None:
+    def _last_utc(self, whose: Whose) -> float | None:
         """When its last image was asked for, of a daemon before this one too, as far as the journal remembers."""
-        who = {(w.pid, w.identity.start_ticks) for w in self._workers if w.about.run == run}
+        who = {(w.pid, w.identity.start_ticks) for w in self._workers if _whose(w) == whose}
         taken = [
             op.created_utc
             for op in self._runner.operations()
@@ -168,8 +170,8 @@ class Periodic(TaskHome):
 
     async def _made(self, worker: Worker) -> None:
         worker.image_missed = None
-        if worker.about.run in self._without:
-            self._without.discard(worker.about.run)
+        if _whose(worker) in self._without:
+            self._without.discard(_whose(worker))
             await self._note(worker, "images of this job are made again", "see them with: hegmctl images ls DIR")
 
     async def _missed(self, worker: Worker, path: str, why: str) -> None:
@@ -177,10 +179,14 @@ class Periodic(TaskHome):
         worker.image_missed = f"no image at {time.strftime('%H:%M:%S', time.localtime(self._utc()))}: {why}"
         self._events.record("operation.image-missed", "warning", message, pid=worker.pid, facts={"path": path})
         logger.warning("%s", message, extra=fields(pid=worker.pid, path=path))
-        if worker.about.run not in self._without:
-            self._without.add(worker.about.run)
+        if _whose(worker) not in self._without:
+            self._without.add(_whose(worker))
             hint = "it is tried again in its time, and this is not said each time: hegmctl ps tells of the last"
             await self._note(worker, f"no image of this job was made: {why}", hint)
+
+
+def _whose(worker: Worker) -> Whose:
+    return worker.identity.uid, worker.about.run
 
 
 def series_of(worker: Worker) -> str:

@@ -158,17 +158,19 @@ class Restarts(TaskHome):
         op = self._runner.history(op_id).operation
         if op.phase in TERMINAL:
             self._forget(op_id)
-            await self._tell(op_id, "forget")
+            await self._tell(op_id, "forget", op)
         elif op.phase == SUSPENDED and op.failure is not None and any(member.is_absent for member in op.workers):
             await self._tell(op_id, "give-up", op)
         return op.phase in TERMINAL
 
     async def _tell(self, op_id: str, do: str, op: Operation | None = None) -> None:
+        """Tell those who serve it, and nobody of another user's who says so."""
         for supervisor in self._supervisors:
-            if not supervisor.connected or not supervisor.serves(op_id):
+            is_its = op is None or op.owner_uid == supervisor.uid
+            if not is_its or not supervisor.connected or not supervisor.serves(op_id):
                 continue
             try:
-                if op is None:
+                if op is None or do == "forget":
                     await supervisor.tell(do, op_id)
                 else:
                     why = "" if op.failure is None else f": {op.failure.message}"
@@ -181,7 +183,8 @@ class Restarts(TaskHome):
         """Listens to the workers: one may have gone on from a state that is held, its supervisor gone meanwhile."""
         if news == CAME:
             for supervisor in self._supervisors:
-                if supervisor.offer.pid == worker.pid and supervisor.offer.operation is not None:
+                is_its_own = (supervisor.offer.pid, supervisor.uid) == (worker.pid, worker.identity.uid)
+                if is_its_own and supervisor.offer.operation is not None:
                     self._note_progress(supervisor.offer.operation)
         if self._tasks is not None and news in (CAME, BACK) and worker.about.restarted is not None:
             self._tasks.start_soon(self._take_in, worker, worker.about.restarted)

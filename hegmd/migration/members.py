@@ -79,7 +79,8 @@ def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
         if any(worker.pid == candidate.pid for worker in op.live):
             draft.against(BUSY, *in_hand(op, candidate.pid), pid=candidate.pid)
             return False  # where it is and what it holds is that operation's doing, and no reason of its own
-        if candidate.job is not None and any(worker.restarts and worker.run == candidate.job for worker in op.live):
+        is_its = candidate.job is not None and candidate.uid == op.owner_uid
+        if is_its and any(worker.restarts and worker.run == candidate.job for worker in op.live):
             message = f"operation {op.id} ({op.kind}, {op.phase}) has started {who}, and waits for its next boundary"
             draft.against(BUSY, message, f"see: hegmctl op {op.id}", pid=candidate.pid)
             return False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import AsyncIterator, Callable, Sequence
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from hegmd.operations import Answer, Asked
 from hegmd.periodic import Periodic, series_of
 from hegmd.protocol.operations import PeriodicImages
 from hegmd.workers import Worker
+from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import Node, running
 
 Child = subprocess.Popen[bytes]
@@ -106,6 +108,31 @@ async def test_one_is_taken_every_so_often_and_the_old_ones_go_after_it(tmp_path
         assert [utc_s - begun for utc_s, _ in shelf.taken] == [600.0, 1200.0, 1800.0]
         assert shelf.taken[0][1] == "/images/train-ab12.20231114T222320Z"
         assert shelf.trimmed == [("/images", "train-ab12", 2)] * 3
+
+
+@pytest.fixture
+def other() -> Iterator[Child]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        yield child
+        child.kill()
+
+
+async def test_a_job_had_no_images_while_one_of_another_user_said_that_it_was_of_the_same_run(
+    tmp_path: Path, process: Child, other: Child
+) -> None:
+    """That one is further on, and the node has no image of it: its process is not its agent's user's."""
+    async with running(tmp_path) as node:
+        its_own = ModelAgent(node.workers, process.pid)
+        its_own.about = {"images": WISH, "run": "ab12", "job": "train"}
+        clock = Clock(6300.0)
+        shelf = Shelf(node, clock)
+        async with attended(node, clock, shelf):
+            stranger = ModelAgent(node.workers, other.pid, token="b" * 32)
+            stranger.uid, stranger.boundary = stranger.uid + 1, 9
+            stranger.about = {"images": WISH, "run": "ab12", "job": "strange"}
+            node.tasks.start_soon(stranger.attend, node.tasks)
+            node.tasks.start_soon(its_own.attend, node.tasks)
+        assert {path.partition(".")[0] for _, path in shelf.taken} == {"/images/train-ab12"}
 
 
 async def test_one_that_fails_is_told_of_and_nothing_is_removed_for_it(tmp_path: Path, process: Child) -> None:

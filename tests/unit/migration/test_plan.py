@@ -110,6 +110,17 @@ def test_a_job_moves_as_one_and_another_users_job_of_that_name_stays() -> None:
     assert plan.size_bytes == 2 * GIB
 
 
+@pytest.mark.parametrize("uid", [1000, 1001])
+def test_a_restart_kept_another_users_job_from_moving_that_said_it_was_of_the_same_run(uid: int) -> None:
+    op = _plan(planned(_snapshot(), _to())).operation("op1", _snapshot().candidates, {}, limits=Limits(), utc=5.0)
+    restarting = op.replace(workers=tuple([one.replace(pid=1, method="restart", run="bert") for one in op.workers]))
+    found = planned(_snapshot(_process(job="bert", uid=uid), running=(restarting,)), _to())
+    if uid == op.owner_uid:
+        assert _only_reason(found).code == "busy"
+    else:
+        assert _plan(found).workers[0].to == "gpu1"
+
+
 def test_single_processes_can_be_placed() -> None:
     job = [_process(pid, job="bert") for pid in (1, 2)]
     plan = _plan(planned(_snapshot(*job), _to(None, 1, placement={"2": "gpu1"})))
