@@ -71,17 +71,22 @@ class KeptReady:
                     await changed.wait()
 
     def _wanting(self) -> Iterator[tuple[Supervisor, Worker]]:
-        """Supervisors that want it for the very process that they have started, and were not asked yet."""
+        """Supervisors that want it for the very process that they have started, and have none and were not asked yet;
+        and those that have one which nobody wants."""
         known = list(self._supervisors)
         there = {_whose(supervisor) for supervisor in known}
         self._asked = {whose: asked for whose, asked in self._asked.items() if whose in there}
         for supervisor in known:
             pid = supervisor.offer.pid
-            is_one = supervisor.connected and supervisor.offer.python and self._readying.when(supervisor) == ALWAYS
+            is_one = supervisor.connected and supervisor.offer.python
             worker = self._workers.find(pid) if is_one and pid is not None else None
             if worker is None or self._supervisors.find(worker.identity.uid, worker.about.run) is not supervisor:
                 continue
-            if self._asked.get(_whose(supervisor)) != (worker.name, supervisor.connection):
+            asked = worker.name, supervisor.connection
+            is_wanted = self._readying.when(supervisor) == ALWAYS
+            if is_wanted and supervisor.offer.kept:
+                self._asked[_whose(supervisor)] = asked  # it has one from before, when it had another connection
+            if is_wanted != supervisor.offer.kept and self._asked.get(_whose(supervisor)) != asked:
                 yield supervisor, worker
 
     def _is_due(self, supervisor: Supervisor, worker: Worker) -> bool:
@@ -94,7 +99,10 @@ class KeptReady:
         asked = self._asked.get(_whose(supervisor))
         with anyio.move_on_after(self._answers_within_s):
             try:
-                await self._readying.keep(supervisor, worker)
+                if self._readying.when(supervisor) == ALWAYS:
+                    await self._readying.keep(supervisor, worker)
+                else:
+                    await supervisor.tell("unready", "")  # of a daemon that was configured otherwise
             except HegmError as error:
                 logger.debug("nothing is kept ready for process %d: %s", worker.pid, error.message)
                 if error.code != TIMEOUT:

@@ -2,7 +2,8 @@
 
 An operation that restarts a job tells its supervisor itself what to expect and when to start; here is what comes after.
 Once it is over the supervisor is told to forget it, and where the job could not be started again, to give it up with
-the state held. A supervisor that missed that, because the connection or the daemon was away, is told when it is back.
+the state held. A supervisor that missed that, because the connection or the daemon was away, is told when it is back;
+so is one that has a process ready for an operation that is over.
 
 A state that is held can be gone on with by a new supervisor of the same user (`hegmctl run --resume`). That is an
 ordinary resume of the operation, which has one supervisor at a time.
@@ -95,8 +96,13 @@ class Restarts(TaskHome):
 
     def _look(self, supervisor: Supervisor) -> None:
         """A supervisor came: what it waits for is watched from now on. Told from the event loop, must not wait."""
-        op_id = supervisor.offer.operation
-        if self._tasks is None or op_id is None:
+        op_id, readies = supervisor.offer.operation, supervisor.offer.readies
+        if self._tasks is None:
+            return
+        if readies is not None and readies not in self._watched:
+            self._watched.add(readies)  # it came with one: of an earlier daemon's, maybe, that is over
+            self._tasks.start_soon(self._watch, readies)
+        if op_id is None:
             return
         self._note_progress(op_id)
         if not supervisor.connected or supervisor.offer.pid is None:
@@ -167,7 +173,8 @@ class Restarts(TaskHome):
         """Tell those who serve it, and nobody of another user's who says so."""
         for supervisor in self._supervisors:
             is_its = op is None or op.owner_uid == supervisor.uid
-            if not is_its or not supervisor.connected or not supervisor.serves(op_id):
+            serves = supervisor.serves(op_id) or (do == "forget" and supervisor.offer.readies == op_id)
+            if not is_its or not supervisor.connected or not serves:
                 continue
             try:
                 if op is None or do == "forget":

@@ -169,8 +169,8 @@ class Supervisor:
 
     async def tell(self, do: str, operation: str, **how: Any) -> None:
         """Say something that is not answered. Raises SupervisorAway."""
-        if do == "forget":
-            self.offer = self.offer.replace(operation=None, started=False)
+        if do in ("forget", "unready"):
+            self._note_over(operation, is_forgotten=do == "forget")
         if self._link is None:
             raise SupervisorAway(self.run, operation, f"it cannot be told to {do}")
         if do == READY:
@@ -180,6 +180,15 @@ class Supervisor:
             await self._link.send(SupervisorOrder(order=self._link.last, do=do, operation=operation, **how), ())
         except (OSError, anyio.ClosedResourceError, HegmError) as error:
             raise SupervisorAway(self.run, operation, f"it cannot be told to {do}") from error
+
+    def _note_over(self, operation: str, *, is_forgotten: bool) -> None:
+        """Whatever was made ready for that operation, or for any where it is empty, is not any more."""
+        if not operation:
+            self.offer = self.offer.replace(kept=False)
+        elif self.offer.readies == operation:
+            self.offer = self.offer.replace(readies=None)
+        if is_forgotten and self.offer.operation == operation:
+            self.offer = self.offer.replace(operation=None, started=False)
 
     # -- for Supervisors -----------------------------------------------------------------------------------------------
 
@@ -217,11 +226,13 @@ class Supervisor:
             self.offer = self.offer.replace(pid=None, started=False, left=True)
         elif report.result == DONE and given is not None:
             self.was_ready = report.was_ready
-            started = {"started": True, "left": False} if given.do == START else {"started": False}
+            started: dict[str, Any] = {"started": False}
+            if given.do == START:
+                started = {"started": True, "left": False, "kept": False, "readies": None}
             self.offer = self.offer.replace(pid=report.pid, operation=given.operation, key=given.key, **started)
         elif report.result == DONE and report.order is not None and report.order == link.start:
             self.was_ready = report.was_ready  # another process, by the same order
-            self.offer = self.offer.replace(pid=report.pid)
+            self.offer = self.offer.replace(pid=report.pid, kept=False, readies=None)
         if given is not None and given.report is None:
             given.report = report
             given.over.set()

@@ -68,7 +68,7 @@ class Readied:
 
     def __init__(self, what: Beforehand, mask: set[signal.Signals]) -> None:
         self.what = what
-        #: Whether it was there before what it is for now was known.
+        #: Whether it was there before what it is for now was known, and has not said yet that it is ready for that.
         self.is_kept = False
         self._began = what.environ
         #: While it imports for the first time it is not known what that reads.
@@ -95,15 +95,16 @@ class Readied:
         self._pidfd = os.pidfd_open(self.pid)
 
     def look(self) -> bool:
-        """Read what it has said; whether it has just become ready, or never will be."""
+        """Read what it has said; whether it has just become ready, or never will be, or is no more."""
         said = b"" if self._line is None else _received(self._line)
         if said is None:
             return False
-        is_news = not self._is_settled
+        is_news = not self._is_settled or self._line is not None
         self._is_settled = True
         what, *names = said.split(b"\0")
         if what == READY:
             self._is_ready, self._unread = True, frozenset(map(os.fsdecode, names))
+            self.is_kept = False
         if what != READY or not self._fits(self.what.command, self.what.environ):
             self.end()
         return is_news

@@ -170,7 +170,9 @@ class DaemonDesk:
         return self._kept if self._expected is None else self._expected[1]
 
     def is_ready(self, pid: int | None) -> None:
-        """The daemon may want to know."""
+        """The daemon may want to know. One that was kept and will not be ready any more is not made anew."""
+        if pid is None and self._expected is None:
+            self._kept = None
         self._report(SuperviseReport(result="ready", pid=pid))
 
     def started(self, pid: int, *, was_ready: bool = False) -> None:
@@ -203,6 +205,8 @@ class DaemonDesk:
         is_over = order.do in ("unready", "forget")
         if is_over and self._expected is not None and self._expected[0] == order.operation:
             self._expected = None
+        elif order.do == "unready" and not order.operation:
+            self._kept = None
         if order.do == "expect":
             self._expect(order)
         elif order.do == "ready":
@@ -380,6 +384,8 @@ class DaemonDesk:
             asks=True,
             key=self._key if self._started else "",
             ready=self._ready,
+            kept=self._kept is not None,
+            readies=None if self._expected is None else self._expected[0],
         )
         try:
             self._line = Line(self._path, offer)
@@ -389,14 +395,19 @@ class DaemonDesk:
             self._pause_s, self._has_said = FIRST_PAUSE_S, False
 
     def _hang_up(self, error: Exception, now: float | None = None) -> None:
-        """That connection is over; another one is made after a while."""
-        line, self._line, self._expected, self._kept = self._line, None, None, None
+        """That connection is over; another one is made after a while.
+
+        What was made ready stays so, for the next daemon: it is told of it, and says if nobody wants it any more.
+        """
+        line, self._line = self._line, None
         if line is not None:
             line.close()
         self._close_probes()
         self._again_at = (monotonic() if now is None else now) + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         declined = isinstance(error, HegmError) and line is not None and line.declined
+        if declined:
+            self._expected = self._kept = None
         if self._resumes is not None and isinstance(error, HegmError) and declined:
             self._give_up = GiveUp(error.message, error.hint, error.code.exit_status)
         elif declined and not self._has_said:

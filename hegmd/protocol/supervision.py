@@ -90,6 +90,11 @@ class Supervise(Request, op="supervise", reply=SupervisionEnded, event=Superviso
         default=None,
     )
     ranks: bool = field("whether it can start several ranks from a state of each", default=False)
+    kept: bool = field(
+        "whether a process waits beside its command, or is on its way there, for whatever restart may come",
+        default=False,
+    )
+    readies: str | None = field("the operation for whose restart one does", default=None)
 
 
 class SuperviseReport(Request, op="supervise.report", reply=Noted):

@@ -12,6 +12,7 @@ import pytest
 
 from hegmctl.connection import connect
 from hegmd.pool import read_available_bytes
+from hegmd.protocol.operations import Operation
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import PACE_MS, SCRIPTS, MovedJob, Script
 
@@ -75,6 +76,20 @@ class EvaluatingJob(MovedJob):
             self._read_on(PACE_MS)
         return kept
 
+    def is_supervised(self, training: int) -> None:
+        """Wait until the daemon knows of the supervisor."""
+        with connect(str(self._daemon.socket_path)) as hegmd:
+            while not any(
+                process.pid == training and process.agent and process.agent.supervised
+                for process in hegmd.processes().processes
+            ):
+                self._read_on(PACE_MS)
+
+    def story(self, op_id: str) -> Operation:
+        """How that operation stands."""
+        with connect(str(self._daemon.socket_path)) as hegmd:
+            return hegmd.story(op_id).operation
+
     def phase_at_end(self, op_id: str) -> str:
         """How an operation ended, the job being read meanwhile."""
         with connect(str(self._daemon.socket_path)) as hegmd:
@@ -88,11 +103,15 @@ def test_it_goes_with_a_cancel_waits_for_its_turn_can_be_done_without_and_is_tra
 ) -> None:
     if (read_available_bytes() or 0) < ENOUGH_BYTES:
         pytest.skip("the node has no 3 GiB available, and makes nobody ready with less than 2")
-    with EvaluatingJob(daemon, tmp_path) as job, connect(str(daemon.socket_path)) as hegmd:
+    with EvaluatingJob(daemon, tmp_path) as job:
         first = next(iter(job.places(1)))
         job.read_steps(3)
         cancelled, waiting = job.asked_to("gpu1", first)
-        hegmd.cancel(cancelled)
+        daemon.stop(signal.SIGKILL)
+        daemon.start()
+        assert job.next_to(first) == waiting
+        with connect(str(daemon.socket_path)) as hegmd:
+            hegmd.cancel(cancelled)
         assert job.phase_at_end(cancelled) == "undone"
         while job.next_to(first) is not None:
             job._read_on(PACE_MS)
@@ -112,7 +131,7 @@ def test_it_goes_with_a_cancel_waits_for_its_turn_can_be_done_without_and_is_tra
         os.mkfifo(job.gate)
         last, fourth = job.asked("gpu1", third)
         job.read_steps(20)  # it stood for as long as the next Python imported PyTorch
-        described = hegmd.story(last).operation
+        described = job.story(last)
         assert (described.phase, described.processes[0].state) == ("readying", "running")
         assert str(described.doing).startswith("it trains on until the next Python is ready: ")
         job.gate.write_bytes(b"\n")
@@ -121,9 +140,7 @@ def test_it_goes_with_a_cancel_waits_for_its_turn_can_be_done_without_and_is_tra
         ended, _waiting = job.asked("gpu0", fourth)
         (tmp_path / "over").touch()
         assert job.phase_at_end(ended) == "done"  # it had failed: there was nobody any more to be moved
-        assert (
-            hegmd.story(ended).operation.note == f"process {fourth} came to the end of its training before it was moved"
-        )
+        assert job.story(ended).note == f"process {fourth} came to the end of its training before it was moved"
         assert job.steps()
 
 
@@ -141,6 +158,9 @@ def test_one_that_is_kept_ready_is_nobody_until_its_turn_and_ends_with_the_job(
         opened = [os.readlink(path) for path in Path(f"/proc/{kept}/fd").iterdir()]
         assert len(opened) == 4
         assert [target for target in opened if target.startswith("socket:")]
+        daemon.stop(signal.SIGKILL)
+        daemon.start()
+        job.is_supervised(first)
         assert job.operation("migrate", str(first), "--via", "restart", "--to", "gpu1")["phase"] == "done"
         assert next(iter(job.places(1))) == kept
         assert job.starts() == [[str(first), "gpu0"], [str(kept), "gpu1"]]

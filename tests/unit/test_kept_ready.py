@@ -50,7 +50,8 @@ class Node:
         deaf_times: int = 0,
     ) -> None:
         self.uid, self.answers = uid, answers
-        self.workers = Workers(lambda pid: pid)
+        self.ticks = 1
+        self.workers = Workers(lambda _pid: self.ticks)
         self.supervisors = Supervisors(lambda pid: pid)
         readying = Deaf(
             self.supervisors, lambda _subject, _place: {}, Ready(when), available_bytes=lambda: available_bytes
@@ -74,7 +75,7 @@ class Node:
             tasks.start_soon(self.kept.run)
             about = AgentAttend(token="token", python_version="3.11", boundary=boundary, run="run")
             program = AgentInfo(name="agent", version="1")
-            tasks.start_soon(self.workers.attend, "agent", PID, 0, program, about, self._obey)
+            tasks.start_soon(self.workers.attend, "agent", PID, 0, program, about, self.obey)
             offered = Supervise(**{"run": "run", "pid": PID, "python": True, **offer})
             tasks.start_soon(self.supervisors.attend, "supervisor", PID, self.uid, offered, self._hear)
             await anyio.wait_all_tasks_blocked()
@@ -82,7 +83,7 @@ class Node:
             tasks.cancel_scope.cancel()
         self.supervisors.close()
 
-    async def _obey(self, order: Order, _fds: Sequence[int]) -> None:
+    async def obey(self, order: Order, _fds: Sequence[int]) -> None:
         self.asked.append(order.do)
         if not self.answers:
             return
@@ -192,6 +193,40 @@ async def test_whoever_did_not_answer_is_asked_again_later() -> None:
     node = Node(ALWAYS, deaf_times=2)
     async with node.running():
         assert [order.do for order in node.told] == ["ready"]
+
+
+async def test_all_had_everything_imported_again_when_hegmd_was_started_again() -> None:
+    """The next daemon hears that one is kept. After a restart there is none, and it is asked for."""
+    node = Node(ALWAYS)
+    async with node.running(kept=True):
+        assert (node.asked, node.told) == ([], [])
+        supervisor = node.supervisors.find(0, "run")
+        assert supervisor is not None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(supervisor.order, "start", "4")
+            await anyio.wait_all_tasks_blocked()
+            started = SuperviseReport(order=node.told[-1].order, result="done", pid=PID, was_ready=True)
+            node.supervisors.report("supervisor", started)
+        assert not supervisor.offer.kept
+        await supervisor.tell("forget", "4")
+        about = AgentAttend(token="another", python_version="3.11", boundary=1, run="run")
+        node.ticks += 1
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(
+                node.workers.attend, "agent", PID, 0, AgentInfo(name="agent", version="1"), about, node.obey
+            )
+            await anyio.wait_all_tasks_blocked()
+            assert [order.do for order in node.told] == ["start", "forget", "ready"]
+            tasks.cancel_scope.cancel()
+
+
+async def test_one_that_is_kept_though_it_is_not_to_be_any_more_is_let_go_of() -> None:
+    node = Node(BEFOREHAND)
+    async with node.running(kept=True):
+        node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=7))
+        await anyio.wait_all_tasks_blocked()
+    assert [(order.do, order.operation) for order in node.told] == [("unready", "")]
+    assert node.asked == []
 
 
 def test_an_agent_that_does_not_say_what_it_has_imported_is_not_waited_for_without_end() -> None:

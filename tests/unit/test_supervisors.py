@@ -119,6 +119,16 @@ async def test_a_command_that_went_on_as_another_process_has_not_come_to_its_end
     assert not await supervisors.ended_well(0, "nobody's", 2)
 
 
+async def test_what_is_ready_for_an_operation_is_known_until_that_is_forgotten(supervisors: Supervisors) -> None:
+    line = Line()
+    offer = OFFER.replace(kept=True, readies="4", operation="5", started=True)
+    async with attending(supervisors, line, offer) as supervisor:
+        await supervisor.tell("forget", "4")
+        assert supervisor.offer == offer.replace(readies=None)
+        await supervisor.tell("unready", "")
+        assert supervisor.offer == offer.replace(readies=None, kept=False)
+
+
 async def test_a_start_that_was_made_again_was_taken_for_the_one_that_had_been_made_ready(
     supervisors: Supervisors,
 ) -> None:

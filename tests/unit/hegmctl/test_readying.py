@@ -284,6 +284,18 @@ def test_after_one_restart_on_another_gpu_no_python_was_ever_made_ready_again(
     assert kept.said.read_text() == repr([["torch", "torch.inner", "torch.later"], []])
 
 
+def test_the_end_of_one_that_had_been_ready_was_told_to_nobody(kept: Next) -> None:
+    """The next daemon would have been told that it is there still."""
+    readied = made_ready(kept.expected())
+    assert readied.look()
+    os.kill(readied.pid, signal.SIGKILL)
+    heard_of(readied)
+    assert readied.look()
+    assert (readied.waits, readied.is_kept) == (False, False)
+    assert not readied.look()
+    assert status_of(readied.pid) == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("different", [{"OMP_NUM_THREADS": "3"}, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, {"X": None}])
 def test_one_is_not_kept_for_an_environment_that_its_imports_may_have_read(
     kept: Next, different: dict[str, str | None]

@@ -391,6 +391,54 @@ def test_a_start_that_an_earlier_daemon_has_ordered_is_not_done_twice(attended: 
         attended.desk.close()
 
 
+def test_what_was_made_ready_ended_with_the_daemon_that_had_asked_for_it(attended: Attended) -> None:
+    """The next one is told of it, and says what it does not want. A job that had left stood for a whole start then."""
+    offer = attended.attend()
+    assert (offer.kept, offer.readies) == (False, None)
+    attended.order("ready", operation="", imports=("torch",))
+    attended.until(lambda: attended.desk.expected() is not None)
+    kept = attended.desk.expected()
+    attended.order("ready", imports=("torch",))
+    attended.until(lambda: attended.desk.expected() is not kept)
+    for_operation = attended.desk.expected()
+    assert attended.daemon is not None
+    attended.daemon.stop()
+    with attended.listen():
+        offer = attended.attend()
+        assert (offer.kept, offer.readies) == (True, "4")
+        assert attended.desk.expected() is for_operation
+        attended.order("forget")
+        attended.until(lambda: attended.desk.expected() is kept)
+        attended.order("unready", operation="")
+        attended.until(lambda: attended.desk.expected() is None)
+        attended.desk.close()
+
+
+def test_one_that_could_not_be_kept_is_offered_to_nobody(attended: Attended) -> None:
+    attended.attend()
+    attended.order("ready", operation="", imports=("torch",))
+    attended.until(lambda: attended.desk.expected() is not None)
+    attended.desk.is_ready(None)
+    assert attended.daemon is not None
+    attended.daemon.stop()
+    with attended.listen():
+        assert not attended.attend().kept
+        assert attended.desk.expected() is None
+        attended.desk.close()
+
+
+def test_nobody_is_kept_for_a_daemon_that_declines(attended: Attended) -> None:
+    attended.attend()
+    attended.order("ready", operation="", imports=("torch",))
+    attended.until(lambda: attended.desk.expected() is not None)
+    assert attended.daemon is not None
+    attended.daemon.stop()
+    refusal = failing(Refused("another supervises run-1", "see: hegmctl ps"))
+    with FakeDaemon(attended.path, {**node.answers(), Supervise: refusal}):
+        attended.until(lambda: attended.desk.expected() is None)
+        attended.desk.close()
+
+
 @pytest.mark.parametrize("resumes", ["9", None])
 def test_a_daemon_that_will_not_have_it_is_told_of_once(socket_path: Path, tmp_path: Path, resumes: str | None) -> None:
     """One that wants to go on from a state gives up; a job that runs goes on running, without restarts."""
