@@ -16,6 +16,7 @@ import anyio
 from hegmd.detached import run_detached
 from hegmd.errors import NOT_FOUND, HegmError
 from hegmd.inventory import Inventory, NodeSnapshot
+from hegmd.methods.sight import is_stopped
 from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, PoolRoom, Rates, Snapshot, Surroundings
 from hegmd.migration.operation import Operation, Respawn
 from hegmd.pool import read_available_bytes
@@ -272,6 +273,7 @@ def _told(worker: Worker) -> AgentSurvey:
         cuda=worker.cuda,
         state_bytes=worker.state_bytes,
         refusals=worker.refusals,
+        unweighed=worker.unweighed,
         begin_anew=worker.begin_anew,
     )
 
@@ -279,10 +281,16 @@ def _told(worker: Worker) -> AgentSurvey:
 async def _weigh_one(worker: Worker) -> None:
     """Raises nothing: one that cannot say has a reason, which is one against its restart."""
     worker.state_bytes, worker.refusals, worker.begin_anew, worker.imports = None, (), None, ()
+    worker.unweighed = None
     try:
         await worker.order("weigh", limit_s=WEIGH_S)
     except HegmError as error:
-        worker.refusals = (error.message,)
+        worker.unweighed = (error.message, error.hint)
+        if is_stopped(worker.pid):  # looked at now: one that was for a moment, as by a profiler, has answered
+            message = (
+                f"process {worker.pid} is stopped by a signal or a debugger, and cannot say what it would take along"
+            )
+            worker.unweighed = (message, f"let it go on first: kill -CONT {worker.pid}")
 
 
 def _sum(sizes: Sequence[int | None]) -> int | None:

@@ -79,6 +79,7 @@ class Worker:
         #: What its state comes to and what stands against a restart, by its last word; None before it was asked.
         self.state_bytes: int | None = None
         self.refusals: tuple[str, ...] = ()
+        self.unweighed: tuple[str, str] | None = None  # why it has not said what a restart would carry, and what to do
         self.begin_anew: tuple[str, ...] | None = None
         #: What the process that goes on may import before its turn, and the path of its script's modules.
         self.imports: tuple[str, ...] = ()
@@ -189,7 +190,7 @@ class Worker:
             self.held_bytes = self.held_bytes if report.held_bytes is None else report.held_bytes
         if do == "weigh":
             self.state_bytes, self.refusals = report.state_bytes, report.refusals
-            self.begin_anew = report.begin_anew
+            self.begin_anew, self.unweighed = report.begin_anew, None
         if do in {"weigh", "beforehand"}:
             self.imports, self.path = report.imports, report.path
         if do == "filled" and report.held_bytes is not None:

@@ -15,6 +15,7 @@ from time import monotonic, sleep
 
 from hegmctl.become import become, require
 from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, is_private, own_socket
+from hegmctl.grammar.moving import READY_WHEN
 from hegmd.errors import EXTERNAL, NO_DAEMON, NOT_FOUND, REFUSED, USAGE, HegmError
 
 TYPE_CHECKING = False
@@ -72,6 +73,9 @@ def _is_supervised(arguments: Arguments) -> bool:
     if not allowed and any(value is not None for value in own):
         hint = "hegmctl run --allow-restart --resume ID -- COMMAND"
         raise HegmError(USAGE, "--restart-tries, --resume and --ready are for --allow-restart", hint)
+    ready = arguments.text("ready")
+    if ready not in (None, *READY_WHEN):  # the daemon would take it as if nothing had been said
+        raise HegmError(USAGE, f"--ready {ready}: there is no such time", f"write one of: {', '.join(READY_WHEN)}")
     return allowed
 
 

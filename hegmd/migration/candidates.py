@@ -49,6 +49,9 @@ class AgentSurvey(Record):
     cuda: CudaFacts | None = field("its use of CUDA; nil if it uses none, or the agent does not know", default=None)
     state_bytes: int | None = field("what a restart would carry; nil if it has not said", default=None)
     refusals: tuple[str, ...] = field("what stands against a restart, by its own word", default=())
+    unweighed: tuple[str, str] | None = field(
+        "why it has not said what a restart would carry, and what to do; nil if nothing kept it from it", default=None
+    )
     begin_anew: tuple[str, ...] | None = field(
         "variables that a restart would not keep; nil if not known", default=None
     )

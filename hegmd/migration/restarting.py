@@ -66,7 +66,9 @@ def place(draft: Draft, candidate: Candidate) -> None:
     for refused in agent.refusals:
         hint = "say how with hegm.keep or hegm.resumable, or move it without a restart"
         draft.against(REFUSED, f"process {pid}: {refused}", hint, pid=pid)
-    if agent.state_bytes is None and not agent.refusals:
+    if agent.unweighed is not None:
+        draft.against(REFUSED, *agent.unweighed, pid=pid)
+    elif agent.state_bytes is None and not agent.refusals:
         hint = "it says so at its next batch boundary; ask again, and see the log of the job if it never does"
         draft.against(REFUSED, f"what the state of process {pid} comes to is not known", hint, pid=pid)
     if request.respawn.python is not None and not candidate.python:

@@ -159,7 +159,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.resting": (*MOVING, "hegmd.agent_orders", "hegmd.events", "hegmd.migration"),
     "hegmd.lookout": (
         *(*GROUND, "hegmd.detached", "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.processes"),
-        *("hegmd.supervisors", "hegmd.workers"),
+        *("hegmd.methods.sight", "hegmd.supervisors", "hegmd.workers"),
     ),
     "hegmd.operations": (
         *(*MOVING, "hegmd.inventory", "hegmd.lookout", "hegmd.migration", "hegmd.resting", "hegmd.strays"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -145,6 +146,34 @@ async def test_a_plan_asks_the_supervisor_what_the_other_python_is(tmp_path: Pat
         with pytest.raises(HegmError) as refused:
             await node.operations.migrate([process.pid], "gpu1", node.asked(), wanted)
         assert "/bin/true is no Python: ask /bin/true {'A': '1'}" in str(refused.value.facts["reasons"])
+        supervisors.close()
+
+
+async def test_a_restart_of_a_stopped_job_was_refused_with_advice_about_its_script(
+    tmp_path: Path, process: Child
+) -> None:
+    """ "The agent has not answered a weigh within 6.8 s; say how with hegm.keep": all that it took was `kill -CONT`."""
+    line, wanted = object(), Restarting(via="restart")
+    async with running(tmp_path) as node:
+        supervisors = node.moving.supervisors
+
+        async def hear(_order: SupervisorOrder, _fds: Sequence[int]) -> None: ...
+
+        agent = await node.attend(process.pid, run="1")
+        offer = Supervise(run="1", python=True, pid=process.pid)
+        node.tasks.start_soon(supervisors.attend, line, os.getpid(), os.getuid(), offer, hear)
+        await anyio.wait_all_tasks_blocked()
+        agent.refuses["weigh"] = "another order is under way"
+        for number, why, hint in (
+            (signal.SIGSTOP, f"process {process.pid} is stopped by a signal", f"kill -CONT {process.pid}"),
+            (signal.SIGCONT, "another order is under way", "ask the test"),
+        ):
+            process.send_signal(number)
+            await anyio.to_thread.run_sync(os.waitpid, process.pid, os.WUNTRACED | os.WCONTINUED)
+            with pytest.raises(HegmError) as refused:
+                await node.operations.migrate([process.pid], "gpu1", node.asked(), wanted)
+            assert why in refused.value.message, refused.value
+            assert hint in refused.value.hint, refused.value
         supervisors.close()
 
 

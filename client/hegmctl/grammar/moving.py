@@ -6,6 +6,8 @@ from hegmctl.grammar.shared import CARRIER, DRY_RUN, IN_HAND, WAIT
 from hegmctl.grammar.words import FILES, GPUS, PATH, PID, PIDS, PLACES, POSITIVE, SECONDS, TEXT, Argument, Option, Verb
 
 _JOBS = Argument("PID", many=True, kind=PID, complete=PIDS, doc="the processes; the others of their jobs come along")
+# When the next Python of a restart imports PyTorch.
+READY_WHEN = ("in-turn", "beforehand", "always")
 
 MOVING = (
     Verb(
@@ -43,9 +45,9 @@ MOVING = (
                 "--ready",
                 kind=TEXT,
                 metavar="WHEN",
-                choices=("in-turn", "beforehand", "always"),
-                doc="when the next Python of a restart imports PyTorch: in its turn, once one is asked for, or from "
-                "the first batch on; as the daemon is configured if not given",
+                choices=READY_WHEN,
+                doc="when the next Python of a restart imports PyTorch: in-turn; beforehand, once one is asked for; or "
+                "always, from the first batch on; as the daemon is configured if not given",
             ),
             Option("--resume", kind=TEXT, metavar="ID", doc="begin from the state that a suspended operation holds"),
             Option("--simulate", kind=TEXT, metavar="SPEC", doc="if a daemon is started, with such GPUs: 2x8GiB"),
