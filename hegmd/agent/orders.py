@@ -36,6 +36,8 @@ SURVEY_LIMIT_S = 5.0
 PARK_LIMIT_S = 300.0
 _LOOK_AGAIN_S = 0.002
 _TRY_AGAIN_S = 5.0
+# Orders that change nothing: of one that is not answered yet nothing is left once another has come.
+_QUESTIONS = frozenset(("survey", "weigh"))
 # Those that stand for somebody who wants something of the script now; timers and children are no reason to come back.
 _URGENT = frozenset((1, 2, 3, 10, 12, 15))  # HUP, INT, QUIT, USR1, USR2, TERM
 
@@ -430,8 +432,12 @@ class Orders:
         self._gate.withdraw()
 
     def _wait_for(self, order: Order, limit_s: float | None) -> None:
-        if self._pending is not None:
-            raise refusal(f"order {self._pending.order} ({self._pending.do}) is under way", "wait, or withdraw it")
+        """A question gives way: of a process that was stopped meanwhile, nobody waits for its answer any more."""
+        before = self._pending
+        if before is not None:
+            if before.do not in _QUESTIONS:
+                raise refusal(f"order {before.order} ({before.do}) is under way", "wait, or withdraw it")
+            self._failed(before.order, refusal("another order came before the answer", "nothing needs to be done"))
         self._pending = Pending(order, limit_s)
 
     def _require_parked(self, what: str) -> None:

@@ -52,6 +52,7 @@ PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 47, 2
 CAPABILITY_VERSION = 0x20080522  # the third, with two words a set
 LIMITS = 16  # that Linux has
 ASKED_GRACE_S = 20
+_AGAIN_S = 0.05
 _NOBODY = 65534
 
 
@@ -100,7 +101,7 @@ def tend(told: int, root: int, words: list[str]) -> int:
 
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     asked: list[int] = []
-    signal.signal(signal.SIGALRM, lambda _number, _frame: _end_descendants())
+    signal.signal(signal.SIGALRM, lambda _number, _frame: _end_descendants())  # again and again, once it has begun
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda _number, _frame: asked.append(signal.alarm(ASKED_GRACE_S)))
     program = os.fork()
@@ -146,12 +147,17 @@ def _status(status: int) -> int:
 
 
 def _end_descendants() -> None:
-    """Stop them first, so that none can make another that is not seen; then end them all."""
+    """Stop them first, so that none can make another that is not seen; then end them all.
+
+    One that was just making another when it was stopped may have it a moment later: this is done again until there is
+    nobody to wait for, by SIGALRM.
+    """
     seen: set[int] = set()
     while fresh := _descendants() - seen:
         seen |= fresh
         _signal(fresh, signal.SIGSTOP)
     _signal(seen, signal.SIGKILL)
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
 
 
 def _signal(pids: set[int], number: signal.Signals) -> None:

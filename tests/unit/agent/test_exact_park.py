@@ -97,6 +97,16 @@ def test_one_that_stands_goes_on_to_a_later_boundary(rank: _Rank) -> None:
     assert rank.said() == [(1, "failed", 1)]
 
 
+@pytest.mark.parametrize("question", ["survey", "weigh"])
+def test_a_process_that_was_stopped_refused_to_park_because_it_had_yet_to_answer(rank: _Rank, question: str) -> None:
+    """The daemon had given up its question as overdue by then, and the move was turned back."""
+    rank.orders.obey(Order(order=1, do=question), None)
+    rank.park(2, at=1)
+    rank.let_pass()
+    assert rank.wait_until_parked() == 1
+    assert rank.said() == [(1, "failed", 0)]
+
+
 def test_a_later_boundary_takes_the_place_of_one_that_is_waited_for(rank: _Rank) -> None:
     rank.let_pass()
     rank.wait_until_passed()
