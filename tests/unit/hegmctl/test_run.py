@@ -306,7 +306,7 @@ def test_what_is_for_a_parent_is_refused_where_the_command_has_none(daemon: Fake
 
 
 def test_a_misspelt_time_to_be_ready_was_taken_as_none_at_all(daemon: FakeDaemon) -> None:
-    """`--ready allways` began the job, and nothing was ever kept ready for it."""
-    ran = hegmctl("run", "--allow-restart", "--ready", "allways", "--", "true", socket=daemon.path)
+    """`--ready sometimes` began the job, and nothing was ever kept ready for it."""
+    ran = hegmctl("run", "--allow-restart", "--ready", "sometimes", "--", "true", socket=daemon.path)
     assert ran.returncode == 2
     assert "write one of: in-turn, beforehand, always" in ran.stderr
