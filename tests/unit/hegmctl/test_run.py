@@ -305,7 +305,7 @@ def test_what_is_for_a_parent_is_refused_where_the_command_has_none(daemon: Fake
     assert "are for --allow-restart" in ran.stderr
 
 
-def test_a_misspelt_time_to_be_ready_was_taken_as_none_at_all(daemon: FakeDaemon) -> None:
+def test_a_time_to_be_ready_that_there_is_not_was_taken_as_none_at_all(daemon: FakeDaemon) -> None:
     """`--ready sometimes` began the job, and nothing was ever kept ready for it."""
     ran = hegmctl("run", "--allow-restart", "--ready", "sometimes", "--", "true", socket=daemon.path)
     assert ran.returncode == 2
