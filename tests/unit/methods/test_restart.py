@@ -193,17 +193,22 @@ class Launched:
         self._supervisors.report(self, SuperviseReport(result="failed", message=message))
 
 
+async def refusal_of_a_rank(parts: RestartMethod) -> Refused:
+    """Why the only rank of a job does not come back."""
+    with pytest.raises(Refused) as failed:
+        await parts.restore(replace(subject(), rank=0, ranks=(Rank("a", 0, "gpu1"),)), "gpu1")
+    return failed.value
+
+
 async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tmp_path: Path) -> None:
     """Its launcher had started it anew by itself, where it waited for ranks that were gone, and nobody ended them."""
     workers, supervisors = Attending(), Supervisors(start_ticks_of)
     launched = Launched(workers, supervisors)
+    parts = method(tmp_path, workers=workers, supervisors=supervisors, line_of=launched.line_of)
     failures: list[Refused] = []
 
     async def restore() -> None:
-        parts = method(tmp_path, workers=workers, supervisors=supervisors, line_of=launched.line_of)
-        with pytest.raises(Refused) as failed:
-            await parts.restore(replace(subject(), rank=0, ranks=(Rank("a", 0, "gpu1"),)), "gpu1")
-        failures.append(failed.value)
+        failures.append(await refusal_of_a_rank(parts))
         tasks.cancel_scope.cancel()
 
     with anyio.fail_after(20):
@@ -225,13 +230,11 @@ async def test_a_daemon_that_was_not_there_at_the_start_saw_no_rank_fall_before_
     """An earlier daemon had asked for the start; the one that waits now finds the rank below the launcher itself."""
     workers, supervisors = Attending(), Supervisors(start_ticks_of)
     launched = Launched(workers, supervisors)
+    parts = method(tmp_path, workers=workers, supervisors=supervisors, ranks_below=launched.ranks_below)
     failures: list[Refused] = []
 
     async def restore() -> None:
-        parts = method(tmp_path, workers=workers, supervisors=supervisors, ranks_below=launched.ranks_below)
-        with pytest.raises(Refused) as failed:
-            await parts.restore(replace(subject(), rank=0, ranks=(Rank("a", 0, "gpu1"),)), "gpu1")
-        failures.append(failed.value)
+        failures.append(await refusal_of_a_rank(parts))
         tasks.cancel_scope.cancel()
 
     with anyio.fail_after(20):
