@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,18 +30,6 @@ from hegmd.protocol.frames import frame
 from hegmd.protocol.snapshots import Check
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Answerer, Caller, FakeDaemon, failing, remembering, saying, unanswered
-
-
-@pytest.fixture
-def daemon(socket_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(socket_path, node.answers()) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def hegmd(daemon: FakeDaemon) -> Iterator[Connection]:
-    with connect(str(daemon.path), timeout_s=5) as connection:
-        yield connection
 
 
 def test_the_daemon_is_greeted_by_name_and_version(hegmd: Connection, daemon: FakeDaemon) -> None:

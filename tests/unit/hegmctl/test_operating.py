@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +20,6 @@ from hegmd.protocol.operations import (
     StoryLine,
 )
 from hegmd.protocol.record import Record
-from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Answerer, Asked, Caller, FakeDaemon, failing, saying
 from tests.unit.hegmctl.running import hegmctl
 from tests.unit.hegmctl.terminal import Terminal
@@ -59,12 +56,6 @@ STORY = (
 )
 BAR = "operation 7  [###########.............]  evacuating  1.0 GiB of 2.0 GiB"
 QUESTION = "Cancel operation 7? It goes on otherwise [y/N] "
-
-
-@pytest.fixture
-def daemon(socket_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(socket_path, node.answers()) as running:
-        yield running
 
 
 def coming_on(reply: Record | None) -> Answerer:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +63,6 @@ os.write(1, b"ready\\n")
 while True:
     signal.pause()
 """
-
-
-@pytest.fixture
-def daemon(socket_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(socket_path, node.answers()) as running:
-        yield running
 
 
 def _seen(words: list[str], environ: dict[str, str], **how: Any) -> dict[str, Any]:

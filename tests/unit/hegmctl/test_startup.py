@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import FakeDaemon
 from tests.unit.hegmctl.running import ROOT, environment
 
@@ -58,12 +55,6 @@ status = run(sys.argv[1:])
 print("\\n".join(sorted(set(sys.modules) - before)), file=sys.stderr)
 raise SystemExit(status)
 """
-
-
-@pytest.fixture
-def daemon(socket_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(socket_path, node.answers()) as daemon:
-        yield daemon
 
 
 def _loaded_by(daemon: FakeDaemon, *words: str) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,19 +14,6 @@ from hegmd.protocol.connection import Asked
 from hegmd.protocol.record import Record
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Answerer, Caller, FakeDaemon
-
-
-@pytest.fixture
-def daemon(socket_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(socket_path, node.answers()) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def hegmd(daemon: FakeDaemon) -> Iterator[Connection]:
-    with connect(str(daemon.path), timeout_s=5) as connection:
-        yield connection
-
 
 STOPPING = HegmError(UNAVAILABLE, "hegmd is stopping", "connect again when it is back")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ from tests.unit.hegmctl.running import hegmctl
 from tests.unit.hegmctl.terminal import Terminal
 
 GREEN = "\x1b[32m"
-
-
-@pytest.fixture
-def daemon(socket_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(socket_path, node.answers()) as daemon:
-        yield daemon
 
 
 @pytest.mark.parametrize(

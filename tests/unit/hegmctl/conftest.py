@@ -1,0 +1,24 @@
+"""A daemon that answers well, and a connection to it. Files of tests that need another one have their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hegmctl.connection import Connection, connect
+from tests.unit.hegmctl import node
+from tests.unit.hegmctl.fake_daemon import FakeDaemon
+
+
+@pytest.fixture
+def daemon(socket_path: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(socket_path, node.answers()) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def hegmd(daemon: FakeDaemon) -> Iterator[Connection]:
+    with connect(str(daemon.path), timeout_s=5) as connection:
+        yield connection
