@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int], object]
 
 PRIVATE_NAME = "images"
-_EARLIER = "images-before-"
 # A disk that does not answer keeps nobody for good.
 DISCARD_WITHIN_S = 30.0
 _FILES_IN_A_MESSAGE = MOST_IN_A_MESSAGE - 13
@@ -234,9 +233,9 @@ class Images:
         """`in_unit`: callers' hands are units of systemd's. Raises HegmError for a key that cannot be used."""
         self._private = state_dir / PRIVATE_NAME
         try:
-            if self._private.exists():  # it may hold many GB, and is taken away later
-                self._private.rename(state_dir / f"{_EARLIER}{secrets.token_hex(8)}")
-            self._private.mkdir(mode=0o700)
+            self._private.mkdir(mode=0o700, exist_ok=True)
+            # They may hold many GB, and are taken away later; until then no name given here is one of theirs.
+            self._earlier = list(self._private.iterdir())
         except OSError as error:
             raise HegmError(
                 UNAVAILABLE, f"{self._private} cannot be made: {error.strerror}", f"look at the disk of {state_dir}"
@@ -252,7 +251,7 @@ class Images:
             task_status.started()
 
     async def _take_away_earlier(self) -> None:
-        for earlier in self._private.parent.glob(f"{_EARLIER}*"):
+        for earlier in self._earlier:
             await run_detached(partial(_remove, earlier), name="private images")
 
     async def require_room(

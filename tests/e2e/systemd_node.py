@@ -52,6 +52,7 @@ for unit in systemd-modules-load.service modprobe@.service sys-kernel-debug.moun
 done
 : > "$root/etc/fstab"
 rm -f "$root/usr/sbin/policy-rc.d"  # an image for containers forbids packages to start anything
+rm -rf "$root/etc/hegm" "$root/var/lib/hegm" "$root/var/log/hegm"  # of a hegmd of the real machine
 rm -f "$root/var/lib/man-db/auto-update"  # the index of manual pages, two seconds at every installation
 tr -d - < /proc/sys/kernel/random/uuid > "$root/etc/machine-id"
 

@@ -327,20 +327,26 @@ async def test_memory_that_somebody_cut_harms_the_hand_alone(tmp_path: Path, mem
 
 async def test_what_an_earlier_daemon_had_in_private_is_taken_away_while_this_one_serves(tmp_path: Path) -> None:
     """It may be many GB: they were removed before the daemon answered anybody."""
-    (tmp_path / "state" / "images" / "ab").mkdir(parents=True)
+    private = tmp_path / "state" / "images"
+    (private / "ab").mkdir(parents=True)
     images = images_in(tmp_path / "state")
-    assert list((tmp_path / "state" / "images").iterdir()) == []
-    assert (tmp_path / "state" / "images").stat().st_mode & 0o777 == 0o700
+    (private / "of this one").mkdir()
     async with anyio.create_task_group() as tasks:
         await tasks.start(images.run)
-        while list((tmp_path / "state").glob("images-*")):
+        while (private / "ab").exists():
             await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()
+    assert [each.name for each in private.iterdir()] == ["of this one"]
 
 
 def hands_here() -> list[int]:
     """The hands that this process has started."""
     return [child.pid for child in psutil.Process().children() if "hegmd.image.child" in child.cmdline()]
+
+
+def test_what_is_private_is_for_the_daemon_alone(tmp_path: Path) -> None:
+    images_in(tmp_path / "state")
+    assert (tmp_path / "state" / "images").stat().st_mode & 0o777 == 0o700
 
 
 async def test_bytes_that_an_image_does_not_have_are_not_read(tmp_path: Path, memory: tuple[int, bytes]) -> None:
