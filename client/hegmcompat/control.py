@@ -26,6 +26,9 @@ LATE = "timeout-waiting-lock"
 NO_GPU = "skipped-no-gpu"
 NO_LOCK = "no-lock"
 LOCK_REMOVED = "lock-removed"
+# From a Python's start to its agent, on a machine that is busy; counted from the asking.
+BEGINNING_S = 10.0
+_LOOK_AGAIN_S = 0.02
 _REASON_BYTES = 2000
 _MOST_PID = 2**22
 
@@ -42,18 +45,27 @@ class _Awaited:
 class Control:
     """What a controller may ask for. Blocks; safe in several threads."""
 
-    def __init__(self, surroundings: Surroundings, uses_gpu: Callable[[int], bool] = workers.uses_gpu) -> None:
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        uses_gpu: Callable[[int], bool] = workers.uses_gpu,
+        survives_request: Callable[[int], bool] = workers.survives_request,
+        beginning_s: float = BEGINNING_S,
+    ) -> None:
         self._at = surroundings
         self._uses_gpu = uses_gpu
+        self._survives_request = survives_request
+        self._beginning_s = beginning_s
 
     def checkpoint(self, pids: Iterable[int]) -> dict[int, str]:
         """Ask these workers for their state, and wait until their launchers hold it."""
         launchers = workers.registered(self._at.folder)
         results: dict[int, str] = {}
         awaited: dict[int, _Awaited] = {}
+        begun_by = monotonic() + self._beginning_s
         try:
             for pid in dict.fromkeys(pids):
-                results[pid] = self._signal(pid, launchers, awaited)
+                results[pid] = self._signal(pid, launchers, awaited, begun_by)
             for pid, became in self._await(awaited).items():
                 results[pid] = became if became == READY or became.startswith("error: ") else f"{SIGNALLED} ({became})"
         finally:
@@ -98,8 +110,8 @@ class Control:
         """Let every launcher go on that waits."""
         return self.resume(self.pending())
 
-    def _signal(self, pid: int, launchers: dict[int, int], awaited: dict[int, _Awaited]) -> str:
-        """Ask one; whom to wait for then is added to `awaited`."""
+    def _signal(self, pid: int, launchers: dict[int, int], awaited: dict[int, _Awaited], begun_by: float) -> str:
+        """Ask one, which has until then to have its agent; whom to wait for then is added to `awaited`."""
         if not 0 < pid <= _MOST_PID:  # to the kernel 0 is our own group, and -1 everybody
             return NO_PROCESS
         try:
@@ -112,8 +124,11 @@ class Control:
             launcher_pid = workers.launcher_of(pid, launchers)
             if launcher_pid is None:
                 return "error: it is no worker of a hegm-launcher"
-            if not workers.survives_request(pid):
-                return "error: SIGUSR1 would end it: no agent is in it (yet)"
+            while not self._survives_request(pid):
+                if _ends_within(worker_fd, _LOOK_AGAIN_S):
+                    return NO_PROCESS
+                if monotonic() >= begun_by:
+                    return "error: SIGUSR1 would end it: no agent is in it (yet)"
             refused = private_files.identity(self._at.state_of(launcher_pid).with_name(REFUSED))
             launcher_fd = os.pidfd_open(launcher_pid)
             awaited[pid] = _Awaited(launcher_pid, launcher_fd, refused)
@@ -153,9 +168,7 @@ class Control:
 
     def _seen(self, one: _Awaited) -> str | None:
         # Asked for before the lock is looked at: a launcher that makes one and ends has still made one.
-        poll = select.poll()
-        poll.register(one.pidfd, select.POLLIN)
-        has_ended = bool(poll.poll(0))
+        has_ended = _ends_within(one.pidfd, 0)
         if os.path.lexists(self._at.lock_of(one.launcher_pid)):
             return READY
         path = self._at.state_of(one.launcher_pid).with_name(REFUSED)
@@ -164,3 +177,9 @@ class Control:
             said = private_files.read(path, _REASON_BYTES) or b"the worker refused"
             return f"error: {said.decode('utf-8', 'replace').strip()}"
         return EXITED if has_ended else None
+
+
+def _ends_within(pidfd: int, wait_s: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(wait_s * 1000))

@@ -124,7 +124,8 @@ class Steps:
             assert monotonic() < deadline, "no worker was started again"
             pause()
         self._while_it_trains(lambda: self._tell("checkpoint", "--pid", str(self._registered())))
-        assert self.record.pop()[1] == [0, "PID WORKER: checkpoint-ready"]
+        answered = self.record.pop()[1]
+        assert answered == [0, "PID WORKER: checkpoint-ready"], answered
         self._tell("resume", "--all")
         del self.record[recorded:]
 

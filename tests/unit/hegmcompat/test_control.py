@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,25 @@ from tests.unit.hegmcompat.children import child
 TAKES_IT = "signal.signal(signal.SIGUSR1, lambda *_: None)"
 
 
-def control(folder: Path, *, limit_s: str = "10", gpu_users: tuple[int, ...] = ()) -> Control:
+def control(
+    folder: Path,
+    *,
+    limit_s: str = "10",
+    gpu_users: tuple[int, ...] = (),
+    survives_request: Callable[[int], bool] = workers.survives_request,
+    beginning_s: float = 60.0,
+) -> Control:
     environ = {
         "HEGM_CHECKPOINT_DIR": str(folder),
         "HEGM_POLL_INTERVAL": "0.01",
         "HEGM_CTRL_CHECKPOINT_TIMEOUT": limit_s,
     }
-    return Control(read_surroundings(environ), uses_gpu=lambda pid: pid in gpu_users)
+    return Control(
+        read_surroundings(environ),
+        uses_gpu=lambda pid: pid in gpu_users,
+        survives_request=survives_request,
+        beginning_s=beginning_s,
+    )
 
 
 def leaves_lock(folder: Path, launcher_pid: int) -> str:
@@ -104,9 +117,41 @@ def test_only_workers_of_launchers_are_signalled(tmp_path: Path) -> None:
 def test_a_worker_whom_the_signal_would_end_is_left_alone(tmp_path: Path) -> None:
     with child() as worker:
         workers.register(tmp_path, os.getpid(), worker.pid)
-        (became,) = control(tmp_path).checkpoint([worker.pid]).values()
+        (became,) = control(tmp_path, beginning_s=0.0).checkpoint([worker.pid]).values()
         assert became.startswith("error: SIGUSR1 would end it")
         assert worker.poll() is None
+
+
+def test_a_worker_that_is_still_starting_is_asked_once_its_agent_is_there(tmp_path: Path) -> None:
+    """It was refused by chance: most often its Python had come so far before that of hegm-ctrl had."""
+    begins = f"print('ready', flush=True); input(); {leaves_lock(tmp_path, os.getpid())}"
+    with child(f"{begins}; print('begun', flush=True)") as worker:
+        workers.register(tmp_path, os.getpid(), worker.pid)
+        looks: list[bool] = []
+
+        def survives(pid: int) -> bool:
+            looks.append(workers.survives_request(pid))
+            if len(looks) == 1:
+                assert worker.stdin is not None
+                worker.stdin.write("\n")
+                worker.stdin.flush()
+            return looks[-1]
+
+        asked = control(tmp_path, survives_request=survives)
+        assert asked.checkpoint([worker.pid]) == {worker.pid: "checkpoint-ready"}
+        assert looks[0] is False
+
+
+def test_a_worker_that_ends_before_it_has_an_agent_is_no_process(tmp_path: Path) -> None:
+    with child() as worker:
+        workers.register(tmp_path, os.getpid(), worker.pid)
+
+        def ends(_pid: int) -> bool:
+            worker.kill()
+            return False
+
+        asked = control(tmp_path, survives_request=ends)
+        assert asked.checkpoint([worker.pid]) == {worker.pid: "no-such-process"}
 
 
 @pytest.mark.parametrize("pid", [0, -1, -4711, 2**22 + 1, 2**64])
