@@ -18,7 +18,7 @@ import anyio
 from hegmd.errors import BAD_REQUEST, DENIED, NOT_FOUND, REFUSED, TIMEOUT, HegmError
 from hegmd.external import Rights
 from hegmd.handoff import Handoff, Looked
-from hegmd.image.images import Image
+from hegmd.image.in_hand import Image
 from hegmd.image.shelf import size_of
 from hegmd.lookout import Lookout
 from hegmd.manifests import needs_in
@@ -29,11 +29,12 @@ from hegmd.migration.operation import Handoff as Wish
 from hegmd.migration.outlook import from_image, with_image
 from hegmd.migration.paces import IN, Paces
 from hegmd.migration.plan import planned, planned_handoff, planned_resume
+from hegmd.objections import Grown
 from hegmd.operations import Answer, Asked, Emit, Operations, limit_of, plan_or_raise, refusal, told_plan
 from hegmd.outlets import led_elsewhere, lost_streams, named_streams
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import OperationProgress, Reason
-from hegmd.reviving import Grown, Reviving
+from hegmd.reviving import Reviving
 
 # What a resume has at the least when a restore has taken nearly all of its time: its bytes are in the pool by then.
 LEAST_LEFT_S = 1.0

@@ -5,36 +5,31 @@ processes go on, and their agents are called back before anybody hears of the fa
 from the dump to its end, since a thread of it that is not parked would go on writing to files whose sizes are in the
 image; its bytes are written while CRIU dumps. One that goes on stands for the dump alone: its bytes are in the pool and
 stay there, and are written from there, and read back, while it trains. What is decided from the outcome is the
-machine's business.
-
-Longer than 400 lines because what is begun, undone and found again after a restart is to be read against one another.
+machine's business; what is written is `dumping`'s, and `handed_agents` has the agents step aside.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
 import anyio
 
-from hegmd.agent_orders import AgentAway
 from hegmd.concert import Progress, in_concert, parts_of
-from hegmd.criu import runs
-from hegmd.criu.dumped import dumped_processes
 from hegmd.criu.guise import Guise, rights_missing
-from hegmd.criu.needs import Needs, needs_of
-from hegmd.criu.node import describe
+from hegmd.criu.needs import needs_of
 from hegmd.criu.population import population_of
 from hegmd.criu.program import Criu
-from hegmd.criu.tree import Tree, pids_below, read_tree
+from hegmd.criu.tree import Tree
 from hegmd.detached import Looks, run_detached
-from hegmd.errors import NOT_FOUND, TIMEOUT, Bug, HegmError, Refused
+from hegmd.dumping import Dumping, rights_of
+from hegmd.errors import Bug, HegmError, Refused
 from hegmd.external import Rights
+from hegmd.handed_agents import HANGS_UP_WITHIN_S, HandedAgents
 from hegmd.handed_tree import (
     ancestors_of,
     anonymous_bytes_of,
@@ -42,35 +37,25 @@ from hegmd.handed_tree import (
     guise_for,
     let_all_go,
     not_theirs,
-    require_no_more,
     tree_of,
 )
-from hegmd.helper.mark import MARK_BYTES, read_mark
-from hegmd.image.images import Images, Lent
+from hegmd.image.images import Images
+from hegmd.image.in_hand import Lent
 from hegmd.image.shelf import size_of
 from hegmd.inventory import NodeSnapshot
 from hegmd.lock_files import LockFiles
-from hegmd.manifests import byte_name, composed, is_of, mark_in, mark_of
+from hegmd.manifests import is_of, mark_in, mark_of
 from hegmd.meeting import MeetingPlaces
-from hegmd.migration.carriage import HOST
 from hegmd.migration.operation import Handoff as Wish
 from hegmd.migration.operation import Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.paces import LEFT, OUT
-from hegmd.pool import Key, Pool
-from hegmd.pool_memory import Memory
-from hegmd.protocol.images import ImageWorker, Manifest
+from hegmd.pool import Pool
+from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import Reason
-from hegmd.workers import Worker, Workers
+from hegmd.workers import Workers
 
 logger = logging.getLogger(__name__)
-
-# An agent hangs up as soon as it has said that it will, and looks about thirty times a second whether to come back.
-HANGS_UP_WITHIN_S = 10.0
-_LOOK_AGAIN_S = 0.05
-COMES_BACK_WITHIN_S = 30.0
-# After this an agent comes back by itself, whatever has become of its daemon.
-ASIDE_LIMIT_S = 4 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +101,14 @@ class Handoff:
     ) -> None:
         self._left: dict[str, Left] = {}
         self._noted = noted
-        self._hangs_up_within_s = hangs_up_within_s
         self._locks = locks
         self._images = images
-        self._places = places
-        self._workers = workers
-        self._pool = pool
         self._criu = criu
-        self._look = look
         self._in_unit = in_unit
         self._is_stopping = False
         self._looks = Looks()
+        self._agents = HandedAgents(places, workers, pool, hangs_up_within_s=hangs_up_within_s)
+        self._dumping = Dumping(self._agents, pool, look=look, looks=self._looks, in_unit=in_unit)
 
     def stop(self) -> None:
         """The daemon ends: what is cancelled from now on is not unwanted, and the next one finds it."""
@@ -146,7 +128,7 @@ class Handoff:
         except HegmError as error:
             reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
         root, tree = await self._looks.at(lambda tell: tree_of(pids, tell), name="hegmd-tree")
-        needs = needs_of(tree, gpu_pids=pids, agent_sockets=self._agent_sockets)
+        needs = needs_of(tree, gpu_pids=pids, agent_sockets=self._agents.sockets)
         guise = await self._looks.at(lambda _: guise_for(tree, needs, rights), name="hegmd-guise")
         reasons += [*needs.reasons, *self._lacking(tree, guise)]
         reasons += await self._looks.at(lambda _: not_theirs(tree, needs, rights), name="hegmd-theirs")
@@ -166,10 +148,6 @@ class Handoff:
         if missing is not None:
             yield missing
 
-    @property
-    def _agent_sockets(self) -> tuple[str, ...]:
-        return (str(self._places.socket_path),)
-
     # -- the image -----------------------------------------------------------------------------------------------------
 
     async def dump(self, op: Operation, on_progress: Progress) -> None:
@@ -179,12 +157,12 @@ class Handoff:
         began = anyio.current_time()
         try:
             criu = await self._criu()
-            tree, needs = await self._look_at_tree(op, wish, self._agent_sockets)
-            guise = await self._looks.at(lambda _: guise_for(tree, needs, _rights(wish)), name="hegmd-guise")
+            tree, needs = await self._dumping.look_at_tree(op, wish)
+            guise = await self._looks.at(lambda _: guise_for(tree, needs, rights_of(wish)), name="hegmd-guise")
             how = {"apart": guise is not None, "beside": wish.leave_running}
-            lent = await self._images().lend(wish.path, _rights(wish), **how)
-            await self._step_aside(op, wish)
-            manifest = await self._write(op, wish, lent, criu, guise, on_progress)
+            lent = await self._images().lend(wish.path, rights_of(wish), **how)
+            await self._agents.step_aside(op, wish)
+            manifest = await self._dumping.write(op, wish, lent, criu, guise, on_progress)
             if not wish.leave_running:
                 manifest = await lent.finish(manifest)
         except BaseException:
@@ -219,7 +197,7 @@ class Handoff:
         did = "written"
         try:
             progress_of = parts_of(on_progress)
-            out = [partial(self._write_bytes, op, each, left.lent, progress_of(each.name)) for each in left.out]
+            out = [partial(self._dumping.write_bytes, op, each, left.lent, progress_of(each.name)) for each in left.out]
             await in_concert(*out)
             did = "good when it was read back"
             manifest = await left.lent.finish(left.manifest, on_progress)
@@ -240,190 +218,13 @@ class Handoff:
             await left.lent.discard()
             return
         with contextlib.suppress(HegmError):
-            await self._images().sweep(wish.path, _rights(wish))
-
-    async def _look_at_tree(self, op: Operation, wish: Wish, sockets: Collection[str]) -> tuple[Tree, Needs]:
-        try:
-            tree = await self._looks.at(lambda tell: read_tree(wish.root_pid, tell=tell), name="hegmd-tree")
-        except ProcessLookupError as error:
-            raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "see the log of the job") from error
-        if tree.member(wish.root_pid).start_ticks != wish.root_ticks:
-            raise HegmError(NOT_FOUND, f"process {wish.root_pid} has ended", "see the log of the job")
-        return tree, needs_of(tree, gpu_pids=[member.pid for member in op.live], agent_sockets=sockets)
-
-    async def _write(
-        self, op: Operation, wish: Wish, lent: Lent, criu: Criu, guise: Guise | None, on_progress: Progress
-    ) -> Manifest:
-        """The agents have stepped aside: what the tree needs now is what CRIU is told."""
-        tree, needs = await self._look_once_hung_up(op, wish)
-        theirs = self._looks.at(lambda _: not_theirs(tree, needs, _rights(wish)), name="hegmd-theirs")
-        against = [*needs.reasons, *await theirs]
-        if against:
-            raise Refused("\n".join(reason.message for reason in against), against[0].hint)
-        attending = {member.pid: self._told(member) for member in op.live}
-        if guise != await self._looks.at(lambda _: guise_for(tree, needs, _rights(wish)), name="hegmd-guise"):
-            raise Refused("the job has got other rights meanwhile", "ask again when it starts no programs")
-        node = await self._write_side_by_side(op, wish, lent, criu, (tree, needs, guise), on_progress)
-        dumped = await run_detached(lambda _: dumped_processes(lent.criu_dir_fd), name="hegmd-dumped")
-        require_no_more(dumped, tree, _rights(wish))
-        return composed(
-            op,
-            (await self._look()).gpus,
-            tree,
-            needs,
-            criu_version=criu.version,
-            meeting=str(self._places.folder),
-            attending=attending,
-            bystanders=[worker.token for worker in await self._bystanders(op, wish)],
-            as_user=guise is not None,
-            node=node,
-        )
-
-    async def _look_once_hung_up(self, op: Operation, wish: Wish) -> tuple[Tree, Needs]:
-        """The tree without its agents' connections, which may be seen a moment longer than heard; else as it is."""
-        gpu_pids = [member.pid for member in op.live]
-        with anyio.move_on_after(self._hangs_up_within_s):
-            while True:
-                tree, needs = await self._look_at_tree(op, wish, ())
-                theirs = needs_of(tree, gpu_pids=gpu_pids, agent_sockets=self._agent_sockets)
-                if len(theirs.reasons) == len(needs.reasons):
-                    return tree, needs
-                await anyio.sleep(_LOOK_AGAIN_S)
-        return await self._look_at_tree(op, wish, ())
-
-    async def _write_side_by_side(
-        self,
-        op: Operation,
-        wish: Wish,
-        lent: Lent,
-        criu: Criu,
-        taken: tuple[Tree, Needs, Guise | None],
-        on_progress: Progress,
-    ) -> Mapping[str, object]:
-        """CRIU's files, and the bytes of a job that is to end; meanwhile what another node has to have is looked at.
-
-        Of one that goes on they are only seen to be in the pool: for as long as they are written it would stand.
-        """
-        tree, needs, guise = taken
-        node: dict[str, object] = {}
-        progress_of = parts_of(on_progress)
-
-        async def look() -> None:
-            node.update(await self._looks.at(lambda tell: describe(tree, tell=tell), name="hegmd-node"))
-
-        async def take() -> None:
-            await runs.dump(
-                criu,
-                wish.root_pid,
-                lent.criu_dir_fd,
-                needs,
-                leave_stopped=not wish.leave_running,
-                in_unit=self._in_unit,
-                guise=guise,
-            )
-
-        out: list[Callable[[], Awaitable[object]]] = []
-        for member in op.live:
-            if member.out and wish.leave_running:
-                out.append(partial(self._bytes_of, op, member))
-            elif member.out:
-                out.append(partial(self._write_bytes, op, member, lent, progress_of(member.name)))
-        await in_concert(*out, take, look)
-        return node
-
-    async def _write_bytes(self, op: Operation, member: Member, lent: Lent, on_progress: Progress) -> None:
-        memory = await self._bytes_of(op, member)
-        await lent.write_bytes(byte_name(member), memory.fd, memory.size_bytes, on_progress)
-
-    async def _bytes_of(self, op: Operation, member: Member) -> Memory:
-        """The memory of the pool that has them all. Raises HegmError."""
-        key = Key(op.id, member.name)
-        await self._pool.fetch(key)
-        memory = self._pool.memory(key)
-        if member.carrier == HOST:
-            require_unmarked(memory, member.pid)
-        return memory
-
-    def _told(self, member: Member) -> ImageWorker:
-        """What its agent has told of itself, and what its piece of the pool was made for."""
-        worker = self._workers.find(member.pid)
-        if worker is None:
-            raise AgentAway(member.pid, "it has ended")
-        about = worker.about
-        frameworks = {about.framework: about.framework_version or ""} if about.framework else {}
-        return ImageWorker(
-            pid=member.pid,
-            gpus=(),
-            carrier=None,
-            size_bytes=0,
-            rest_bytes=0,
-            bytes=(),
-            agent_version=worker.program.version,
-            frameworks={**frameworks, "python": about.python_version},
-            more={"run": about.run},
-        )
-
-    # -- agents --------------------------------------------------------------------------------------------------------
-
-    async def _step_aside(self, op: Operation, wish: Wish) -> None:
-        """Have every agent of the job hang up and stay. Raises HegmError; some may have, and are to be called back.
-
-        Those of launchers and other processes of its tree too, which are on no GPU and in no operation.
-        """
-        workers = [self._attending(op, member) for member in op.live]
-        workers += [worker for worker in await self._bystanders(op, wish) if worker.connected]
-        for worker in workers:
-            place = self._places.hold(worker.token)
-            await worker.order("aside", path=place, limit_s=ASIDE_LIMIT_S)
-        with anyio.move_on_after(self._hangs_up_within_s):
-            await self._until(lambda: not any(worker.connected for worker in workers))
-            return
-        left = ", ".join(str(worker.pid) for worker in workers if worker.connected)
-        raise HegmError(
-            TIMEOUT, f"the agent of process {left} did not hang up", "see the log of the job, and ask again"
-        )
-
-    async def _bystanders(self, op: Operation, wish: Wish) -> list[Worker]:
-        """Processes of its tree with agents that attend, or did, and that it does not move."""
-        pids = await run_detached(lambda _: pids_below(wish.root_pid), name="hegmd-tree")
-        members = {member.pid for member in op.live}
-        return [worker for worker in self._workers if worker.pid in pids and worker.pid not in members]
-
-    def _attending(self, op: Operation, member: Member) -> Worker:
-        worker = self._workers.find(member.pid)
-        if worker is None or worker.token != member.token or not worker.connected:
-            raise AgentAway(member.pid, "it cannot be told to step aside")
-        if member.out and not self._pool.outlives(Key(op.id, member.name)):
-            raise Refused(
-                f"the bytes of process {member.pid} are held by hegmd alone, and would be lost if it ended meanwhile",
-                "give hegmd a place that outlives it: hugetlbfs or /dev/shm, or start it by systemd",
-            )
-        return worker
+            await self._images().sweep(wish.path, rights_of(wish))
 
     async def _go_on(self, op: Operation, wish: Wish) -> None:
         """Whoever was left stopped goes on, and the agents come back, as far as they are there. Raises nothing."""
         with anyio.CancelScope(shield=True):
             await run_detached(lambda _: let_all_go(wish), name="hegmd-let-go")
-            members = list(op.live)
-            await self._leave_places(op, wish)
-            with anyio.move_on_after(COMES_BACK_WITHIN_S):
-                await self._until(lambda: all(self._is_back(member) for member in members))
-
-    async def _leave_places(self, op: Operation, wish: Wish) -> None:
-        """Have every agent of the job come to its usual socket."""
-        tokens = [member.token for member in op.live]
-        for token in (*tokens, *(worker.token for worker in await self._bystanders(op, wish))):
-            if token:
-                self._places.leave(token)
-
-    def _is_back(self, member: Member) -> bool:
-        """Whether its agent attends, or never will."""
-        worker = self._workers.find(member.pid)
-        return worker is None or worker.token != member.token or worker.connected
-
-    async def _until(self, is_so: Callable[[], bool]) -> None:
-        while not is_so():
-            await self._workers.news.wait()
+            await self._agents.call_back(op, wish)
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
@@ -446,7 +247,7 @@ class Handoff:
 
     async def _require_whole(self, op: Operation, wish: Wish) -> None:
         """Raise HegmError unless the image has its name, and is of that operation."""
-        image = await self._images().open(wish.path, _rights(wish))
+        image = await self._images().open(wish.path, rights_of(wish))
         try:
             if not is_of(image.manifest, op):
                 raise Refused(f"{wish.path} is another image", "nothing was done to it")
@@ -456,7 +257,7 @@ class Handoff:
     async def _leave_none(self, wish: Wish, error: BaseException) -> NoReturn:
         """Nothing is left of an image that was found not to be whole. Raises that, or the cancellation that it was."""
         with anyio.CancelScope(shield=True), contextlib.suppress(HegmError):
-            await self._images().sweep(wish.path, _rights(wish))
+            await self._images().sweep(wish.path, rights_of(wish))
         if not isinstance(error, HegmError):
             raise error
         raise Refused(
@@ -471,7 +272,7 @@ class Handoff:
             await run_detached(lambda _: self._tell_controllers(op, wish), name="hegmd-lock")
         except HegmError as error:  # the image is whole, and so the job ends all the same
             logger.error("no lock file tells of operation %s: %s; %s", op.id, error.message, error.hint)
-        await self._leave_places(op, wish)  # they are stopped, and will not look there any more
+        await self._agents.leave_places(op, wish)  # they are stopped, and will not look there any more
         await run_detached(lambda _: end_tree(wish, member), name="hegmd-end")
 
     def _tell_controllers(self, op: Operation, wish: Wish) -> None:
@@ -492,17 +293,3 @@ def _wish_of(op: Operation) -> Wish:
     if op.handoff is None:
         raise Bug(f"operation {op.id} is to be handed over, and nobody has said where to")
     return op.handoff
-
-
-def _rights(wish: Wish) -> Rights:
-    return Rights(wish.uid, wish.gid, wish.groups)
-
-
-def require_unmarked(memory: Memory, pid: int) -> None:
-    """Raises HegmError where a piece says that its bytes are elsewhere: an image of it would be without them."""
-    if read_mark(os.pread(memory.fd, MARK_BYTES, memory.size_bytes - MARK_BYTES)) is not None:
-        raise Refused(
-            f"the bytes of process {pid} are not in the pool, by what its piece says",
-            "ask again; if it is so once more, resume the job and suspend it, then see the log of hegmd",
-            {"pid": pid},
-        )

@@ -3,9 +3,7 @@
 Owns the order of these and what is undone when any of it fails: the processes are ended again and their bytes given
 back, while the image stays as it is. The bytes are read while CRIU restores. From the moment at which every agent
 attends, parked and with its bytes known, the job is a suspended one like any other: an operation is made of it, and
-whatever happens then leaves a job that `resume` brings back.
-
-Longer than 400 lines because what stands against a restore and what undoes it are one account of what a restore does.
+whatever happens then leaves a job that `resume` brings back. What stands against a restore is `objections`'.
 """
 
 from __future__ import annotations
@@ -13,11 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import stat
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from errno import ELOOP
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,54 +21,32 @@ import anyio
 from hegmd.concert import Progress, in_concert, parts_of
 from hegmd.criu import runs
 from hegmd.criu.credentials import beyond, credentials_in
-from hegmd.criu.guise import Guise, rights_missing, to_restore
-from hegmd.criu.needs import Needs
-from hegmd.criu.node import Differences, differences
+from hegmd.criu.guise import Guise, to_restore
 from hegmd.criu.orders import unit_name_for
-from hegmd.criu.population import holders_of
 from hegmd.criu.program import Criu
 from hegmd.criu.runs import Revived
-from hegmd.criu.tree import Tell
-from hegmd.detached import Looks, run_detached
-from hegmd.errors import BUSY, DENIED, REFUSED, TIMEOUT, UNAVAILABLE, HegmError
+from hegmd.detached import run_detached
+from hegmd.errors import DENIED, TIMEOUT, UNAVAILABLE, HegmError
 from hegmd.external import Rights
 from hegmd.half_revived import HalfRevived
 from hegmd.helper.mark import MARK_BYTES
-from hegmd.image.images import Image, Images, is_of_user
+from hegmd.image.images import Images, is_of_user
+from hegmd.image.in_hand import Image
 from hegmd.inventory import NodeSnapshot
 from hegmd.manifests import candidates_in, meeting_in, needs_in, revived, tokens_in
 from hegmd.meeting import MeetingPlaces
 from hegmd.migration.candidates import Snapshot
 from hegmd.migration.carriage import HOST
-from hegmd.migration.operation import SIMULATED, Operation
-from hegmd.pieces import whole_size
+from hegmd.migration.operation import Operation
+from hegmd.objections import Objections, Scrutiny
 from hegmd.pool import Key, Pool
 from hegmd.pool_memory import Memory
 from hegmd.protocol.images import ImageWorker, Manifest
-from hegmd.protocol.operations import Reason
 from hegmd.workers import Worker, Workers
 
 logger = logging.getLogger(__name__)
 
 ATTENDS_WITHIN_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Grown:
-    """An output file of the job that is longer than it was, how long that was, and what is said against it."""
-
-    path: str
-    size_bytes: int
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True)
-class Objections:
-    """What stands against bringing a job back, files that have grown, and what else there is to know."""
-
-    reasons: tuple[Reason, ...]
-    grown: tuple[Grown, ...]
-    notes: tuple[str, ...]
 
 
 class Reviving:
@@ -96,7 +69,6 @@ class Reviving:
         notes: HalfRevived,
         by_owner: bool,
     ) -> None:
-        self._by_owner = by_owner
         self._notes = notes
         self._images = images
         self._places = places
@@ -105,10 +77,8 @@ class Reviving:
         self._criu = criu
         self._look = look
         self._in_unit = in_unit
-        # The sandbox of a service has no /home, and a /tmp of its own; the job will have the node's.
-        self._root = Path("/proc/1/root") if in_unit else Path("/")
-        self._simulated = simulated
-        self._looks = Looks()
+        by_whom = {"simulated": simulated, "by_owner": by_owner}
+        self._scrutiny = Scrutiny(places.folder, pool, criu=criu, in_unit=in_unit, **by_whom)
         self._coming: set[int] = set()
         self._back: dict[str, Revived] = {}
 
@@ -138,67 +108,7 @@ class Reviving:
 
         With `as_then`, files to which the job only appends have to be as long as they were, too.
         """
-        needs = needs_in(manifest)
-        found = [*self._against_owner(manifest, rights), *self._against_node(manifest, rights)]
-        try:
-            await self._criu()
-        except HegmError as error:
-            found.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
-        found += await run_detached(lambda _: list(_taken(needs)), name="hegmd-restore")
-        needed_bytes = sum(whole_size(worker.size_bytes) for worker in manifest.workers if worker.bytes)
-        if needed_bytes > self._pool.free_bytes():
-            message = (
-                f"{needed_bytes >> 20} MiB of the pool are needed, and {self._pool.free_bytes() >> 20} MiB are free"
-            )
-            found.append(Reason(code=BUSY.name, message=message, hint="resume what is suspended, or raise its budget"))
-        grown: list[Grown] = []
-        notes: list[str] = []
-        changed = await self._looks.at(lambda tell: list(_changed_files(needs, self._root, tell)), name="hegmd-files")
-        for reason, longer, minds in changed:
-            if longer is not None:
-                grown.append(longer)
-            if minds or as_then:
-                found.append(reason)
-            else:
-                notes.append(f"{reason.message}: what it has written since stays in it")
-        differing = await self._looks.at(lambda tell: _differing(manifest, self._root, tell), name="hegmd-node")
-        return Objections((*found, *differing.refusals), tuple(grown), (*notes, *differing.notes))
-
-    def _against_owner(self, manifest: Manifest, rights: Rights) -> Iterator[Reason]:
-        if rights.uid != 0 and not self._by_owner:
-            yield Reason(
-                code=DENIED.name,
-                message="this node has its images restored by root alone (images.restored_by)",
-                hint="have root restore it",
-            )
-        as_user = rights.uid != 0 or is_of_user(manifest)
-        missing = rights_missing(frozenset({rights.uid}), as_user=as_user, in_unit=self._in_unit)
-        if missing is not None:
-            yield missing
-        for process in manifest.processes if rights.uid != 0 else ():
-            if process.uid != rights.uid:
-                yield Reason(
-                    code=DENIED.name,
-                    message=f"process {process.pid} of the image runs as uid {process.uid}, and you are {rights.uid}",
-                    hint="have root restore it",
-                    pid=process.pid,
-                )
-
-    def _against_node(self, manifest: Manifest, rights: Rights) -> Iterator[Reason]:
-        methods = {(worker.more or {}).get("method") for worker in manifest.workers}
-        if self._simulated != (methods == {SIMULATED}):
-            here = "simulated" if self._simulated else "real"
-            hint = "restore it under a daemon of the same kind as it was made by"
-            yield Reason(
-                code=REFUSED.name, message=f"it was made on other GPUs than these, which are {here}", hint=hint
-            )
-        elsewhere = Path(meeting_in(manifest)) != self._places.folder
-        if elsewhere and rights.uid != 0:
-            yield Reason(
-                code=DENIED.name,
-                message=f"its agents look for whom to come to in {meeting_in(manifest)}, which is another daemon's",
-                hint="have root restore it, or restore it under a daemon with the same socket as then",
-            )
+        return await self._scrutiny.of(manifest, rights, as_then=as_then)
 
     # -- back ----------------------------------------------------------------------------------------------------------
 
@@ -372,9 +282,6 @@ def forget_mark(memory: Memory) -> None:
         raise HegmError(UNAVAILABLE, message, "restore it again, and see the log of hegmd") from error
 
 
-# ---- looked at on the node; these block ------------------------------------------------------------------------------
-
-
 def guise_in(dir_fd: int, rights: Rights) -> Guise:
     """Whose rights CRIU has. Raises HegmError unless every thread comes back with rights that the caller has.
 
@@ -390,63 +297,3 @@ def guise_in(dir_fd: int, rights: Rights) -> Guise:
         what = "\n".join(reason.message for reason in reasons) or "the image is said to be a user's, and is root's"
         raise HegmError(DENIED, what, "use another image, or make it anew")
     return to_restore(found, uid)
-
-
-def _taken(needs: Needs) -> Iterator[Reason]:
-    for holder in holders_of(needs.pids):
-        if not holder.is_zombie:
-            yield Reason(
-                code=REFUSED.name,
-                message=f"the job had the number {holder.number}, which process {holder.pid} has as its {holder.what}",
-                hint="end that one, or restore in a fresh pid namespace: unshare --pid --fork --mount-proc",
-                pid=holder.number,
-            )
-
-
-def _differing(manifest: Manifest, root: Path, tell: Tell) -> Differences:
-    """Between this node and the one that it was made on. Raises HegmError."""
-    try:
-        return differences(manifest.node or {}, root=root, tell=tell)
-    except (KeyError, TypeError) as error:
-        message = f"the image does not say what its node was like: {type(error).__name__} {error}"
-        hint = "it was written by another version of hegmd; restore it with that one"
-        raise HegmError(UNAVAILABLE, message, hint) from error
-
-
-def _changed_files(needs: Needs, root: Path, tell: Tell) -> Iterator[tuple[Reason, Grown | None, bool]]:
-    """Files that are not as they were: what there is to say, which of them have only grown, and whether CRIU minds."""
-    for file in needs.files:
-        tell(file.path)
-        try:
-            size_bytes = _size_bytes(root, file.path)
-        except OSError as error:
-            message = f"{file.path}, which the job has open, is not there: {error.strerror}"
-            hint = "put it where it was when the image was made"
-            yield Reason(code=REFUSED.name, message=message, hint=hint), None, True
-            continue
-        if size_bytes == file.size_bytes:
-            continue
-        has_grown = size_bytes > file.size_bytes and file.is_written
-        reason = Reason(
-            code=REFUSED.name,
-            message=f"{file.path} has {size_bytes} bytes and had {file.size_bytes} when the image was made",
-            hint="restore with --truncate-outputs to cut it back" if has_grown else "put it back as it was then",
-        )
-        minds = not (file.is_appended and has_grown)
-        yield reason, Grown(file.path, file.size_bytes, reason) if has_grown else None, minds
-
-
-def _size_bytes(root: Path, path: str) -> int:
-    """Of the very file of that name, which had no link on its way when the image was made. Raises OSError.
-
-    Whose file a link leads to now, and how large that is, is not the job's owner's to know.
-    """
-    fd = os.open(root / path.lstrip("/"), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        status = os.fstat(fd)
-        found = os.readlink(f"/proc/self/fd/{fd}").removeprefix(str(root).rstrip("/"))
-        if found != path or stat.S_ISLNK(status.st_mode):
-            raise OSError(ELOOP, "a link leads elsewhere now")
-        return status.st_size
-    finally:
-        os.close(fd)

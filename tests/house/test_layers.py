@@ -129,7 +129,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.image.child": (*GROUND, "hegmd.blocks", "hegmd.descriptors", "hegmd.helper", "hegmd.image"),
     "hegmd.image.private": ("hegmd.errors", "hegmd.detached"),
     "hegmd.image.hands": (*GROUND, "hegmd.external", "hegmd.helper"),
-    "hegmd.image.images": (*GROUND, "hegmd.descriptors", "hegmd.detached", "hegmd.external", "hegmd.image"),
+    "hegmd.image.in_hand": (*GROUND, "hegmd.descriptors", "hegmd.external", "hegmd.image"),
+    "hegmd.image.images": (*GROUND, "hegmd.detached", "hegmd.external", "hegmd.image"),
     "hegmd.pages": ("hegmd.crew", "hegmd.pieces"),
     "hegmd.pool_names": ("hegmd.errors",),
     "hegmd.pool_places": ("hegmd.pieces",),
@@ -175,17 +176,30 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.manifests": (*GROUND, "hegmd.criu", "hegmd.migration"),
     "hegmd.lock_files": ("hegmd.errors",),
     "hegmd.handed_tree": (*GROUND, "hegmd.criu", "hegmd.external", "hegmd.migration", "hegmd.pool_names"),
+    "hegmd.handed_agents": (
+        *(*GROUND, "hegmd.agent_orders", "hegmd.criu.tree", "hegmd.detached", "hegmd.meeting", "hegmd.migration"),
+        *("hegmd.pool", "hegmd.workers"),
+    ),
+    "hegmd.dumping": (
+        *(*GROUND, "hegmd.concert", "hegmd.criu", "hegmd.detached", "hegmd.external", "hegmd.handed_agents"),
+        *("hegmd.handed_tree", "hegmd.helper.mark", "hegmd.image.in_hand", "hegmd.inventory", "hegmd.manifests"),
+        *("hegmd.migration", "hegmd.pool", "hegmd.pool_memory"),
+    ),
     "hegmd.handoff": (
-        *(*MOVING, *IMAGED, "hegmd.handed_tree", "hegmd.helper.mark", "hegmd.lock_files", "hegmd.pool_memory"),
+        *(*MOVING, *IMAGED, "hegmd.dumping", "hegmd.handed_agents", "hegmd.handed_tree", "hegmd.lock_files"),
+    ),
+    "hegmd.objections": (
+        *(*GROUND, "hegmd.criu", "hegmd.detached", "hegmd.external", "hegmd.image.images", "hegmd.manifests"),
+        *("hegmd.migration", "hegmd.pieces", "hegmd.pool"),
     ),
     "hegmd.half_revived": (*GROUND, "hegmd.criu", "hegmd.detached", "hegmd.pool", "hegmd.units"),
     "hegmd.reviving": (
-        *(*MOVING, *IMAGED, "hegmd.half_revived", "hegmd.helper.mark", "hegmd.pieces", "hegmd.pool_memory"),
+        *(*MOVING, *IMAGED, "hegmd.half_revived", "hegmd.helper.mark", "hegmd.objections", "hegmd.pool_memory"),
     ),
     "hegmd.outlets": ("hegmd.criu.ends", "hegmd.errors"),
     "hegmd.checkpoints": (
         *(*GROUND, "hegmd.external", "hegmd.handoff", "hegmd.image", "hegmd.lookout", "hegmd.manifests"),
-        *("hegmd.migration", "hegmd.operations", "hegmd.outlets", "hegmd.reviving"),
+        *("hegmd.migration", "hegmd.objections", "hegmd.operations", "hegmd.outlets", "hegmd.reviving"),
     ),
     "hegmd.periodic": (
         *(*GROUND, "hegmd.detached", "hegmd.events", "hegmd.external", "hegmd.log", "hegmd.migration"),

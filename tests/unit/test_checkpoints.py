@@ -7,8 +7,8 @@ import pytest
 
 from hegmd.checkpoints import reading, to_cut_back
 from hegmd.errors import DISCONNECTED, REFUSED, HegmError
+from hegmd.objections import Grown
 from hegmd.protocol.operations import OperationProgress, Reason
-from hegmd.reviving import Grown
 
 LONGER = Grown("/log", 3, Reason(code="refused", message="/log has 5 bytes and had 3", hint="cut it back"))
 TAKEN = Reason(code="refused", message="the job had the number 7, which process 7 has", hint="end that one")

@@ -20,10 +20,11 @@ from hegmd.criu.population import population_of
 from hegmd.criu.program import Criu
 from hegmd.criu.tree import Member as Process
 from hegmd.criu.tree import Tree
+from hegmd.dumping import require_unmarked
 from hegmd.errors import DENIED, NOT_FOUND, REFUSED, TIMEOUT, UNAVAILABLE, HegmError, Refused
 from hegmd.external import Rights
 from hegmd.handed_tree import not_theirs, require_no_more
-from hegmd.handoff import Handoff, require_unmarked
+from hegmd.handoff import Handoff
 from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
 from hegmd.lock_files import LockFiles
 from hegmd.meeting import MeetingPlaces

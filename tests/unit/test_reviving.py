@@ -23,10 +23,11 @@ from hegmd.external import Rights
 from hegmd.half_revived import HalfRevived
 from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
 from hegmd.meeting import MeetingPlaces
+from hegmd.objections import Objections
 from hegmd.pool import Pool
 from hegmd.pool_memory import Memory
 from hegmd.protocol.images import ImageProcess, ImageWorker, Manifest
-from hegmd.reviving import Objections, Reviving, forget_mark, guise_in, until_there
+from hegmd.reviving import Reviving, forget_mark, guise_in, until_there
 from hegmd.workers import Workers
 from tests.e2e.real_criu import directory
 from tests.unit.criu.test_credentials import ME, core, credentials, whole

@@ -14,7 +14,8 @@ import anyio
 
 from hegmd.errors import HegmError
 from hegmd.external import Rights
-from hegmd.image.images import Images, Lent
+from hegmd.image.images import Images
+from hegmd.image.in_hand import Lent
 from hegmd.image.shelf import verify
 from hegmd.protocol.images import Manifest
 

@@ -20,7 +20,8 @@ import pytest
 from hegmd.errors import BUSY, DENIED, HegmError, Refused
 from hegmd.external import Rights
 from hegmd.helper.calls import HelperLost
-from hegmd.image.images import Images, Lent
+from hegmd.image.images import Images
+from hegmd.image.in_hand import Lent
 from hegmd.image.private import Private
 from hegmd.image.shelf import look_into, sweep
 from hegmd.protocol.images import ImageProcess, Manifest
