@@ -19,6 +19,10 @@ from hegmd.protocol.messages import StoryReply
 from tests.gpu.moves_timing import phases_s
 
 GIB = 1 << 30
+# The carriers that an operator can ask for; by the driver all video memory goes into the process, and so through CRIU.
+HOST, DRIVER = "host", "driver"
+# Of what dd writes to the same disk at that time: under it something is in the way that is not the disk.
+LEAST_SHARE = 0.8
 # What the daemon logs of images and of CRIU, by the name of the part.
 LOGGED = {
     "dump": re.compile(r"\bCRIU dumped process \d+ in ([\d.]+) ms"),
@@ -40,7 +44,8 @@ PARTS = ("suspend", "dump", "write", "verify", "end", "check", "read", "criu", "
 
 @dataclass(frozen=True)
 class Figure:
-    """One way into an image or out of it: how fast its bytes were written, and how fast dd was just before."""
+    """One way into an image or out of it: how fast its bytes were written, and how fast dd was, the better of just
+    before and just after."""
 
     action: str
     size_gib: int
@@ -55,6 +60,13 @@ class Figure:
     @property
     def key(self) -> tuple[str, int, str, str]:
         return self.action, self.size_gib, self.place, self.carrier
+
+    @property
+    def share_of_dd(self) -> float | None:
+        """Of dd's rate, how much the video memory's bytes were written at; None where none were, or there was no dd."""
+        if self.written_bytes_per_s is None or self.dd_bytes_per_s is None:
+            return None
+        return self.written_bytes_per_s / self.dd_bytes_per_s
 
 
 def parts_of(action: str, story: StoryReply, log: Iterable[str], since_utc: float) -> dict[str, float]:
@@ -103,7 +115,7 @@ class Record:
         parts = ", ".join(f"{name} {took_s:.3f}" for name, took_s in figure.parts.items())
         stood = "" if figure.stood_s is None else f", the job stood {figure.stood_s:.3f} s"
         what = f"{figure.size_gib} GiB {figure.action} {figure.carrier} {figure.place}"
-        print(f"  {what}: {figure.took_s:.3f} s ({parts}){stood}", flush=True)
+        print(f"  {what}: {figure.took_s:.3f} s ({parts}){stood}{_share_told(figure)}", flush=True)
 
     def say(self, text: str, *, keep: bool = True) -> None:
         """A sentence; none is kept, whatever is asked."""
@@ -127,7 +139,7 @@ class Record:
     def markdown(self) -> str:
         """What can stand in docs/benchmarks.md as it is."""
         seen = [f"| {case} | {wrong or 'ok'} |" for case, wrong in self.cases.items()]
-        return "\n".join([table(self.figures), "", "| case | |", "|---|---|", *seen])
+        return "\n".join([table(self.figures), "", beside(self.figures), "", "| case | |", "|---|---|", *seen])
 
 
 def table(figures: Sequence[Figure]) -> str:
@@ -141,11 +153,7 @@ def table(figures: Sequence[Figure]) -> str:
     for (action, size_gib, place, carrier), several in groups.items():
         took = [one.took_s for one in several]
         written = [one.written_bytes_per_s for one in several if one.written_bytes_per_s is not None]
-        shares = [
-            one.written_bytes_per_s / one.dd_bytes_per_s
-            for one in several
-            if one.written_bytes_per_s is not None and one.dd_bytes_per_s is not None
-        ]
+        shares = [share for one in several if (share := one.share_of_dd) is not None]
         cells = [str(size_gib), action, place, carrier, str(len(several)), f"{statistics.median(took):.3f}"]
         cells += [f"{min(took):.3f} to {max(took):.3f}"]
         cells += [_median([one.stood_s for one in several if one.stood_s is not None])]
@@ -153,6 +161,42 @@ def table(figures: Sequence[Figure]) -> str:
         cells += [_median([one.parts[part] for one in several if part in one.parts]) for part in PARTS]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def beside(figures: Sequence[Figure]) -> str:
+    """Ours and the driver with CRIU alone side by side, medians in seconds, and what is aimed at; as Markdown."""
+    head = ["GiB", "where", "checkpoint", "by driver and CRIU", "restore", "by driver and CRIU", "stood, left running"]
+    head += [f"written, of dd (≥ {LEAST_SHARE:g})"]
+    lines = ["| " + " | ".join(head) + " |", "|---:|---|" + "---:|" * (len(head) - 2)]
+    for size_gib, place in sorted({(one.size_gib, one.place) for one in figures}, key=lambda one: (one[1], one[0])):
+        here = [one for one in figures if (one.size_gib, one.place) == (size_gib, place)]
+        cells = [str(size_gib), place]
+        for action in ("checkpoint", "restore"):
+            took = {
+                alone: [one.took_s for one in here if one.action == action and (one.carrier == DRIVER) == alone]
+                for alone in (False, True)
+            }
+            cells += [_median(took[False]), _median(took[True]) + _times(took[True], took[False])]
+        cells += [_median([one.stood_s for one in here if one.stood_s is not None])]
+        shares = [share for one in here if (share := one.share_of_dd) is not None]
+        cells += [_median(shares, ".2f") + ("" if not shares or _is_enough(shares, place) else ", **under**")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _is_enough(shares: Sequence[float], place: str) -> bool:
+    """On a tmpfs dd is one thread that copies, and nothing to be measured by."""
+    return place != "disk" or statistics.median(shares) >= LEAST_SHARE
+
+
+def _times(slow: Sequence[float], fast: Sequence[float]) -> str:
+    return f" ({statistics.median(slow) / statistics.median(fast):.1f} ×)" if slow and fast else ""
+
+
+def _share_told(figure: Figure) -> str:
+    if figure.written_bytes_per_s is None or figure.share_of_dd is None:
+        return ""
+    return f", written at {figure.written_bytes_per_s / 1e9:.2f} GB/s, {figure.share_of_dd:.2f} of dd"
 
 
 def _median(values: Sequence[float], form: str = ".3f") -> str:

@@ -19,12 +19,10 @@ from typing import Any
 
 from tests.bench.bench_image import dd_s, memory_of
 from tests.gpu.image_jobs import Job
-from tests.gpu.image_record import Figure, Record, parts_of
+from tests.gpu.image_record import DRIVER, HOST, Figure, Record, parts_of
 from tests.gpu.moves_jobs import on_stub
 from tests.gpu.moves_node import ROOT, Node, WentWrongError
 
-# Two carriers that an operator can ask for; by the driver all video memory goes into the process, and so through CRIU.
-HOST, DRIVER = "host", "driver"
 DD_BYTES = 64 << 20 if on_stub() else 1 << 30
 
 
@@ -48,14 +46,13 @@ class Rounds:
         self.node, self.record = node, record
         self._count = 0
         self._memory = memory_of(random=True, size_bytes=DD_BYTES)
-        self._dd: dict[str, float] = {}
 
     def close(self) -> None:
         os.close(self._memory)
 
     def measure_dd(self, place: Place) -> float:
-        """What one dd with O_DIRECT reaches there now, for the figures that come after it."""
-        rate = self._dd[place.name] = DD_BYTES / dd_s(place.folder, self._memory, DD_BYTES)
+        """What one dd with O_DIRECT reaches there now."""
+        rate = DD_BYTES / dd_s(place.folder, self._memory, DD_BYTES)
         self.record.say(f"  dd on {place.name}: {rate / 1e9:.2f} GB/s")
         return rate
 
@@ -108,6 +105,7 @@ class Rounds:
         words = ["--leave-running"] if leave_running else []
         words += ["--carrier", carrier]
         action = "leave-running" if leave_running else "checkpoint"
+        before = None if carrier == DRIVER else self.measure_dd(place)
         asked_utc, asked_at = time.time(), time.monotonic()
         answer = self.node.hegmctl("checkpoint", *words, str(job.pid), str(image))
         took_s = time.monotonic() - asked_at
@@ -115,7 +113,8 @@ class Rounds:
         size_bytes = _stored_bytes(image / "bytes")
         rate = size_bytes / parts["write"] if size_bytes and "write" in parts else None
         stood_s = job.pause_since(asked_utc)[1] if leave_running else None
-        dd = self._dd.get(place.name)
+        # A disk that others use, or that has less left to give, is not taken for slow writing nor for fast.
+        dd = None if before is None else max(before, self.measure_dd(place))
         self.record.measure(Figure(action, job.kind.size_gib, place.name, carrier, took_s, parts, rate, dd, stood_s))
 
     def restore(self, job: Job, place: Place, image: Path, carrier: str, to: int, *words: str) -> None:

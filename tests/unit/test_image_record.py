@@ -1,0 +1,52 @@
+"""What the run over images on GPUs prints of its figures, and what one call of it has: GPUs are lent for minutes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.gpu.image_record import DRIVER, HOST, Figure, Record, beside
+from tests.gpu.image_run import cases_of
+
+GB = 1e9
+
+
+def figure(action: str, carrier: str, took_s: float, place: str = "disk", **more: float) -> Figure:
+    return Figure(action, 8, place, carrier, took_s, {}, **more)
+
+
+def test_ours_stands_beside_the_driver_and_criu_alone_of_the_same_size_and_place() -> None:
+    figures = [
+        figure("checkpoint", HOST, 10.0, written_bytes_per_s=1.4 * GB, dd_bytes_per_s=1.5 * GB),
+        figure("checkpoint", DRIVER, 25.0),
+        figure("restore", HOST, 4.0),
+        figure("restore", DRIVER, 8.0),
+        figure("leave-running", HOST, 12.0, stood_s=2.5, written_bytes_per_s=1.2 * GB, dd_bytes_per_s=1.5 * GB),
+        figure("checkpoint", HOST, 9.0, "tmpfs", written_bytes_per_s=1.0 * GB, dd_bytes_per_s=2.0 * GB),
+    ]
+    rows = beside(figures).splitlines()[2:]
+    assert rows == [
+        "| 8 | disk | 10.000 | 25.000 (2.5 ×) | 4.000 | 8.000 (2.0 ×) | 2.500 | 0.87 |",
+        "| 8 | tmpfs | 9.000 |  |  |  |  | 0.50 |",
+    ]
+
+
+def test_a_disk_that_is_not_used_well_is_told() -> None:
+    slow = figure("checkpoint", HOST, 10.0, written_bytes_per_s=1.1 * GB, dd_bytes_per_s=1.5 * GB)
+    assert beside([slow]).endswith("0.73, **under** |")
+
+
+def test_one_call_has_every_size_on_both_places_beside_the_driver_alone_and_what_else_is_to_be_shown(
+    tmp_path: Path,
+) -> None:
+    """In the order in which it is worth its time: what is short of that is left for another call."""
+    cases = list(cases_of([1, 8, 32], 1))
+    wanted = [
+        f"{what}-{size}-{place}" for what in ("back", "left") for size in (1, 8, 32) for place in ("tmpfs", "disk")
+    ]
+    wanted += ["workers", "taken", "driver-1-tmpfs", "driver-8-tmpfs"]
+    wanted += ["driver-1-disk", "driver-8-disk", "driver-32-disk"]
+    assert sorted(cases) == sorted(wanted)
+    assert cases.index("driver-32-disk") < cases.index("left-32-disk") < cases.index("left-1-disk")
+    record = Record(tmp_path / "state")
+    record.note("back-1-tmpfs", "", 5.0)
+    assert Record(tmp_path / "state").is_done("back-1-tmpfs")
