@@ -128,7 +128,9 @@ class Checkpoints:
         with anyio.CancelScope(deadline=due):
             async with self._reviving.opened(wish.path, rights) as image:
                 if asked.dry_run:
-                    return Answer(None, told_plan(await self._plan(image.manifest, wish, rights, streams)))
+                    return Answer(
+                        None, told_plan(await self._plan(image.manifest, wish, rights, streams, dry_run=True))
+                    )
                 async with self._restoring.setdefault(rights.uid, anyio.Lock()):
                     plan = await self._plan(image.manifest, wish, rights, streams)
                     op = await self._bring_back(image, rights, asked, streams)
@@ -143,7 +145,9 @@ class Checkpoints:
         left_s = None if limit_s is None else max(LEAST_LEFT_S, due - anyio.current_time())
         return await self._operations.go_on_with(op, plan, replace(asked, dry_run=False, limit_s=left_s))
 
-    async def _plan(self, manifest: Manifest, wish: Wished, rights: Rights, streams: Mapping[str, int]) -> Plan:
+    async def _plan(
+        self, manifest: Manifest, wish: Wished, rights: Rights, streams: Mapping[str, int], *, dry_run: bool = False
+    ) -> Plan:
         snapshot, op = self._reviving.expected(await self._lookout.snapshot([]), manifest)
         request = Request(kind=RESUME, pids=tuple([worker.pid for worker in op.workers]), to=wish.to)
         found = planned_resume(snapshot, request, op)
@@ -155,11 +159,14 @@ class Checkpoints:
             led_elsewhere(ends, streams)
         except HegmError as error:
             reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
-        if reasons or not isinstance(found, Plan):
+        grown = to_cut_back(reasons, objections.grown)
+        would_be_cut = grown if wish.as_then and dry_run else ()
+        if (reasons and not would_be_cut) or not isinstance(found, Plan):
             refused = refusal(reasons)
-            grown = [[file.path, file.size_bytes] for file in to_cut_back(reasons, objections.grown)]
-            raise HegmError(refused.code, refused.message, refused.hint, {**refused.facts, "grown": grown})
-        notes = [*objections.notes, *_told_lost(lost_streams(ends, streams)), _UNREAD]
+            named = [[file.path, file.size_bytes] for file in grown]
+            raise HegmError(refused.code, refused.message, refused.hint, {**refused.facts, "grown": named})
+        cut = [f"{file.reason.message}: it is cut back to that" for file in would_be_cut]
+        notes = [*cut, *objections.notes, *_told_lost(lost_streams(ends, streams)), _UNREAD]
         plan = from_image(found, snapshot.rates, size_bytes=size_of(manifest))
         return plan.replace(hazards=(*plan.hazards, *notes))
 

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from errno import ELOOP
+from functools import partial
 from pathlib import Path
 
 from hegmd.criu.guise import rights_missing
@@ -93,8 +94,9 @@ class Scrutiny:
             found.append(Reason(code=BUSY.name, message=message, hint="resume what is suspended, or raise its budget"))
         grown: list[Grown] = []
         notes: list[str] = []
-        changed = await self._looks.at(lambda tell: list(_changed_files(needs, self._root, tell)), name="hegmd-files")
-        for reason, longer, minds in changed:
+        changed = partial(_changed_files, needs, self._root, as_then=as_then)
+        found_of_files = await self._looks.at(lambda tell: list(changed(tell)), name="hegmd-files")
+        for reason, longer, minds in found_of_files:
             if longer is not None:
                 grown.append(longer)
             if minds or as_then:
@@ -165,7 +167,9 @@ def _differing(manifest: Manifest, root: Path, tell: Tell) -> Differences:
         raise HegmError(UNAVAILABLE, message, hint) from error
 
 
-def _changed_files(needs: Needs, root: Path, tell: Tell) -> Iterator[tuple[Reason, Grown | None, bool]]:
+def _changed_files(
+    needs: Needs, root: Path, tell: Tell, *, as_then: bool
+) -> Iterator[tuple[Reason, Grown | None, bool]]:
     """Files that are not as they were: what there is to say, which of them have only grown, and whether CRIU minds."""
     for file in needs.files:
         tell(file.path)
@@ -182,10 +186,17 @@ def _changed_files(needs: Needs, root: Path, tell: Tell) -> Iterator[tuple[Reaso
         reason = Reason(
             code=REFUSED.name,
             message=f"{file.path} has {size_bytes} bytes and had {file.size_bytes} when the image was made",
-            hint="restore with --truncate-outputs to cut it back" if has_grown else "put it back as it was then",
+            hint=_to_cut_back(as_then=as_then) if has_grown else "put it back as it was then",
         )
         minds = not (file.is_appended and has_grown)
         yield reason, Grown(file.path, file.size_bytes, reason) if has_grown else None, minds
+
+
+def _to_cut_back(*, as_then: bool) -> str:
+    """The next step of whoever has a file that has grown; `as_then`: they want it cut back already."""
+    if as_then:
+        return "--truncate-outputs cuts it back when nothing else is in the way; if it has, somebody still writes there"
+    return "restore with --truncate-outputs to cut it back"
 
 
 def _size_bytes(root: Path, path: str) -> int:

@@ -8,7 +8,7 @@ them when it refuses, and is asked again.
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from hegmctl.operating import run_one
 from hegmctl.outputs import cut_back
@@ -68,7 +68,7 @@ def restore(session: Session) -> int:
         wait=not arguments.flag("no-wait"),
         dry_run=arguments.flag("dry-run"),
     )
-    with outlets(named) as fds:
+    with outlets(named, keep=not request.dry_run) as fds:
         return _restore(session, request, fds, cuts=cuts)
 
 
@@ -86,25 +86,56 @@ def _restore(session: Session, request: Restore, fds: Sequence[int], *, cuts: bo
 
 
 @contextmanager
-def outlets(named: Mapping[str, str]) -> Generator[list[int]]:
-    """Where streams of the job are to lead, opened with the caller's rights; `-` is our own. Raises HegmError."""
+def outlets(named: Mapping[str, str], *, keep: bool = True) -> Generator[list[int]]:
+    """Where streams of the job are to lead, opened with the caller's rights; `-` is our own. Raises HegmError.
+
+    A file that was made for this is gone again where nothing came of it, or `keep` says that nothing will.
+    """
     fds: list[int] = []
+    made: list[str] = []
     try:
         for name, path in named.items():
             if path == "-":
                 fds.append(os.dup(STREAMS[name]))
                 continue
             try:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY | os.O_CLOEXEC
-                fds.append(os.open(path, flags, 0o666))
+                fds.append(_opened(path, made))
             except OSError as error:
                 raise HegmError(
                     REFUSED, f"{path} cannot be opened for --{name}: {error.strerror}", "name a file that you may write"
                 ) from error
         yield fds
+    except HegmError as error:
+        keep = keep and not _is_known_to_be_none(error)
+        raise
     finally:
         for fd in fds:
             os.close(fd)
+        if not keep:
+            _remove_empty(made)
+
+
+def _opened(path: str, made: list[str]) -> int:
+    """The file, to append to; its path is added to `made` where it was not there before. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return os.open(path, flags, 0o666)
+    made.append(path)
+    return fd
+
+
+def _remove_empty(paths: Sequence[str]) -> None:
+    for path in paths:
+        with suppress(OSError):
+            if os.lstat(path).st_size == 0:
+                os.unlink(path)
+
+
+def _is_known_to_be_none(error: BaseException) -> bool:
+    """Whether nothing came of a restore that ended so. Where nobody heard how it ended, something may have."""
+    return isinstance(error, HegmError) and error.code not in (DISCONNECTED, NO_DAEMON, TIMEOUT)
 
 
 def _restore_once_more(session: Session, request: Restore, cuts: list[Cut], fds: Sequence[int]) -> int:
@@ -112,7 +143,7 @@ def _restore_once_more(session: Session, request: Restore, cuts: list[Cut], fds:
     try:
         status = run_one(session, request, fds)
     except BaseException as error:
-        is_known = isinstance(error, HegmError) and error.code not in (DISCONNECTED, NO_DAEMON, TIMEOUT)
+        is_known = _is_known_to_be_none(error)
         for cut in cuts:
             if is_known and cut.put_back():
                 session.sink.note(f"{cut.path} is as it was")

@@ -83,6 +83,13 @@ def test_a_job_that_is_left_running_goes_on_and_its_image_begins_where_it_was(
         job.process.wait(ENDS_WITHIN_S)
         plan = job.command("restore", "--dry-run", str(image))["plan"]
         assert any("losses has" in hazard for hazard in plan["hazards"])
+        plan = job.command("restore", "--dry-run", "--truncate-outputs", str(image))["plan"]
+        assert any(line.endswith("it is cut back to that") for line in plan["hazards"])
+        assert job.losses == expected, "a dry run has cut something"
+        refused = job.command("restore", str(image), "--truncate-outputs", "--stdout", str(tmp_path / "log"), status=6)
+        assert "restore with --truncate-outputs" not in refused["error"]["hint"]
+        assert "leave --stdout out" in refused["error"]["hint"]
+        assert not (tmp_path / "log").exists()
         job.operation("restore", str(image), "--truncate-outputs")
         assert job.output() == expected
 

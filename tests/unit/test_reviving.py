@@ -176,7 +176,11 @@ async def test_files_that_are_gone_shorter_or_longer_are_told_by_name(tmp_path: 
     assert f"{tmp_path}/longer has 6 bytes and had 4" in said
     assert [Path(file.path).name for file in found.grown] == ["longer", "appended"]
     assert [note for note in found.notes if f"{tmp_path}/appended has 6 bytes" in note]
-    assert f"{tmp_path}/appended has 6 bytes" in _said(await _against(_reviving(tmp_path), manifest, as_then=True))
+    assert {file.reason.hint for file in found.grown} == {"restore with --truncate-outputs to cut it back"}
+    as_then = await _against(_reviving(tmp_path), manifest, as_then=True)
+    assert f"{tmp_path}/appended has 6 bytes" in _said(as_then)
+    followed = "--truncate-outputs cuts it back when nothing else is in the way"
+    assert all(file.reason.hint.startswith(followed) for file in as_then.grown), "a hint that was followed already"
 
 
 async def test_an_image_that_does_not_say_what_its_node_was_like_is_of_another_version(tmp_path: Path) -> None:

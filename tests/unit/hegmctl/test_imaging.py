@@ -17,7 +17,7 @@ from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Asked, Caller, FakeDaemon, failing, saying
 from tests.unit.hegmctl.running import hegmctl
 from tests.unit.hegmctl.terminal import Terminal
-from tests.unit.hegmctl.test_operating import DONE
+from tests.unit.hegmctl.test_operating import DONE, PLAN
 
 
 def test_what_has_grown_is_cut_and_nothing_else(tmp_path: Path) -> None:
@@ -123,6 +123,24 @@ def test_outputs_are_opened_by_the_caller_and_sent_along(tmp_path: Path) -> None
         refused = hegmctl("restore", "/images/one", "--stdout", str(tmp_path), socket=daemon.path)
     assert refused.returncode == REFUSED.exit_status
     assert f"{tmp_path} cannot be opened for --stdout: Is a directory" in refused.stderr
+
+
+def test_a_restore_that_was_refused_or_only_planned_left_an_empty_file_for_its_output(tmp_path: Path) -> None:
+    log, kept = tmp_path / "log", tmp_path / "kept"
+    kept.touch()
+    plan = m.OperationReply(plan=PLAN.replace(kind="restore"))
+
+    def answer(caller: Caller, asked: Asked) -> Record | None:
+        assert log.exists(), "it is sent along"
+        is_dry = asked.request.dry_run if isinstance(asked.request, m.Restore) else False
+        refused = HegmError(REFUSED, "its number is taken", "end that process")
+        return (saying(plan) if is_dry else failing(refused))(caller, asked)
+
+    with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: answer}) as daemon:
+        words = ("restore", "/images/one", "--stdout", str(log), "--stderr", str(kept))
+        statuses = [hegmctl(*words, *more, socket=daemon.path).returncode for more in ([], ["--dry-run"])]
+    assert statuses == [REFUSED.exit_status, 0]
+    assert (log.exists(), kept.exists()) == (False, True)
 
 
 def test_ctrl_c_while_an_image_is_read_leaves_the_image_and_asks_nothing(tmp_path: Path) -> None:
