@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from hegmd.errors import BAD_CONFIG, HegmError
 from hegmd.protocol.messages import Setting
+from hegmd.setting_kinds import PathName, Unfit, name_of_type, quoted
 from hegmd.settings import (
     ROWS,
     SECTIONS,
@@ -34,13 +35,9 @@ from hegmd.settings import (
     LogSettings,
     MetricsSettings,
     NeighbourSettings,
-    PathName,
     PoolSettings,
     RestartSettings,
     Row,
-    Unfit,
-    name_of_type,
-    quoted,
 )
 from hegmd.toml_lines import lines_of
 

@@ -70,7 +70,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.metrics": (*GROUND, "hegmd.log"),
     "hegmd.events": (*GROUND, "hegmd.log"),
     "hegmd.toml_lines": ("hegmd.errors",),
-    "hegmd.settings": ("hegmd.errors",),
+    "hegmd.setting_kinds": (),
+    "hegmd.settings": ("hegmd.setting_kinds",),
     "hegmd.service": GROUND,
     "hegmd.state_dir": ("hegmd.errors",),
     "hegmd.news": (),
@@ -213,7 +214,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.server.auth": ("hegmd.errors", "hegmd.protocol"),
     # Where it all comes together
     "hegmd.moving": EVERYTHING,
-    "hegmd.config": (*GROUND, "hegmd.settings", "hegmd.toml_lines"),
+    "hegmd.config": (*GROUND, "hegmd.setting_kinds", "hegmd.settings", "hegmd.toml_lines"),
     "hegmd.arguments": (*GROUND, "hegmd.settings"),
     "hegmd.app": EVERYTHING,
     "hegmd.__main__": EVERYTHING,

@@ -12,7 +12,8 @@ import pytest
 from hegmd import arguments
 from hegmd.config import Config, after_reload, changes, example, load
 from hegmd.errors import HegmError
-from hegmd.settings import ROWS, Amount, GroupName, LimitSettings, Mode, OneOf, PathName
+from hegmd.setting_kinds import Amount, GroupName, Mode, OneOf, PathName
+from hegmd.settings import ROWS, LimitSettings
 
 ROOT = Path(__file__).parents[2]
 
