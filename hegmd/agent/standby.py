@@ -48,7 +48,7 @@ IMPORTS, PATH, READY, GO = b"imports", b"path", b"ready", b"go"
 _TORCH = "torch"
 _OWN = "_hegm"
 # Those of the agent that come to life with PyTorch. Reading them starts nothing.
-_ITS_OWN = ("life", "carrying", "channel", "boundary", "restart.beginning", "restart.capture")
+_ITS_OWN = ("life", "carrying", "channel", "boundary", "restart.beginning", "restart.restoration")
 _MOST_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 4
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")

@@ -17,6 +17,7 @@ from . import frameworks, given, iterations, lightning, readiness, stateful
 from .baseline import note_place
 from .interface import said
 from .leaving import end_unrestored, tell_waiting
+from .passes_again import PassAgain
 from .places import is_of_another_script, path_of, script_frames
 from .places import said as said_step
 from .shadows import Entering, Shadows
@@ -133,7 +134,7 @@ class Due:
         for index, taken in enumerate(self._passes):
             if [tuple(step) for step in taken["path"]] == list(path):
                 del self._passes[index]
-                return self._made_again(loader, taken, iterations.Iteration(number, path, loader), state, make)
+                return self._made_again(loader, taken, PassAgain(number, path, loader), state, make)
         return None
 
     def _made_again(self, loader: Any, taken: Any, made: Any, state: Any, make: Callable[[Any], Any]) -> Any:
@@ -158,7 +159,7 @@ class Due:
     def arrive(self, frame: FrameType) -> None:
         """The script is at its place: put everything back, and be gone but for workers that rest until their pass."""
         from ..life import note_restarted
-        from .capture import put_back
+        from .restoration import put_back
 
         state = self._read()
         left = self._entering.left() if self._entering is not None else []

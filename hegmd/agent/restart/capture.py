@@ -1,49 +1,25 @@
-"""The exact state of a training that stands at a boundary, as one plain value; and back into the script that runs anew.
+"""The exact state of a training that stands at a boundary, as one plain value.
 
-Owns what belongs to a state and in which order it is compared and set: first everything is compared, so that a state
-that does not fit changes nothing. `capture` is called by the agent's thread while the training thread stands; what
-comes back of it shares memory with the training, and is to be written before that goes on.
-Longer than 400 lines because what is taken and how it is put back are to be read side by side.
+Owns what belongs to a state; `restoration` puts it back into the script that runs anew. `capture` is called by the
+agent's thread while the training thread stands; what comes back of it shares memory with the training, and is to be
+written before that goes on.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import sys
 
 from .. import life
-from . import (
-    asking,
-    contents,
-    frameworks,
-    generators,
-    iterations,
-    readiness,
-    recovery,
-    stateful,
-    variables,
-    whereabouts,
-)
+from . import asking, contents, frameworks, generators, iterations, kinds_held, readiness, stateful, variables
 from .baseline import Baseline, baseline_of, refusal_of
-from .holdings import (
-    GENERATOR,
-    MODULE,
-    OPTIMIZER,
-    SCALER,
-    SCHEDULER,
-    STATEFUL,
-    TENSOR,
-    Holding,
-    Holdings,
-    is_open,
-)
+from .holdings import MODULE, OPTIMIZER, TENSOR, Holding, Holdings, is_open
 from .interface import KEY
 from .interface import said as said_by_script
 from .kinds import is_a
 from .places import Loop, Place, Unreadable, look_into, said
-from .references import matched, part_of, references_to
-from .unfit import DoesNotFit, Refusal
+from .references import references_to
+from .unfit import Refusal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -230,13 +206,13 @@ class _Taking:
         carried = [
             found for found in self._chosen(holdings) if found.kind != TENSOR or id(found.thing) not in elsewhere
         ]
-        references = _references(dict(enumerate(carried)))
+        references = kinds_held.references_of(dict(enumerate(carried)))
         self.state["holdings"] = [
             {
                 "kind": found.kind,
                 "class": type(found.thing).__qualname__,
                 "names": found.names if baseline is None else baseline.names_of(found),
-                "content": _taken(found, references),
+                "content": kinds_held.taken(found, references),
             }
             for found in carried
         ]
@@ -260,169 +236,6 @@ class _Taking:
         if own["anew"] and not said_by_script.keeps:
             for step in place.whiles():
                 self._refuse(f"the while loop at {said(step)} goes by variables of the script's own", _BY_HAND)
-
-
-def put_back(state: dict[str, Any], frame: FrameType | None) -> None:
-    """Set everything in the script, which is at its place; `frame` is the training thread's. Raises DoesNotFit."""
-    if state["form"] != FORM:
-        raise DoesNotFit([f"the state has form {state['form']}, and this release reads form {FORM}"])
-    frames = Place(frame).frames
-    pairs, reasons = _compared(state, frames)
-    reasons += said_by_script.misfits(state[KEY], _optimizers_in(pairs))
-    reasons += frameworks.resuming.misfits(state[frameworks.KEY])
-    reasons += recovery.misfits(state[variables.KEY], frames)
-    if reasons:
-        raise DoesNotFit(reasons)
-    stateful_ones = [(saved, found) for saved, found in pairs.values() if found.kind == STATEFUL]
-    for saved, found in stateful_ones:
-        _put(found, saved["content"])
-    if any(is_open(found) for _saved, found in stateful_ones):
-        pairs, reasons = _compared(state, frames)  # what is in them may be another thing now
-        if reasons:
-            raise DoesNotFit(reasons)
-    told: list[str] = []
-    for kind in (MODULE, OPTIMIZER, SCHEDULER, SCALER, TENSOR, GENERATOR):
-        for saved, found in pairs.values():
-            if found.kind == kind:
-                told += [f"{saved['names'][0]}: {what}" for what in _put(found, saved["content"])]
-    contents.make_copies()
-
-    def held(reference: Any) -> Any:
-        found = pairs.get(reference[1])
-        return None if found is None else part_of(found[1].thing, reference[2])
-
-    from_cpu = whereabouts.left_cpu(_tensors_in(pairs))
-    missing = recovery.put_back(state[variables.KEY], frames, held, from_cpu=from_cpu)
-    _say_anew([*state[variables.KEY]["anew"], *missing])
-    _say_unseen(state[variables.KEY]["unseen"])
-    _say_otherwise(told)
-    said_by_script.put_back(state[KEY], _optimizers_in(pairs))
-    frameworks.resuming.put_back(state[frameworks.KEY])
-    generators.set_shared(state["shared"])
-
-
-def _compared(state: dict[str, Any], frames: list[FrameType]) -> tuple[dict[int, tuple[Any, Holding]], list[str]]:
-    """What was taken, each with what the script holds here, and why they do not fit."""
-    pairs, reasons = _matched(state["holdings"], Holdings(frames).list)
-    references = _references({index: found for index, (_saved, found) in pairs.items()})
-    for saved, found in pairs.values():
-        reasons += [f"{saved['names'][0]}: {why}" for why in _unfit(found, saved["content"], references)]
-    return pairs, reasons
-
-
-def _optimizers_in(pairs: dict[int, tuple[Any, Holding]]) -> list[Any]:
-    return [found.thing for _saved, found in pairs.values() if found.kind == OPTIMIZER]
-
-
-def _say_anew(names: list[str]) -> None:
-    """What of the script's own is as in a script that has just begun, on stderr: its output is the script's."""
-    if names:
-        text = f"hegm: begins anew after the restart: {'; '.join(names)}. hegm.keep keeps such things.\n"
-        os.write(2, text.encode(errors="replace"))
-
-
-def _say_unseen(names: list[str]) -> None:
-    """What may be as in a script that has just begun, since nobody has looked, on stderr."""
-    if names:
-        text = f"hegm: not looked at, and so begins anew after the restart: {'; '.join(names)}. hegm.keep keeps it.\n"
-        os.write(2, text.encode(errors="replace"))
-
-
-def _say_otherwise(told: list[str]) -> None:
-    """What another kind of device has otherwise, on stderr."""
-    if told:
-        os.write(2, f"hegm: after the restart: {'; '.join(told)}.\n".encode(errors="replace"))
-
-
-def _tensors_in(pairs: dict[int, tuple[Any, Holding]]) -> Iterator[tuple[Any, Any]]:
-    """Of all modules each tensor that was taken, with the one here."""
-    for saved, found in pairs.values():
-        if found.kind == MODULE:
-            yield from contents.tensors_beside(found.thing, saved["content"])
-
-
-# ---- by kind --------------------------------------------------------------------------------------------------------
-
-
-def _taken(found: Holding, references: dict[int, Any]) -> Any:
-    if found.kind == MODULE:
-        return contents.take_module(found.thing)
-    if found.kind == OPTIMIZER:
-        return contents.take_optimizer(found.thing, references)
-    if found.kind == GENERATOR:
-        return generators.read(found.thing)
-    if found.kind == TENSOR:
-        return contents.take_tensor(found.thing)
-    return contents.loose(found.thing.state_dict())
-
-
-def _unfit(found: Holding, content: Any, references: dict[int, Any]) -> list[str]:
-    if found.kind == MODULE:
-        return contents.unfit_module(found.thing, content)
-    if found.kind == OPTIMIZER:
-        return contents.unfit_optimizer(found.thing, content, references)
-    if found.kind == TENSOR:
-        return contents.unfit_tensor(found.thing, content[0])
-    return []
-
-
-def _put(found: Holding, content: Any) -> list[str]:
-    """Set it; what of it is otherwise here."""
-    if found.kind == OPTIMIZER:
-        return contents.put_optimizer(found.thing, content)
-    if found.kind == GENERATOR and not generators.fits(found.thing, content):
-        return ["its numbers are those of a generator that has just been made: it was on another kind of device"]
-    if found.kind == SCALER and not content:  # of one that was not in use, as on the CPU
-        return [] if not found.thing.is_enabled() else ["it begins at its first scale: before it scaled nothing"]
-    if found.kind == MODULE:
-        contents.put_module(found.thing, content)
-    elif found.kind == GENERATOR:
-        generators.set_to(found.thing, content)
-    elif found.kind == TENSOR:
-        tensor, gradient, requires = content
-        contents.put_tensor(found.thing, tensor, gradient, requires=requires)
-    else:
-        found.thing.load_state_dict(contents.owned(content))
-    return []
-
-
-def _references(holdings: dict[int, Holding]) -> dict[int, tuple[int, str]]:
-    """Every parameter of the modules, by address: which of the holdings has it, under which name."""
-    found: dict[int, tuple[int, str]] = {}
-    for index, holding in holdings.items():
-        if holding.kind == MODULE:
-            for name, parameter in contents.names_in(holding.thing):
-                found.setdefault(id(parameter), (index, name))
-    return found
-
-
-def _matched(saved: list[Any], here: list[Holding]) -> tuple[dict[int, tuple[Any, Holding]], list[str]]:
-    """Each saved thing with the one here that has its names, one of the same class where there is one."""
-    names = [entry["names"] for entry in saved], [found.names for found in here]
-
-    def is_alike(mine: int, yours: int) -> bool:
-        return bool(
-            saved[mine]["kind"] == here[yours].kind and saved[mine]["class"] == type(here[yours].thing).__qualname__
-        )
-
-    found = matched(*names, is_alike)
-    others = matched(
-        *names,
-        lambda mine, yours: (
-            mine not in found and yours not in found.values() and saved[mine]["kind"] == here[yours].kind
-        ),
-    )
-    numbers = {**others, **found}
-    pairs = {index: (saved[index], here[numbers[index]]) for index in sorted(numbers)}
-    reasons = [
-        f"{entry['names'][0]}: there is no such {entry['kind']} yet where the training goes on"
-        for index, entry in enumerate(saved)
-        if index not in numbers
-    ]
-    return pairs, reasons
-
-
-# ---- parts ----------------------------------------------------------------------------------------------------------
 
 
 def _inner_of(look: dict[str, Any]) -> list[dict[str, Any]]:

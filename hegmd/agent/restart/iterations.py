@@ -1,10 +1,8 @@
-"""One pass over a loader: what is remembered of its beginning, what is taken of it, and how it is made again.
+"""One pass over a loader: what is remembered of its beginning, and what is taken of it.
 
 A pass is a function of the random states at its beginning and of what its sampler is. So the states are remembered when
-it begins, and again when its sampler is first asked; in the restarted script they are set at the same two moments, and
-the sampler is asked for the indices that were used up, without loading anything. Workers begin in turn where they were.
-
-Longer than 400 lines because a pass is taken and made again by the same facts, which are to be read in one place.
+it begins, and again when its sampler is first asked; in the restarted script they are set at the same two moments
+(`passes_again`).
 """
 
 from __future__ import annotations
@@ -12,17 +10,17 @@ from __future__ import annotations
 import weakref
 from _thread import get_ident
 
-from . import asking, drawing, frameworks, generators, orders, samples, stateful, streams
+from . import asking, drawing, generators, orders, samples, stateful, streams
+from .loaders import data_of, generators_of, kept_iterator, signature_of
+from .pass_states import beginning_of, states_of
 from .places import said
-from .unfit import DoesNotFit, Refusal
+from .unfit import Refusal
 from .worker_seeds import Seeds
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
-
-_SAMPLERS_DEEP = 6
 
 
 class Iteration:
@@ -62,13 +60,13 @@ class Iteration:
         self.sent: list[int] = []  # what each worker has made in earlier passes
         self.given_states: dict[int, Any] = {}
         self.gathered: list[Any] = generators_of(loader)
-        self._before = _beginning(self.gathered, loader, path)
+        self._before = beginning_of(self.gathered, loader, path)
         self._creation: Any = None
         self._first: Any = None
         self._seeds: Seeds | None = None
         self._own = stateful.Own(loader) if stateful.goes_by_state(loader) else None
         self._stream = None if self._own is not None else streams.stream_of(loader)
-        self._data = _data_of(loader, path)
+        self._data = data_of(loader, path)
         before = _read_at.get(path)
         self._sums = samples.sums_of(loader.dataset) if self._stream is None else {}
         self._first_sums = _sums_at.setdefault(path, self._sums)
@@ -79,7 +77,7 @@ class Iteration:
 
     def begin(self, loader: Any, make: Callable[[Any], Any]) -> Any:
         """Let the loader make its iterator, or begin again with the one it keeps, and follow it."""
-        kept = _kept_iterator(loader)
+        kept = kept_iterator(loader)
         before = _followed.get(id(kept)) if kept is not None else None
         if before is not None:
             self._go_on_from(before, kept)
@@ -90,7 +88,7 @@ class Iteration:
             iterator = self._make_with_workers(loader, make)
         else:
             iterator = make(loader)
-            _Starting.stand_in(iterator, self)
+            Starting.stand_in(iterator, self)
         self._follow(iterator)
         return iterator
 
@@ -124,7 +122,7 @@ class Iteration:
 
     def note_first(self) -> None:
         """The sampler is about to be asked for the first time."""
-        self._first = _states(self.gathered)
+        self._first = states_of(self.gathered)
 
     # ---- as it is taken ---------------------------------------------------------------------------------------------
 
@@ -145,7 +143,7 @@ class Iteration:
             "creation": self._creation,
             "first": self._first,
             "workers": self._workers_states(delivered),
-            "now": _beginning(self.gathered, iterator._index_sampler, self.path, of_sampler=True),
+            "now": beginning_of(self.gathered, iterator._index_sampler, self.path, of_sampler=True),
             "sums": self._sums_kept(),
             "data": self._data,
             "stream": None if self._stream is None else self._stream.taken(iterator),
@@ -216,101 +214,8 @@ class Iteration:
         finally:
             generators.set_shared(before)
 
-    # ---- as it is made again ----------------------------------------------------------------------------------------
 
-    def begin_again(self, loader: Any, taken: Any, make: Callable[[Any], Any]) -> Any:
-        """Make the pass that was taken; the random generators are left wherever that takes them. Raises DoesNotFit."""
-        _set_orders(loader, taken["before"])
-        self.signature = signature_of(loader)
-        if dict(taken["signature"]) != self.signature:
-            raise DoesNotFit([_unlike(taken, self.signature)])
-        if any(self._sums.get(name) != found for name, found in taken["sums"].items()):
-            raise DoesNotFit([f"the loader at {said(taken['path'][-1])} has other data than it had"])
-        self._before, self._creation, self._first = taken["before"], taken["creation"], taken["first"]
-        self._set_data(loader, taken)
-        _set_beginning(self.gathered, loader, self._creation or self._before)
-        if self._own is not None:
-            self._own.prepare(loader, taken["state"])
-            iterator = make(loader)
-        elif loader.num_workers > 0 and self._stream is None:
-            iterator = self._again_with_workers(loader, taken, make)
-        else:
-            iterator = self._again_alone(loader, taken, make)
-        self._follow(iterator)
-        return iterator
-
-    def _again_alone(self, loader: Any, taken: Any, make: Callable[[Any], Any]) -> Any:
-        if self._stream is not None:
-            self._stream.prepare(taken["stream"])
-        iterator = make(loader)
-        if self._first is None:
-            _Starting.stand_in(iterator, self)
-            return iterator
-        if self._stream is not None:
-            _set_states(self.gathered, self._first)
-            self._stream.go_on(iterator, taken["stream"], taken["delivered"])
-            stateful.note_given(iterator, taken["delivered"])
-            return iterator
-        _set_states(self.gathered, self._first)
-        _skip(iterator, taken["delivered"])
-        stateful.note_given(iterator, taken["delivered"])
-        _set_attributes(loader, taken["now"])
-        return iterator
-
-    def _again_with_workers(self, loader: Any, taken: Any, make: Callable[[Any], Any]) -> Any:
-        """At the first batch that is sent to a worker all is there but the places; that is where they are set."""
-        self.given_states = {worker: state for worker, state in enumerate(taken["workers"]) if state}
-        delivered = self.base = taken["delivered"]
-        beginning = self._before if self._creation is not None else None
-
-        def place(iterator: Any) -> None:
-            if beginning is not None:
-                _set_beginning(self.gathered, loader, beginning)
-            _skip(iterator, delivered)
-            iterator._send_idx = iterator._rcvd_idx = delivered
-            for _ in range(delivered % iterator._num_workers):
-                next(iterator._worker_queue_idx_cycle)
-
-        return self._with_first_sending(loader, place, make)
-
-    def rest_again(self, loader: Any, taken: Any, make: Callable[[Any], Any]) -> Any:
-        """Make the workers that were at rest between two passes, and begin the next one with the states of now."""
-        if dict(taken["signature"]) != self.signature:
-            raise DoesNotFit([_unlike(taken, self.signature)])
-        now = self._before
-        self._set_data(loader, taken)
-        self._creation = taken["creation"] or taken["before"]
-        self.given_states = {worker: state for worker, state in enumerate(taken["workers"]) if state}
-        _set_beginning(self.gathered, loader, self._creation)
-        iterator = self._with_first_sending(loader, lambda _it: _set_beginning(self.gathered, loader, now), make)
-        self._follow(iterator)
-        return iterator
-
-    def _set_data(self, loader: Any, taken: Any) -> None:
-        """Before workers have it: what is put back later they would not see."""
-        self._data = taken["data"]
-        for dataset, changed in zip(_datasets_of(loader.dataset), self._data):
-            orders.set_back(dataset, changed)
-
-    def _with_first_sending(self, loader: Any, place: Callable[[Any], None], make: Callable[[Any], Any]) -> Any:
-        import sys
-
-        kind: Any = sys.modules["torch.utils.data.dataloader"]._MultiProcessingDataLoaderIter
-        send = kind._try_put_index
-
-        def place_first(iterator: Any) -> None:
-            kind._try_put_index = send
-            place(iterator)
-            send(iterator)
-
-        kind._try_put_index = place_first
-        try:
-            return self._make_with_workers(loader, make)
-        finally:
-            kind._try_put_index = send
-
-
-class _Starting:
+class Starting:
     """Stands in for a sampler's iterator until it is first asked, so that no later batch passes anything of ours."""
 
     def __init__(self, iterator: Any, iteration: Iteration) -> None:
@@ -373,123 +278,6 @@ def all_followed() -> list[Iteration]:
     )
 
 
-def signature_of(loader: Any) -> dict[str, Any]:
-    """What two loaders that are the same have in common."""
-    sampler = loader._index_sampler
-    return {
-        "loader": type(loader).__name__,
-        "sampler": [type(found).__name__ for found in _samplers_of(sampler)],
-        "batch_size": loader.batch_size if isinstance(loader.batch_size, int) else None,
-        "batches": _length_of(sampler),
-        "rows": _length_of(loader.dataset),
-        "workers": loader.num_workers,
-    }
-
-
-def generators_of(loader: Any) -> list[Any]:
-    """The generators of a loader and its samplers that are objects of the script's."""
-    samplers = _samplers_of(loader._index_sampler)
-    own = list(generators.held_by([loader]))
-    reseeding = [found for found in samplers if frameworks.reseeds(found)]
-    within, _is_whole = drawing.held_within(samplers, [*own, *reseeding, *_datasets_of(loader.dataset)])
-    return own + within
-
-
-def _samplers_of(sampler: Any) -> list[Any]:
-    found: list[Any] = []
-    while sampler is not None and len(found) < _SAMPLERS_DEEP and not isinstance(sampler, (list, tuple, range)):
-        found.append(sampler)
-        sampler = getattr(sampler, "sampler", None)
-    return found
-
-
-def _data_of(loader: Any, path: Any) -> list[Any]:
-    """What of its datasets has changed since the first pass there, where workers get them as they are now."""
-    if not loader.num_workers:
-        return []
-    found = enumerate(_datasets_of(loader.dataset))
-    return [orders.changed_of(dataset, ("data", path), index, is_all=True) for index, dataset in found]
-
-
-def _datasets_of(dataset: Any) -> list[Any]:
-    found: list[Any] = []
-    while dataset is not None and len(found) < _SAMPLERS_DEEP:
-        found.append(dataset)
-        dataset = getattr(dataset, "__dict__", {}).get("dataset")
-    return found
-
-
-def _length_of(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError, AttributeError):
-        return None
-
-
-def _kept_iterator(loader: Any) -> Any:
-    return loader._iterator if loader.num_workers > 0 and loader.persistent_workers else None
-
-
 def _first_of(worker: int, base: int, workers: int) -> int:
     """The first batch from that one on which this worker makes."""
     return base + (worker - base) % workers
-
-
-def _states(gathered: list[Any]) -> dict[str, Any]:
-    own = [generators.read(found) for found in gathered]
-    return {"shared": generators.read_shared(with_gpus=False), "own": own}
-
-
-def _set_states(gathered: list[Any], states: Any) -> None:
-    generators.set_shared(states["shared"])
-    if len(states["own"]) != len(gathered):
-        raise DoesNotFit([f"a loader had {len(states['own'])} random generators of its own and has {len(gathered)}"])
-    for found, state in zip(gathered, states["own"]):
-        generators.set_to(found, state)
-
-
-def _beginning(gathered: list[Any], owner: Any, path: Any, *, of_sampler: bool = False) -> dict[str, Any]:
-    """The random states and the plain attributes of the samplers, such as a count of epochs."""
-    samplers = _samplers_of(owner if of_sampler else owner._index_sampler)
-    attributes = [
-        {name: value for name, value in getattr(found, "__dict__", {}).items() if type(value) in (int, float, bool)}
-        for found in samplers
-    ]
-    changed = [orders.changed_of(found, path, index) for index, found in enumerate(samplers)]
-    return {**_states(gathered), "attributes": attributes, "orders": changed}
-
-
-def _set_beginning(gathered: list[Any], loader: Any, beginning: Any) -> None:
-    _set_states(gathered, beginning)
-    _set_attributes(loader, beginning)
-
-
-def _set_attributes(loader: Any, beginning: Any) -> None:
-    _set_orders(loader, beginning)
-    for sampler, attributes in zip(_samplers_of(loader._index_sampler), beginning["attributes"]):
-        for name, value in attributes.items():
-            if getattr(sampler, "__dict__", {}).get(name, value) != value:
-                setattr(sampler, name, value)
-
-
-def _set_orders(loader: Any, beginning: Any) -> None:
-    for sampler, changed in zip(_samplers_of(loader._index_sampler), beginning["orders"]):
-        orders.set_back(sampler, changed)
-
-
-def _skip(iterator: Any, batches: int) -> None:
-    for index in range(batches):
-        try:
-            next(iterator._sampler_iter)
-        except StopIteration:
-            raise DoesNotFit([f"a loader had given {batches} batches, and its sampler ends after {index}"]) from None
-    iterator._num_yielded = batches
-
-
-def _unlike(taken: Any, signature: dict[str, Any]) -> str:
-    unlike = [
-        f"{name} was {dict(taken['signature']).get(name)!r} and is {value!r}"
-        for name, value in signature.items()
-        if dict(taken["signature"]).get(name) != value
-    ]
-    return f"the loader that is read at {taken['path'][-1]} is another one: {', '.join(unlike)}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hegmd.agent.restart import baseline, capture, plain
+from hegmd.agent.restart import baseline, capture, plain, restoration
 from hegmd.agent.restart.places import Place
 
 #: The step at which the first half ends.
@@ -61,7 +61,7 @@ class Run:
             self.refusals = [found.what for found in against if not found.passes]
             self.state = _through_a_file(taken)
         elif step == LEFT_AT:
-            capture.put_back(self.state or {}, frame)
+            restoration.put_back(self.state or {}, frame)
 
 
 def _through_a_file(state: dict[str, Any]) -> dict[str, Any]:
