@@ -17,7 +17,7 @@ from hegmctl.become import places_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 WITHIN_S = 5.0
 _MARK = "hegm-python"
@@ -86,6 +86,37 @@ class Probe:
         with suppress(ChildProcessError):  # one that the kernel lets go of later is taken up like any other child
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         os.close(self._pidfd)
+
+
+class Probes:
+    """Those that are asked now, each for a number by which its answer is wanted. Closing twice is fine."""
+
+    def __init__(self) -> None:
+        self._asked: list[Probe] = []
+
+    def ask(self, number: int, python: str, environ: Mapping[str, str], now: float) -> None:
+        """Raises NoPython and OSError where it cannot be."""
+        self._asked.append(Probe(number, python, environ, now))
+
+    def answers(self, now: float) -> Iterator[tuple[int, Said]]:
+        """What has come of those that are through, each once. Whoever is told may close all of them meanwhile."""
+        for probe in tuple(self._asked):
+            said = probe.look(now) if probe in self._asked else None
+            if said is not None:
+                self._asked.remove(probe)
+                probe.close()
+                yield probe.number, said
+
+    @property
+    def deadline(self) -> float | None:
+        """When to look again at the latest."""
+        return min([probe.deadline for probe in self._asked], default=None)
+
+    def close(self) -> None:
+        """End all of them."""
+        asked, self._asked = self._asked, []
+        for probe in asked:
+            probe.close()
 
 
 def _started(python: str, environ: Mapping[str, str], output: int) -> int:

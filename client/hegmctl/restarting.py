@@ -1,17 +1,9 @@
 """The daemon's word on whether a supervised command is to be started again: a connection of its own that comes back.
 
-Owns what is expected of the command, the state that it is to be started from, and how often that was tried. A restart
-is bounded: a start that ends before the daemon says that the training has passed a boundary was fruitless, and after a
-few of them the daemon is told, which has the job go on where it was, or gives it up with its state held.
-
-With a state comes the right to go on from it, a descriptor with a lock (flock): the process that is started inherits it
-and holds it for as long as it lives, and here it is kept until the operation is over, for another start. In that file
-(`claim_notes`) the process notes that it has the state back, and this one that it has then come to its end: whoever
-reads that later, the next daemon too, starts nobody any more. Where there is no daemon to see it, the process notes as
-well that it has trained on, and from then on its end is its own. Of ranks, whose launcher leaves no descriptor open for
-them, each has its state and that right handed to it (`rank_states`).
-
-Longer than 400 lines because all that the daemon says changes one and the same expectation.
+Owns what is expected of the command, and how often it was tried to start it again; the state that it is started from is
+`held_state`'s. A restart is bounded: a start that ends before the daemon says that the training has passed a boundary
+was fruitless, and after a few of them the daemon is told, which has the job go on where it was, or gives it up with its
+state held.
 """
 
 from __future__ import annotations
@@ -20,9 +12,8 @@ import os
 import re
 from time import monotonic
 
-from hegmctl import claim_notes
-from hegmctl.rank_states import STATES, RankStates
-from hegmctl.readying import LOCK_FD, OPERATION, STATE, STATE_FD, Beforehand
+from hegmctl.held_state import HeldState
+from hegmctl.readying import OPERATION, Beforehand
 from hegmctl.supervising import GAVE_UP_STATUS, NOT_ITS_TURN_STATUS, GiveUp, Start, left_status
 from hegmctl.supervision_line import Line
 from hegmd.errors import HegmError
@@ -32,7 +23,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hegmctl.python_probe import Probe
+    from hegmctl.python_probe import Probes
     from hegmctl.wire import Descriptors
 
 FIRST_PAUSE_S = 0.25
@@ -74,18 +65,16 @@ class DaemonDesk:
         self._started = False
         self._order: SupervisorOrder | None = None
         self._key = ""
-        self._state: int | None = None
-        self._lock: int | None = None
-        #: How the command ended last, whether it launches ranks, and their states.
+        self._held = HeldState()
+        #: How the command ended last, and whether it launches ranks.
         self._launches = False
         self._status = GAVE_UP_STATUS
-        self._ranks: RankStates | None = None
         self._starts = 0
         self._was_ready = False
         self._due = False
         self._give_up: GiveUp | None = None
-        #: Programs that are asked which Python they are.
-        self._probes: list[Probe] = []
+        #: Programs that are asked which Python they are, once one was.
+        self._probes: Probes | None = None
         #: What start is expected, and of which operation; and what is to be kept ready while none is.
         self._expected: tuple[str, Beforehand] | None = None
         self._kept: Beforehand | None = None
@@ -102,8 +91,7 @@ class DaemonDesk:
         self._pid = pid
         if self._line is None and now >= self._again_at:
             self._connect(now)
-        if self._ranks is not None:
-            self._ranks.serve()
+        self._held.serve()
         if self._line is not None:
             try:
                 self._line.read(self._hear)
@@ -116,13 +104,13 @@ class DaemonDesk:
         """Whether a restart is expected, and nobody wanted the end of the command itself."""
         expected = self._operation is not None and told is None
         was_started, self._started, self._pid = self._started, False, None
-        is_past = was_started and status != 0 and self._is_past()
+        is_past = was_started and status != 0 and self._held.is_past()
         # One that was started and ends well has come to the end of its training, whoever has seen it at a boundary.
         may_go_on = status != 0 if was_started else self._launches or status < 0 or self._has_left(status)
         self._status = status
         if was_started and status == 0:
-            may_go_on = not self._has_gone_on()
-            self._note_end()
+            may_go_on = not self._held.is_back()
+            self._held.note_end()
         if is_past:
             self._say(f"it ended with {status} after it had gone on; operation {self._operation} has its former state")
         if not expected or not may_go_on or is_past:
@@ -140,7 +128,7 @@ class DaemonDesk:
             self._due = True
         elif status != GAVE_UP_STATUS and self._starts < self._tries and self._order is not None:
             self._say(f"it ended with {status} before its first boundary, and is started again")
-            self._forget_notes()
+            self._held.forget_notes()
             self._due = True
         else:
             self._fail(f"it ended with {status} before its first boundary, started {self._starts} times")
@@ -154,16 +142,9 @@ class DaemonDesk:
         if order is None or not self._due:
             return None
         command, environ = self._surroundings_of(order)
-        for name in (STATE, STATE_FD, LOCK_FD, STATES):
-            environ.pop(name, None)  # of an earlier start, or by `--env`: the script would begin anew
+        self._held.enter(environ)
         environ.update({OPERATION: order.operation})
-        if self._state is not None:
-            environ[STATE_FD] = str(self._state)
-        if self._ranks is not None:
-            environ[STATES] = self._ranks.address
-        elif self._lock is not None:
-            environ[LOCK_FD] = str(self._lock)
-        return Start(command, environ, self._state, self._lock if self._ranks is None else self._ranks.lock)
+        return Start(command, environ, *self._held.inherited)
 
     def expected(self) -> Beforehand | None:
         """What start is to come that can be made ready."""
@@ -192,8 +173,7 @@ class DaemonDesk:
 
     def close(self) -> None:
         """Leave the daemon; a state that is held stays held."""
-        self._close_state()
-        self._close_ranks()
+        self._held.close()
         self._close_probes()
         if self._line is not None:
             self._line.close()
@@ -233,15 +213,10 @@ class DaemonDesk:
             self._say(f"{order.message}; {order.hint}")
 
     def _expect(self, order: SupervisorOrder) -> None:
-        """From now on an end of the command is no end, and not one of a start that is tried again either.
-
-        Whoever was started from states of ranks is to end: nobody else is given them.
-        """
+        """From now on an end of the command is no end, and not one of a start that is tried again either."""
         if self._started and self._order is not None and order.operation != self._operation:
             self._settle(self._order)  # nobody has said that the former operation is over, which it is
-        if self._ranks is not None and self._ranks.lock is not None:
-            self._close_ranks()
-        self._close_state()
+        self._held.supersede()
         self._operation, self._launches = order.operation, order.launches
         self._order, self._due, self._started = None, False, False
         self._report(SuperviseReport(order=order.order, result="done", pid=self._pid))
@@ -255,27 +230,14 @@ class DaemonDesk:
             message = f"its command begins with {self._command[0]}, which is no Python"
             self._report(SuperviseReport(order=order.order, result="failed", message=message, hint=hint))
             return
-        self._close_state()
-        self._close_ranks()
         try:
-            self._take_states(order.ranks, fds)
+            self._held.take(order.ranks, fds)
         except OSError as error:
             message, hint = f"its state cannot be handed on: {error}", "see: ulimit -n"
             self._report(SuperviseReport(order=order.order, result="failed", message=message, hint=hint))
             return
         self._order, self._order_line, self._key = order, self._line, order.key
         self._operation, self._starts, self._due = order.operation, 0, True
-
-    def _take_states(self, ranks: Sequence[int], fds: Descriptors) -> None:
-        """Raises OSError where not all of them are there: without its state the job would begin anew."""
-        awaited = len(ranks or (0,)) + 1
-        if len(fds) != awaited:
-            raise OSError(f"{len(fds)} of {awaited} descriptors have come")
-        if ranks:
-            states = {rank: fds.steal(index) for index, rank in enumerate(ranks)}
-            self._ranks = RankStates(states, fds.steal(len(ranks)))
-        else:
-            self._state, self._lock = fds.steal(0), fds.steal(1)
 
     def _has_left(self, status: int) -> bool:
         return status == left_status(self._environ)
@@ -288,80 +250,44 @@ class DaemonDesk:
 
     def _ask(self, order: SupervisorOrder) -> None:
         """Ask the program that the command is to be started with what it is."""
-        from hegmctl.python_probe import NoPython, Probe
+        from hegmctl.python_probe import NoPython, Probes
 
+        if self._probes is None:
+            self._probes = Probes()
         try:
             python = order.python or self._command[0]
-            self._probes.append(Probe(order.order, python, self._surroundings_of(order)[1], monotonic()))
+            self._probes.ask(order.order, python, self._surroundings_of(order)[1], monotonic())
         except (NoPython, OSError) as error:
             self._report(SuperviseReport(order=order.order, result="failed", message=str(error)))
 
     def _look_at_probes(self, now: float) -> float | None:
         """Tell what those that are asked have said; when to look again at the latest."""
-        for probe in tuple(self._probes):
-            said = probe.look(now) if probe in self._probes else None  # a report that fails ends all
-            if said is None:
-                continue
-            self._probes.remove(probe)
-            probe.close()
+        if self._probes is None:
+            return None
+        for number, said in self._probes.answers(now):
             result = "done" if said.is_python else "failed"
-            self._report(SuperviseReport(order=probe.number, result=result, message=said.text))
-        return min([probe.deadline for probe in self._probes], default=None)
+            self._report(SuperviseReport(order=number, result=result, message=said.text))
+        return self._probes.deadline
 
     def _settle(self, order: SupervisorOrder) -> None:
         """The surroundings of that start are the job's own from now on."""
         self._command, self._environ = self._surroundings_of(order)
 
     def _forget(self) -> None:
-        self._close_state()
+        self._held.end()
         self._operation = self._order = None
         self._started = self._left = self._due = self._launches = False
 
     def _fail(self, message: str) -> None:
         number, self._due, self._order = self._number(), False, None
-        self._close_state()
+        self._held.end()
         hint = "see what it printed; its state is held"
         report = SuperviseReport(order=number, result="failed", message=message, hint=hint, starts=self._starts)
         self._report(report)
 
-    def _has_gone_on(self) -> bool:
-        """Whether the process that has ended had put the state back. Ranks do not note it."""
-        return self._lock is None or claim_notes.is_back(self._lock)
-
-    def _is_past(self) -> bool:
-        """Whether what was started has trained on from the state, so that its end is its own, if no daemon says so."""
-        if self._ranks is not None:
-            return self._ranks.are_past
-        return self._lock is not None and claim_notes.is_past(self._lock)
-
-    def _note_end(self) -> None:
-        """Beside the word of the process that it had the state back."""
-        if self._lock is not None:
-            claim_notes.note_end(self._lock)
-
-    def _forget_notes(self) -> None:
-        """The next process has not put the state back."""
-        lock = self._lock if self._ranks is None else self._ranks.lock
-        if lock is not None:
-            claim_notes.forget(lock)
-
-    def _close_state(self) -> None:
-        if self._ranks is not None:
-            self._ranks.end()
-        held, self._state, self._lock = (self._state, self._lock), None, None
-        for fd in held:
-            if fd is not None:
-                os.close(fd)
-
-    def _close_ranks(self) -> None:
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.close()
-
     def _close_probes(self) -> None:
-        for probe in self._probes:
-            probe.close()
-        self._probes.clear()
+        if self._probes is not None:
+            self._probes.close()
 
     # ---- the connection ----------------------------------------------------------------------------------------------
 
