@@ -94,10 +94,7 @@ def waiting(op: Operation, trouble: HegmError | None = None, stopped: Sequence[i
         return told.Wait(why=f"{are} stopped by a signal or a debugger", next=f"kill -CONT {pids}")
     for member in op.live:
         if member.waits == FOR_AGENT:
-            return told.Wait(
-                why=f"the agent of process {member.pid} is not connected",
-                next=f"it comes back by itself; if it does not, see the log of the job and: hegmctl op {op.id}",
-            )
+            return _waiting_for(op, member)
     if op.lacks is not None and op.heading == BACK:
         return told.Wait(why=op.lacks.message, next=op.lacks.hint)
     if op.phase == HOLDING:
@@ -118,6 +115,25 @@ def waiting(op: Operation, trouble: HegmError | None = None, stopped: Sequence[i
             next=f"see what it meets with: hegmctl op {op.id} --story",
         )
     return None
+
+
+def _waiting_for(op: Operation, member: Member) -> told.Wait:
+    """An agent that is not connected; of a restart that may be as it is to be."""
+    see = f"see the log of the job and: hegmctl op {op.id}"
+    if member.restarts and member.starts and not member.verified:
+        return told.Wait(
+            why=f"process {member.pid}, which goes on from the saved state, has not said yet how far it is",
+            next=f"its agent connects by itself; if it does not, {see}",
+        )
+    if member.restarts and member.saved and not member.starts:
+        return told.Wait(
+            why=f"process {member.pid} has saved its state and leaves; its end is waited for",
+            next=f"it is started again by itself once it has ended; if it does not end, {see}",
+        )
+    return told.Wait(
+        why=f"the agent of process {member.pid} is not connected",
+        next=f"it comes back by itself; if it does not, {see}",
+    )
 
 
 def in_hand(op: Operation, pid: int) -> tuple[str, str]:

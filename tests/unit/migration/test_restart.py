@@ -358,3 +358,30 @@ async def test_whoever_looks_for_a_process_that_has_left_sees_whether_its_state_
         assert isinstance(told, events.WorkerGone)
         assert told.stateless is (piece == 0)
     pool.close()
+
+
+def test_while_a_process_left_it_was_said_that_its_agent_is_not_connected() -> None:
+    """As if something were wrong. What is waited for is its end, and then the word of whoever has gone on."""
+    drive = Drive(restart()).until("evacuating")
+    drive.feed(events.AgentLost(worker="a"))
+    waits = waiting(drive.op)
+    assert waits is not None
+    assert "agent of process 197 is not connected" in waits.why
+    drive = Drive(restart()).until("checkpointing")
+    drive.feed(events.AgentLost(worker="a"))
+    waits = waiting(drive.op)
+    assert waits is not None
+    assert waits.why == "process 197 has saved its state and leaves; its end is waited for"
+    drive = left()
+    reborn(drive)
+    drive.feed(events.AgentLost(worker="a"))
+    waits = waiting(drive.op)
+    assert waits is not None
+    assert waits.why == "process 300, which goes on from the saved state, has not said yet how far it is"
+    drive.feed(events.AgentBack(worker="a", token=NEW[2]))
+    found(drive)
+    drive.until("tidying")
+    drive.feed(events.AgentLost(worker="a"))
+    waits = waiting(drive.op)
+    assert waits is not None
+    assert "agent of process 300 is not connected" in waits.why
