@@ -167,15 +167,15 @@ class RestartCampaign:
             assert monotonic() < until, f"{op.id} does not go on\n{self._node.story(op.id)}\n{job.errors()}"
 
     def _see_it_train_or_ended(self, cell: RestartCell, job: RestartedJob) -> None:
-        """It makes further steps; or it was killed itself before anything of it was saved."""
-        until = monotonic() + REST_LIMIT_S
-        while cell.may_end_the_job and job.process() is None and job.supervisor.poll() is None:
-            assert monotonic() < until, f"{cell}: neither is there another process, nor has its supervisor ended"
-        if job.supervisor.poll() is None or job.process() is not None:
-            self._node.await_video_memory_of([job.await_steps(2)])
-        else:
-            assert cell.may_end_the_job, f"{cell}: the job has ended: {job.errors()}"
+        """It makes further steps; or it was killed itself before anything of it was saved.
+
+        Whoever was killed may be seen for a while as if it lived: on a busy node a round then waited for its next step.
+        """
+        pid = job.await_steps_or_end(2, may_end=cell.may_end_the_job)
+        if pid is None:
             self.tally.ended_jobs += 1
+        else:
+            self._node.await_video_memory_of([pid])
         if job.supervisor.poll() is not None:
             self._end_job()
 

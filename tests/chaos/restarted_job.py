@@ -98,12 +98,27 @@ class RestartedJob:
 
     def await_steps(self, count: int) -> int:
         """Wait until one process has made so many more; its pid."""
+        pid = self.await_steps_or_end(count, may_end=False)
+        assert pid is not None
+        return pid
+
+    def await_steps_or_end(self, count: int, *, may_end: bool = True) -> int | None:
+        """The same; None where it has come to its end instead, with whoever would start it again, and may."""
         before = len(self.steps())
         until = monotonic() + PATIENCE_S
         while len(self.steps()) < before + count:
-            assert monotonic() < until, f"it made no step within {PATIENCE_S} s: {self.errors()}"
+            if may_end and self.supervisor.poll() is not None and self.process() is None:
+                return None
+            assert monotonic() < until, f"it made no step within {PATIENCE_S} s: {self.errors()}; {self._processes()}"
             select.poll().poll(LOOK_AGAIN_MS)
         return self.steps()[-1][0]
+
+    def _processes(self) -> str:
+        """Who of it lives, and in which state, for whoever reads why a round has failed."""
+        process = self.process()
+        supervised = "runs" if self.supervisor.poll() is None else f"has ended with {self.supervisor.returncode}"
+        there = "none lives" if process is None else f"process {process.pid} is {process.status()}"
+        return f"its supervisor {supervised}, of {self.started()} {there}, killed were {sorted(self._killed)}"
 
     def errors(self) -> str:
         return self._errors.read_text()[-3000:]
