@@ -111,7 +111,7 @@ class Moving:
     ) -> None:
         self._state_dir = state_dir
         self._images_by = images_by or ImageMeans(state_dir / "hegmd.sock")
-        self._workers, self._inventory = workers, inventory
+        self._workers, self._inventory, self._events = workers, inventory, events
         self._start_ticks, self._ready, self.pool = start_ticks, ready or Ready(), pool
         self.rooms = Rooms(simulator, gpus=self._gpus, changed=inventory.expire)
         self.helper = Link()
@@ -200,7 +200,7 @@ class Moving:
         workers, supervisors, pool = self._workers, self.supervisors, self.pool
         method = RestartMethod(workers, supervisors, pool, by=by, gpus=self._gpus, folder=self._state_dir)
         readying = Readying(supervisors, method.surroundings_of, self._ready)
-        self._kept_ready = KeptReady(supervisors, workers, readying, in_hand=self._is_in_hand)
+        self._kept_ready = KeptReady(supervisors, workers, readying, self._events, in_hand=self._is_in_hand)
         return method, StateCarrier(pool, supervisors, readying)
 
     def _forget_claim(self, op_id: str) -> None:

@@ -105,6 +105,10 @@ class Supervisor:
         #: Set once the process that it was told to make ready waits for its turn, as that process, or never will.
         self.ready_pid: int | None = None
         self.readied = anyio.Event()
+        #: Whether the one that it was told to keep ready for whatever restart may come does not wait any more.
+        self.lacks_kept = False
+        #: Whether it was told so, and whether what it says of one that is ready is about that one.
+        self._keeps = self._is_on_kept = False
         self._link: _Link | None = None
         #: Counts its connections.
         self.connection = 0
@@ -175,6 +179,9 @@ class Supervisor:
             raise SupervisorAway(self.run, operation, f"it cannot be told to {do}")
         if do == READY:
             self.readied, self.ready_pid = anyio.Event(), None
+            self._is_on_kept = not operation
+            if self._is_on_kept:
+                self._keeps, self.lacks_kept = True, False
         self._link.last += 1
         try:
             await self._link.send(SupervisorOrder(order=self._link.last, do=do, operation=operation, **how), ())
@@ -183,6 +190,8 @@ class Supervisor:
 
     def _note_over(self, operation: str, *, is_forgotten: bool) -> None:
         """Whatever was made ready for that operation, or for any where it is empty, is not any more."""
+        self._keeps = self._keeps and bool(operation)
+        self._is_on_kept = self._keeps
         if not operation:
             self.offer = self.offer.replace(kept=False)
         elif self.offer.readies == operation:
@@ -195,6 +204,7 @@ class Supervisor:
     def connect(self, send: Send, offer: Supervise) -> _Link:
         before = self._link
         self.offer, self._link = offer, _Link(send)
+        self._keeps, self._is_on_kept, self.lacks_kept = offer.kept, offer.kept and offer.readies is None, False
         self.connection += 1
         self.readied.set()
         if before is not None:
@@ -214,6 +224,7 @@ class Supervisor:
             return
         if report.result == READY:
             self.ready_pid = report.pid
+            self.lacks_kept = report.pid is None if self._is_on_kept else self.lacks_kept
             self.readied.set()
         if report.result == ENDED:
             self.status = report.status
@@ -229,6 +240,7 @@ class Supervisor:
             started: dict[str, Any] = {"started": False}
             if given.do == START:
                 started = {"started": True, "left": False, "kept": False, "readies": None}
+                self._keeps = self._is_on_kept = False
             self.offer = self.offer.replace(pid=report.pid, operation=given.operation, key=given.key, **started)
         elif report.result == DONE and report.order is not None and report.order == link.start:
             self.was_ready = report.was_ready  # another process, by the same order

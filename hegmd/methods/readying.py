@@ -90,16 +90,20 @@ class Readying:
         """When that one's next process is to be made ready: as its user said, or as it is configured."""
         return supervisor.offer.ready if supervisor.offer.ready in WHENS else self._ready.when
 
-    async def keep(self, supervisor: Supervisor, worker: Worker) -> None:
+    async def keep(self, supervisor: Supervisor, worker: Worker) -> bool:
         """Have one wait for whatever restart may come, with the surroundings of the job as it is, for its memory.
 
-        Raises HegmError where its agent or its supervisor cannot be told.
+        One that waits already looks at its files once more, and imports what the job has imported since. False where
+        the node lacks the memory. Raises HegmError where its agent or its supervisor cannot be told.
         """
         await worker.order("beforehand")
         available_bytes = self._available_bytes()
-        if worker.imports and (available_bytes is None or available_bytes >= LEAST_AVAILABLE_BYTES):
+        if available_bytes is not None and available_bytes < LEAST_AVAILABLE_BYTES:
+            return False
+        if worker.imports:
             await supervisor.tell("ready", "", imports=worker.imports, path=worker.path)
             logger.debug("process %d has its next one kept ready: %d modules", worker.pid, len(worker.imports))
+        return True
 
     async def until_ready(self, subject: Subject, on_progress: Progress) -> bool:
         """Until it is, or it is known that it will not be, or for a while; whether it is."""

@@ -166,7 +166,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.operations": (
         *(*MOVING, "hegmd.inventory", "hegmd.lookout", "hegmd.migration", "hegmd.resting", "hegmd.strays"),
     ),
-    "hegmd.kept_ready": (*GROUND, "hegmd.methods.readying", "hegmd.supervisors", "hegmd.workers"),
+    "hegmd.kept_ready": (*GROUND, "hegmd.events", "hegmd.methods.readying", "hegmd.supervisors", "hegmd.workers"),
     "hegmd.restarts": (
         *(*GROUND, "hegmd.log", "hegmd.migration", "hegmd.operations", "hegmd.supervisors"),
         "hegmd.workers",

@@ -1,4 +1,4 @@
-"""Whose next process is kept ready, from when on, and how often that is asked for."""
+"""Whose next process is kept ready, from when on, how often that is asked for, and when it is replaced."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import pytest
 
 from hegmd.agent_orders import LIMITED, answered_within_s
 from hegmd.errors import TIMEOUT, HegmError
-from hegmd.kept_ready import ANSWERS_WITHIN_S, ASK_AGAIN_S, KeptReady
+from hegmd.events import EventLog
+from hegmd.kept_ready import ANSWERS_WITHIN_S, KeptReady, Patience
 from hegmd.methods.readying import ALWAYS, BEFOREHAND, LEAST_AVAILABLE_BYTES, Ready, Readying
+from hegmd.news import News
 from hegmd.protocol.agents import AgentAttend
 from hegmd.protocol.messages import AgentReport, Order, Supervise, SuperviseReport, SupervisorOrder
 from hegmd.protocol.snapshots import AgentInfo
@@ -30,11 +32,11 @@ class Deaf(Readying):
 
     deaf_times = 0
 
-    async def keep(self, supervisor: Supervisor, worker: Worker) -> None:
+    async def keep(self, supervisor: Supervisor, worker: Worker) -> bool:
         if self.deaf_times:
             self.deaf_times -= 1
             raise HegmError(TIMEOUT, "no answer", "ask again")
-        await super().keep(supervisor, worker)
+        return await super().keep(supervisor, worker)
 
 
 class Node:
@@ -48,13 +50,15 @@ class Node:
         uid: int = 0,
         answers: bool = True,
         deaf_times: int = 0,
+        patience: Patience | None = None,
     ) -> None:
         self.uid, self.answers = uid, answers
         self.ticks = 1
         self.workers = Workers(lambda _pid: self.ticks)
         self.supervisors = Supervisors(lambda pid: pid)
+        self.available_bytes, self.events = available_bytes, EventLog()
         readying = Deaf(
-            self.supervisors, lambda _subject, _place: {}, Ready(when), available_bytes=lambda: available_bytes
+            self.supervisors, lambda _subject, _place: {}, Ready(when), available_bytes=lambda: self.available_bytes
         )
         readying.deaf_times = deaf_times
         self.in_hand = False
@@ -62,11 +66,18 @@ class Node:
             self.supervisors,
             self.workers,
             readying,
+            self.events,
             in_hand=lambda _pid: self.in_hand,
-            again_after_s=0.0,
+            patience=patience or Patience(first_s=3600.0, longest_s=36000.0),
         )
         self.asked: list[str] = []
         self.told: list[SupervisorOrder] = []
+        self._heard = News()
+
+    async def until_told(self, count: int) -> None:
+        """Until its supervisor was told so many things."""
+        while len(self.told) < count:
+            await self._heard.wait()
 
     @asynccontextmanager
     async def running(self, *, boundary: int = 5, **offer: Any) -> AsyncIterator[None]:
@@ -92,6 +103,7 @@ class Node:
 
     async def _hear(self, order: SupervisorOrder, _fds: Sequence[int]) -> None:
         self.told.append(order)
+        self._heard.tell()
 
 
 @pytest.fixture
@@ -190,7 +202,7 @@ async def test_one_job_that_did_not_answer_kept_all_others_from_being_asked(othe
 
 async def test_whoever_did_not_answer_is_asked_again_later() -> None:
     """As a job that was stopped when it was asked, and goes on."""
-    node = Node(ALWAYS, deaf_times=2)
+    node = Node(ALWAYS, deaf_times=2, patience=Patience(first_s=0.0))
     async with node.running():
         assert [order.do for order in node.told] == ["ready"]
 
@@ -229,6 +241,58 @@ async def test_one_that_is_kept_though_it_is_not_to_be_any_more_is_let_go_of() -
     assert node.asked == []
 
 
+async def test_one_that_was_ended_where_memory_ran_short_was_not_replaced_before_a_restart_was_asked_for() -> None:
+    """Each is told of. What its supervisor says of another one, an operation's, is no word of this one."""
+    node = Node(ALWAYS, patience=Patience(first_s=0.0))
+    async with node.running():
+        for pid in (7, None, 8, None):
+            node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=pid))
+            await anyio.wait_all_tasks_blocked()
+        assert [(order.do, order.operation) for order in node.told] == [("ready", "")] * 3
+        fallen = node.events.remembered(kinds=("process.next-fell",))
+        assert [(event.pid, event.facts["fallen"]) for event in fallen] == [(PID, 1), (PID, 2)]
+        supervisor = node.supervisors.find(0, "run")
+        assert supervisor is not None
+        await supervisor.tell("ready", "4", imports=("torch",))
+        node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=None))
+        await anyio.wait_all_tasks_blocked()
+        assert [(order.do, order.operation) for order in node.told[3:]] == [("ready", "4")]
+        await supervisor.tell("unready", "4")
+        node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=None))
+        await anyio.wait_all_tasks_blocked()
+        assert [(order.do, order.operation) for order in node.told[4:]] == [("unready", "4"), ("ready", "")]
+
+
+async def test_one_that_falls_again_and_again_is_replaced_later_each_time() -> None:
+    """Else a job whose group has no memory for it would import PyTorch without end."""
+    node = Node(ALWAYS)
+    async with node.running():
+        node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=None))
+        await anyio.wait_all_tasks_blocked()
+        assert [order.do for order in node.told] == ["ready"]
+        assert [event.facts["wait_s"] for event in node.events.remembered(kinds=("process.next-fell",))] == [3600.0]
+    assert [Patience(10.0, 600.0).after(fallen) for fallen in (1, 2, 3, 7, 1000)] == [10.0, 20.0, 40.0, 600.0, 600.0]
+
+
+async def test_where_there_was_no_memory_for_it_it_is_made_once_there_is() -> None:
+    node = Node(ALWAYS, LEAST_AVAILABLE_BYTES - 1, patience=Patience(first_s=0.001, longest_s=0.002))
+    async with node.running():
+        assert node.told == []
+        node.available_bytes = LEAST_AVAILABLE_BYTES
+        await node.until_told(1)
+    assert node.told[0].do == "ready"
+
+
+async def test_one_that_was_made_ready_long_ago_had_files_of_long_ago() -> None:
+    """It is told once more what to import, whereupon it looks at its files; of an earlier daemon's too."""
+    for kept in (False, True):
+        node = Node(ALWAYS, patience=Patience(first_s=3600.0, longest_s=0.001))
+        async with node.running(kept=kept):
+            await node.until_told(2)
+        assert {(order.do, order.operation) for order in node.told} == {("ready", "")}
+        assert not node.events.remembered(kinds=("process.next-fell",))
+
+
 def test_an_agent_that_does_not_say_what_it_has_imported_is_not_waited_for_without_end() -> None:
     assert "beforehand" in LIMITED
-    assert answered_within_s("beforehand", None) < ANSWERS_WITHIN_S < ASK_AGAIN_S
+    assert answered_within_s("beforehand", None) < ANSWERS_WITHIN_S < Patience().longest_s
