@@ -39,7 +39,9 @@ class EvaluatingJob(MovedJob):
         self.folder, self.evaluates, self.gate = folder, folder / "evaluates", folder / "gate"
         python = folder / "python3"
         python.write_text(f'#!/bin/sh\n[ -z "$HEGM_READY_FD" ] || [ ! -p {self.gate} ] || read _ <{self.gate}\n')
+        self.notes = folder / "notes"
         with python.open("a") as words_of_it:
+            words_of_it.write(f"export HEGM_AGENT_DEBUG={self.notes}\n")
             words_of_it.write(f'exec {sys.executable} "$@"\n')
         python.chmod(0o755)
         words = ["run", "--allow-restart", "--gpu", "gpu0", *options, "--", str(python), str(SCRIPTS / "evaluating.py")]
@@ -71,10 +73,14 @@ class EvaluatingJob(MovedJob):
         return next((int(pid) for pid in children if int(pid) != training), None)
 
     def kept_beside(self, training: int) -> int:
-        """The process that is kept ready, once it waits for its turn."""
-        while (kept := self.next_to(training)) is None or Path(f"/proc/{kept}/oom_score_adj").read_text() != "1000\n":
+        """The process that is kept ready, once it waits for its turn: while it imports it opens what it imports."""
+        while (kept := self.next_to(training)) is None or f"hegm agent {kept} " not in self._told_of_ready():
             self._read_on(PACE_MS)
         return kept
+
+    def _told_of_ready(self) -> str:
+        lines = self.notes.read_text().splitlines() if self.notes.exists() else []
+        return "\n".join(line for line in lines if ": ready: " in line)
 
     def is_supervised(self, training: int) -> None:
         """Wait until the daemon knows of the supervisor."""
@@ -154,6 +160,7 @@ def test_one_that_is_kept_ready_is_nobody_until_its_turn_and_ends_with_the_job(
         first = next(iter(job.places(1)))
         kept = job.kept_beside(first)
         assert {process.pid for process in hegmd.processes().processes} == {first}
+        assert Path(f"/proc/{kept}/oom_score_adj").read_text() == "1000\n"
         assert sorted(os.listdir(f"/proc/{kept}/fd"))[:3] == ["0", "1", "2"]
         opened = [os.readlink(path) for path in Path(f"/proc/{kept}/fd").iterdir()]
         assert len(opened) == 4
