@@ -13,7 +13,7 @@ from functools import partial
 import anyio
 
 from hegmd import log
-from hegmd.app import App, look_once, node_facts
+from hegmd.app import App
 from hegmd.arguments import parser
 from hegmd.config import Config, load
 from hegmd.devices.node_spec import Topology
@@ -22,6 +22,7 @@ from hegmd.doctor.run import run_checks
 from hegmd.errors import USAGE, HegmError
 from hegmd.protocol.snapshots import Check
 from hegmd.service import take_offer
+from hegmd.wiring import look_once, node_facts
 
 # The options that are settings; the others say what this run is to do.
 _SETTINGS = {

@@ -1,56 +1,41 @@
 """Builds the daemon's parts, wires them, and owns the outermost task group, the signals and the way down.
 
-The only part, with __main__, that reads the configuration: everything else is given values. Order matters on the way up
-(the state directory is locked before anything listens, and systemd hears READY only when the first inventory is there)
-and on the way down (peers are told before their connections close).
-
-Longer than 400 lines because that order can only be checked where it stands in one place, from the lock to the goodbye.
+With __main__ and `wiring` the only part that reads the configuration: everything else is given values. Order matters on
+the way up (the state directory is locked before anything listens, and systemd hears READY only when the first inventory
+is there) and on the way down (peers are told before their connections close).
 """
 
 from __future__ import annotations
 
 import contextlib
-import grp
 import logging
-import math
 import os
 import platform
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import anyio
-from anyio.streams.memory import MemoryObjectSendStream
 
 from hegmd import __version__
 from hegmd.audit import Audit
 from hegmd.audit_file import check_openable
 from hegmd.config import Config, after_reload, changes
-from hegmd.criu.program import candidates
 from hegmd.detached import run_detached
-from hegmd.devices.base import PROVIDERS, DeviceProvider
 from hegmd.devices.node_spec import Topology
-from hegmd.devices.simulated import SimulatedProvider
 from hegmd.doctor.facts import NodeFacts
-from hegmd.doctor.run import run_checks
 from hegmd.errors import TIMEOUT, HegmError
 from hegmd.events import EventLog
-from hegmd.external import start_keeper
+from hegmd.examination import Examination
 from hegmd.inventory import Inventory, NodeSnapshot
-from hegmd.keeper.client import KeeperStore
 from hegmd.log import LogSetup, fields
-from hegmd.methods.readying import Ready
 from hegmd.metrics import Build, Counters, Tallies, read_own_process, render
-from hegmd.moving import ImageMeans, Moving
-from hegmd.pool import Keep, Pool
-from hegmd.pool_places import Place, find_places
 from hegmd.processes import ProcessTable
 from hegmd.processes.procfs import start_ticks_of
 from hegmd.protocol.messages import PROTOCOL_VERSION, ConfigReply, Limits, ReloadReply
-from hegmd.protocol.snapshots import AgentInfo, Check
-from hegmd.server.auth import Peer, Policy
+from hegmd.protocol.snapshots import AgentInfo
+from hegmd.server.auth import Peer
 from hegmd.server.dispatch import Dispatcher
 from hegmd.server.handlers import FRESH_S, Handlers, Services
 from hegmd.server.listener import Admission, Listener, bind, take_away
@@ -58,78 +43,27 @@ from hegmd.server.scrape import ScrapePort, bind_loopback
 from hegmd.server.session import Session, SessionLimits
 from hegmd.server.textfile import Textfile
 from hegmd.service import Offer, PassedDescriptors
-from hegmd.spill_file import SpillFolder
 from hegmd.state_dir import StateDir
-from hegmd.store import ManagerStore, Store
 from hegmd.stream import PeerStream
-from hegmd.ways import NodeMeans
+from hegmd.wiring import (
+    keep_for,
+    moving_for,
+    node_facts,
+    node_means,
+    policy_for,
+    providers_for,
+    simulator_of,
+    vendors_off,
+)
 from hegmd.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "hegmd"  # FileDescriptorName= in hegmd.socket
 GOODBYE_S = 3.0
-# Where systemd is the node's own manager, as sd_booted(3) has it: it alone starts units, whoever told us to say ready.
-SYSTEMD_RUNS = "/run/systemd/system"
 # How long a daemon that was started for a job waits for the next one before it ends.
 LINGER_S = 2.0
 READ_CONFIG_S = 5.0
-# In the state directory, unless the configuration names another; its disk has the journal, which needs room to grow.
-SPILL_NAME = "spill"
-SPILL_SPARE_BYTES = 256 << 20
-
-
-def vendors_off(config: Config, topology: Topology | None) -> tuple[str, ...]:
-    """The vendors that the configuration leaves out."""
-    wanted = {"nvidia": config.inventory.nvidia, "amd": config.inventory.amd}
-    return () if topology is not None else tuple(vendor for vendor in PROVIDERS if wanted[vendor] == "off")
-
-
-def providers_for(config: Config, topology: Topology | None) -> tuple[DeviceProvider, ...]:
-    """The vendors to ask: the simulated one alone, or every real one that is not switched off."""
-    if topology is not None:
-        return (SimulatedProvider(topology),)
-    off = vendors_off(config, topology)
-    return tuple(make() for vendor, make in PROVIDERS.items() if vendor not in off)
-
-
-def node_facts(
-    config: Config, snapshot: NodeSnapshot, *, simulated: bool, user_mode: bool, under_systemd: bool
-) -> NodeFacts:
-    """What the doctor is told of the node."""
-    return NodeFacts(
-        vendors=snapshot.vendors,
-        gpus=snapshot.gpus,
-        simulated=simulated,
-        user_mode=user_mode,
-        under_systemd=under_systemd,
-        socket_path=config.daemon.socket,
-        state_dir=config.daemon.state_dir,
-        image_dir=config.doctor.image_dir,
-        group=config.daemon.group,
-    )
-
-
-def node_means(criu: Path | None) -> NodeMeans:
-    """What there is to move processes with; looked up anew each time, since doctor's advice may have been followed.
-
-    `criu` is the one that is configured, if one is.
-    """
-    found = candidates(None if criu is None else str(criu))
-    return NodeMeans(uid=os.geteuid(), criu_path=next((path for path in found if os.access(path, os.X_OK)), None))
-
-
-async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:
-    """One look at the node without a daemon."""
-    async with Inventory(
-        providers_for(config, topology),
-        query_deadline_s=config.inventory.query_deadline_s,
-        events=EventLog(),
-        table=ProcessTable(),
-        means=lambda: node_means(config.images.criu),
-        off=vendors_off(config, topology),
-    ) as inventory:
-        return await inventory.refresh()
 
 
 class App:
@@ -154,14 +88,15 @@ class App:
         self._manager = offer.manager()
         self._user_mode = user_mode
         self._reloading = anyio.Lock()
-        self._examining = anyio.Lock()
+        self._examination = Examination(self._facts)
         self._events = EventLog(config.events.remembered)
         self._workers = Workers(start_ticks_of)
         self._counters = Counters()
         self._audit = Audit(config.audit.file)
         self._textfile = Textfile(config.metrics.textfile, config.metrics.textfile_interval_s, self._metrics)
         self._providers = providers_for(config, topology)
-        self._policy = self._make_policy()
+        self._simulator = simulator_of(self._providers)
+        self._policy = policy_for(config, user_mode=user_mode)
         self._inventory = Inventory(
             self._providers,
             query_deadline_s=config.inventory.query_deadline_s,
@@ -173,7 +108,14 @@ class App:
             off=vendors_off(config, topology),
             on_look=self._count_look,
         )
-        self._moving = self._make_moving()
+        self._moving = moving_for(
+            config,
+            self._inventory,
+            self._workers,
+            self._events,
+            simulator=self._simulator,
+            managed=self._manager.present,
+        )
         self._admission = Admission(self._policy, config.limits.clients, config.limits.clients_per_uid)
         self._dispatcher = Dispatcher(Handlers(self._services()).table(), self._policy, self._counters, self._audit)
 
@@ -190,7 +132,8 @@ class App:
             port = self._config.metrics.port
             scrape_sockets = [held.enter_context(one) for one in bind_loopback(port)] if port else []
             held.callback(self._moving.close)
-            self._moving.keep_by(self._keep(state, passed))
+            keeping = self._manager if self._offer.keeps_descriptors else None
+            self._moving.keep_by(keep_for(self._config, state, keeping, passed))
             await self._moving.open()
             listeners = [self._listener(listening) for listening in self._listening_sockets(passed, held)]
             with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
@@ -341,54 +284,6 @@ class App:
     def _agents(self) -> Mapping[int, AgentInfo]:
         return self._moving.agents()
 
-    def _keep(self, state: StateDir, passed: PassedDescriptors) -> Keep:
-        """By what the bytes of jobs outlive this daemon."""
-        places: tuple[Place, ...] = ()
-        if self._config.pool.memory == "named":
-            try:
-                places = find_places(state.identity())
-                for place in places:
-                    with contextlib.suppress(OSError):  # said where it is looked into for what is there from before
-                        place.keep()
-            except HegmError as error:
-                logger.warning("bytes of jobs get no name: %s; %s", error.message, error.hint)
-        store: Store = KeeperStore(state.path, start_keeper)
-        if self._offer.keeps_descriptors:
-            store = ManagerStore(self._manager, passed)
-        spill_dir = self._config.pool.spill_dir or state.path / SPILL_NAME
-        return Keep(places, store, SpillFolder(spill_dir, spare_bytes=SPILL_SPARE_BYTES))
-
-    def _make_moving(self) -> Moving:
-        return Moving(
-            state_dir=self._config.daemon.state_dir,
-            pool=Pool(self._config.pool.budget_bytes),
-            simulator=self._simulator(),
-            inventory=self._inventory,
-            workers=self._workers,
-            events=self._events,
-            start_ticks=start_ticks_of,
-            spill=self._config.pool.spill,
-            still_s=self._config.neighbours.still_s,
-            restart_always=self._config.restart.allowed == "always",
-            ready=Ready(self._config.restart.ready, self._config.restart.ready_within_s),
-            images_by=ImageMeans(
-                self._config.daemon.socket,
-                in_unit=self._manager.present and os.path.isdir(SYSTEMD_RUNS),
-                criu=self._config.images.criu,
-                key_file=self._config.images.key_file,
-                lock_dir=self._config.images.lock_dir,
-                by_owner=self._config.images.restored_by == "owner",
-            ),
-        )
-
-    def _simulator(self) -> SimulatedProvider | None:
-        first = self._providers[0] if self._providers else None
-        return first if isinstance(first, SimulatedProvider) else None
-
-    def _make_policy(self) -> Policy:
-        gid = None if self._user_mode else _group_id(self._config.daemon.group)
-        return Policy(daemon_uid=os.geteuid(), admin_gid=gid, own_user_only=self._user_mode)
-
     def _services(self) -> Services:
         limits = self._config.limits
         return Services(
@@ -401,45 +296,23 @@ class App:
             checkpoints=self._moving.checkpoints,
             strays=self._moving.strays,
             restarts=self._moving.restarts,
-            simulator=self._simulator(),
+            simulator=self._simulator,
             limits=Limits(frame_bytes=limits.frame_bytes, requests_in_flight=limits.requests_in_flight),
-            doctor=self._examine,
+            doctor=self._examination.examine,
             show_config=self._show_config,
             reload=self.reload,
             metrics=self._metrics,
         )
 
-    async def _examine(self, on_check: Callable[[Check], Awaitable[None]]) -> tuple[Check, ...]:
-        """The doctor's checks, in the order of its table; raises what `on_check` raises."""
-        told, to_tell = anyio.create_memory_object_stream[Check](math.inf)  # of as many as there are checks
-        made: list[Check] = []
-        refusal: Exception | None = None
-        async with anyio.create_task_group() as tasks, to_tell:
-            tasks.start_soon(self._make_checks, told)
-            try:
-                async for check in to_tell:
-                    made.append(check)
-                    await on_check(check)
-            except Exception as error:  # noqa: BLE001 - raised below, where the task group cannot wrap it
-                refusal = error
-                tasks.cancel_scope.cancel()
-        if refusal is not None:
-            raise refusal
-        return tuple(made)
-
-    async def _make_checks(self, told: MemoryObjectSendStream[Check]) -> None:
-        """Make them for one caller at a time, since they start programs; how fast it listens is its own affair."""
-        async with told, self._examining:
-            snapshot = await self._inventory.fresh(0)
-            simulated = any(isinstance(provider, SimulatedProvider) for provider in self._providers)
-            facts = node_facts(
-                self._config,
-                snapshot,
-                simulated=simulated,
-                user_mode=self._user_mode,
-                under_systemd=self._manager.present,
-            )
-            await run_checks(facts, told.send)
+    async def _facts(self) -> NodeFacts:
+        """What the doctor is told of the node as it is now."""
+        return node_facts(
+            self._config,
+            await self._inventory.fresh(0),
+            simulated=self._simulator is not None,
+            user_mode=self._user_mode,
+            under_systemd=self._manager.present,
+        )
 
     def _count_look(self, snapshot: NodeSnapshot, took_s: float) -> None:
         self._counters.refreshed(took_s)
@@ -462,17 +335,6 @@ class App:
             operations=self._moving.runner.ended_counts,
         )
         return render(snapshot, self._counters, build=build, own=read_own_process(), tallies=tallies)
-
-
-def _group_id(name: str) -> int | None:
-    """The group that administers; without it on the node, root alone does."""
-    if not name:
-        return None
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError:
-        logger.warning("there is no group %s; only root may act on other users' processes", name)
-        return None
 
 
 def _raise_descriptor_limit() -> None:

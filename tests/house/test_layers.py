@@ -216,6 +216,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.moving": EVERYTHING,
     "hegmd.config": (*GROUND, "hegmd.setting_kinds", "hegmd.settings", "hegmd.toml_lines"),
     "hegmd.arguments": (*GROUND, "hegmd.settings"),
+    "hegmd.wiring": EVERYTHING,
+    "hegmd.examination": (*GROUND, "hegmd.doctor"),
     "hegmd.app": EVERYTHING,
     "hegmd.__main__": EVERYTHING,
     # Shipped checks of the interfaces, for whoever implements one; no part of the daemon
@@ -269,7 +271,7 @@ PURE = (
 )
 
 # Parts get values. Only these read the configuration file's form.
-READS_CONFIG = ("hegmd.app", "hegmd.__main__", "hegmd.config")
+READS_CONFIG = ("hegmd.app", "hegmd.wiring", "hegmd.__main__", "hegmd.config")
 
 
 def row_of(name: str) -> str | None:

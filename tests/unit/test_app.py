@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hegmd.app import App, node_means
+from hegmd.app import App
 from hegmd.config import Config, load
 from hegmd.devices.node_spec import Topology
 from hegmd.devices.topology import parse_topology
@@ -17,6 +17,7 @@ from hegmd.log import LogSetup
 from hegmd.protocol.snapshots import Check
 from hegmd.server.session import PeerGone
 from hegmd.service import Offer
+from hegmd.wiring import node_means
 
 NO_OFFER = Offer(notify_address=None, watchdog_limit_s=None, descriptor_names=())
 

@@ -1,0 +1,171 @@
+"""Parts of the daemon as the configuration wants them: vendors, policy, the memory that outlives it, what moves jobs.
+
+Owns what a setting means for the making of a part, and nothing of when: `app` has the order in which they are made,
+begin and end. With that and `__main__` the only reader of the configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import logging
+import os
+from pathlib import Path
+
+from hegmd.config import Config
+from hegmd.criu.program import candidates
+from hegmd.devices.base import PROVIDERS, DeviceProvider
+from hegmd.devices.node_spec import Topology
+from hegmd.devices.simulated import SimulatedProvider
+from hegmd.doctor.facts import NodeFacts
+from hegmd.errors import HegmError
+from hegmd.events import EventLog
+from hegmd.external import start_keeper
+from hegmd.inventory import Inventory, NodeSnapshot
+from hegmd.keeper.client import KeeperStore
+from hegmd.methods.readying import Ready
+from hegmd.moving import ImageMeans, Moving
+from hegmd.pool import Keep, Pool
+from hegmd.pool_places import Place, find_places
+from hegmd.processes import ProcessTable
+from hegmd.processes.procfs import start_ticks_of
+from hegmd.server.auth import Policy
+from hegmd.service import PassedDescriptors, ServiceManager
+from hegmd.spill_file import SpillFolder
+from hegmd.state_dir import StateDir
+from hegmd.store import ManagerStore, Store
+from hegmd.ways import NodeMeans
+from hegmd.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+# Where systemd is the node's own manager, as sd_booted(3) has it: it alone starts units, whoever told us to say ready.
+SYSTEMD_RUNS = "/run/systemd/system"
+# In the state directory, unless the configuration names another; its disk has the journal, which needs room to grow.
+SPILL_NAME = "spill"
+SPILL_SPARE_BYTES = 256 << 20
+
+
+def vendors_off(config: Config, topology: Topology | None) -> tuple[str, ...]:
+    """The vendors that the configuration leaves out."""
+    wanted = {"nvidia": config.inventory.nvidia, "amd": config.inventory.amd}
+    return () if topology is not None else tuple(vendor for vendor in PROVIDERS if wanted[vendor] == "off")
+
+
+def providers_for(config: Config, topology: Topology | None) -> tuple[DeviceProvider, ...]:
+    """The vendors to ask: the simulated one alone, or every real one that is not switched off."""
+    if topology is not None:
+        return (SimulatedProvider(topology),)
+    off = vendors_off(config, topology)
+    return tuple(make() for vendor, make in PROVIDERS.items() if vendor not in off)
+
+
+def node_facts(
+    config: Config, snapshot: NodeSnapshot, *, simulated: bool, user_mode: bool, under_systemd: bool
+) -> NodeFacts:
+    """What the doctor is told of the node."""
+    return NodeFacts(
+        vendors=snapshot.vendors,
+        gpus=snapshot.gpus,
+        simulated=simulated,
+        user_mode=user_mode,
+        under_systemd=under_systemd,
+        socket_path=config.daemon.socket,
+        state_dir=config.daemon.state_dir,
+        image_dir=config.doctor.image_dir,
+        group=config.daemon.group,
+    )
+
+
+def node_means(criu: Path | None) -> NodeMeans:
+    """What there is to move processes with; looked up anew each time, since doctor's advice may have been followed.
+
+    `criu` is the one that is configured, if one is.
+    """
+    found = candidates(None if criu is None else str(criu))
+    return NodeMeans(uid=os.geteuid(), criu_path=next((path for path in found if os.access(path, os.X_OK)), None))
+
+
+async def look_once(config: Config, topology: Topology | None) -> NodeSnapshot:
+    """One look at the node without a daemon."""
+    async with Inventory(
+        providers_for(config, topology),
+        query_deadline_s=config.inventory.query_deadline_s,
+        events=EventLog(),
+        table=ProcessTable(),
+        means=lambda: node_means(config.images.criu),
+        off=vendors_off(config, topology),
+    ) as inventory:
+        return await inventory.refresh()
+
+
+def simulator_of(providers: tuple[DeviceProvider, ...]) -> SimulatedProvider | None:
+    """The simulated vendor, which is the only one where there is one."""
+    first = providers[0] if providers else None
+    return first if isinstance(first, SimulatedProvider) else None
+
+
+def policy_for(config: Config, *, user_mode: bool) -> Policy:
+    """Who may do what."""
+    gid = None if user_mode else _group_id(config.daemon.group)
+    return Policy(daemon_uid=os.geteuid(), admin_gid=gid, own_user_only=user_mode)
+
+
+def _group_id(name: str) -> int | None:
+    """The group that administers; without it on the node, root alone does."""
+    if not name:
+        return None
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        logger.warning("there is no group %s; only root may act on other users' processes", name)
+        return None
+
+
+def keep_for(config: Config, state: StateDir, manager: ServiceManager | None, passed: PassedDescriptors) -> Keep:
+    """By what the bytes of jobs outlive this daemon; `manager` is None where it keeps no descriptors for us."""
+    places: tuple[Place, ...] = ()
+    if config.pool.memory == "named":
+        try:
+            places = find_places(state.identity())
+            for place in places:
+                with contextlib.suppress(OSError):  # said where it is looked into for what is there from before
+                    place.keep()
+        except HegmError as error:
+            logger.warning("bytes of jobs get no name: %s; %s", error.message, error.hint)
+    store: Store = KeeperStore(state.path, start_keeper) if manager is None else ManagerStore(manager, passed)
+    spill_dir = config.pool.spill_dir or state.path / SPILL_NAME
+    return Keep(places, store, SpillFolder(spill_dir, spare_bytes=SPILL_SPARE_BYTES))
+
+
+def moving_for(
+    config: Config,
+    inventory: Inventory,
+    workers: Workers,
+    events: EventLog,
+    *,
+    simulator: SimulatedProvider | None,
+    managed: bool,
+) -> Moving:
+    """What moves jobs. `managed` says whether a service manager has started us."""
+    return Moving(
+        state_dir=config.daemon.state_dir,
+        pool=Pool(config.pool.budget_bytes),
+        simulator=simulator,
+        inventory=inventory,
+        workers=workers,
+        events=events,
+        start_ticks=start_ticks_of,
+        spill=config.pool.spill,
+        still_s=config.neighbours.still_s,
+        restart_always=config.restart.allowed == "always",
+        ready=Ready(config.restart.ready, config.restart.ready_within_s),
+        images_by=ImageMeans(
+            config.daemon.socket,
+            in_unit=managed and os.path.isdir(SYSTEMD_RUNS),
+            criu=config.images.criu,
+            key_file=config.images.key_file,
+            lock_dir=config.images.lock_dir,
+            by_owner=config.images.restored_by == "owner",
+        ),
+    )
