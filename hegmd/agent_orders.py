@@ -1,7 +1,7 @@
-"""Orders to one agent over one connection: numbered, awaited, and ended with the connection.
+"""Orders to one agent over one connection, as `order_link` has them, and what is special about agents.
 
-Owns what is under way on a connection and the two ways in which an order fails: the agent says so, or is not there to
-say anything. Which connection counts, and what a report says of the worker, is `workers`' business.
+Owns how long an order may take, and the two ways in which one fails: the agent says so, or is not there to say
+anything. Which connection counts, and what a report says of the worker, is `workers`' business.
 
 An order holds up those after it, but not for ever: whoever gave it may have left, and an agent may swallow one. After
 the time that it has by itself and some more it is overdue, and is only remembered.
@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import anyio
 
 from hegmd.errors import DISCONNECTED, REFUSED, HegmError
+from hegmd.order_link import Awaited, OrderLink
 from hegmd.protocol.messages import AgentReport, Order
 
 DONE, FAILED, PROGRESS = "done", "failed", "progress"
@@ -67,25 +68,23 @@ def answered_within_s(do: str, limit_s: float | None) -> float:
     return _AT_ONCE_S
 
 
-class Given:
+class Given(Awaited[AgentReport]):
     """An order that was given. `report` waits for what becomes of it; `deadline` is when it has to be answered."""
 
     def __init__(self, pid: int, do: str, on_progress: Progress | None, deadline: float = math.inf) -> None:
-        self.do = do
+        super().__init__(do)
         self.deadline = deadline
         self._pid = pid
         self._on_progress = on_progress
-        self.over = anyio.Event()
-        self._report: AgentReport | None = None
 
     async def report(self) -> AgentReport:
         """What was reported. Raises OrderFailed, or AgentAway when the connection ended before."""
         await self.over.wait()
-        if self._report is None:
+        if self.reported is None:
             raise AgentAway(self._pid, f"it left while it was told to {self.do}")
-        if self._report.result != DONE:
-            raise OrderFailed(self._pid, self.do, self._report)
-        return self._report
+        if self.reported.result != DONE:
+            raise OrderFailed(self._pid, self.do, self.reported)
+        return self.reported
 
     def take(self, report: AgentReport) -> bool:
         """Take a report; whether it was the last one."""
@@ -93,23 +92,12 @@ class Given:
             if self._on_progress is not None and report.size_bytes is not None:
                 self._on_progress(report.size_bytes)
             return False
-        self._report = report
-        self.over.set()
+        self.conclude(report)
         return True
 
-    def end(self) -> None:
-        """There will be no report."""
-        self.over.set()
 
-
-class Link:
-    """One connection of an agent: numbers its orders and knows those that are not answered."""
-
-    def __init__(self, send: Send) -> None:
-        self.send = send
-        self.replaced = anyio.Event()
-        self.given: dict[int, Given] = {}
-        self._last = 0
+class Link(OrderLink[Order, Given]):
+    """One connection of an agent."""
 
     def enter(self, given: Given) -> int:
         """Its number. Those that an agent answers in time by itself, and has not, make room: they are asked again."""
@@ -117,16 +105,9 @@ class Link:
         late = [number for number, old in self.given.items() if old.do in LIMITED and old.deadline <= now]
         for number in late:
             self.given.pop(number).end()
-        self._last += 1
-        self.given[self._last] = given
-        return self._last
+        return super().enter(given)
 
     def in_the_way(self) -> Iterator[Given]:
         """What is under way and not overdue, oldest first."""
         now = anyio.current_time()
         return (given for given in tuple(self.given.values()) if given.deadline > now)
-
-    def end(self) -> None:
-        for given in self.given.values():
-            given.end()
-        self.given.clear()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import anyio
 
+from hegmd.asking import Answer, Asked, Emit, limit_of, plan_or_raise, refusal, told_plan
 from hegmd.errors import BAD_REQUEST, DENIED, NOT_FOUND, REFUSED, TIMEOUT, HegmError
 from hegmd.external import Rights
 from hegmd.handoff import Handoff, Looked
@@ -30,7 +31,7 @@ from hegmd.migration.outlook import from_image, with_image
 from hegmd.migration.paces import IN, Paces
 from hegmd.migration.plan import planned, planned_handoff, planned_resume
 from hegmd.objections import Grown
-from hegmd.operations import Answer, Asked, Emit, Operations, limit_of, plan_or_raise, refusal, told_plan
+from hegmd.operations import Operations
 from hegmd.outlets import led_elsewhere, lost_streams, named_streams
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import OperationProgress, Reason

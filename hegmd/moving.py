@@ -20,6 +20,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
+from hegmd.asking import Answer, Asked, refusal
 from hegmd.attendance import Attendance
 from hegmd.checkpoints import Checkpoints
 from hegmd.criu.program import Criu, find, rights_missing
@@ -58,7 +59,7 @@ from hegmd.migration.paces import Paces
 from hegmd.migration.performer import Performer
 from hegmd.migration.runner import Runner
 from hegmd.migration.running import rooms_to_restore
-from hegmd.operations import Answer, Asked, Operations, refusal
+from hegmd.operations import Operations
 from hegmd.periodic import Periodic
 from hegmd.pool import Keep, Key, Pool
 from hegmd.pool_found import find_pieces

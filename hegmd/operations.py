@@ -4,19 +4,17 @@ Owns what is asked of single operations, also where that is more than one step: 
 the adoption of a job that was found standing. Those that are several in a row are `sequences`'. Who may ask is told by
 the caller as `may`, which is asked for each process's owner; what is possible is the planner's to say; what happens
 then is the runner's.
-
-Longer than 400 lines because what is asked of one operation shares who may ask, and whose process it is.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
-from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, Bug, HegmError, Refused, code_named
+from hegmd.asking import NO_RESTART, Answer, Asked, Emit, Restarting, limit_of, limits_of, plan_or_raise, told_plan
+from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, HegmError, Refused
 from hegmd.inventory import Inventory
-from hegmd.lookout import Lookout, May
+from hegmd.lookout import Lookout
 from hegmd.migration import events
 from hegmd.migration.adoption import adopted, adopted_of_driver
 from hegmd.migration.candidates import Candidate, Plan, Request, Snapshot
@@ -28,53 +26,9 @@ from hegmd.migration.runner import Runner
 from hegmd.migration.telling import in_hand
 from hegmd.pool import Key, Pool
 from hegmd.protocol import operations as told
-from hegmd.protocol.operations import Reason
 from hegmd.resting import Resting
 from hegmd.strays import ByDriver, StandingStrays, found_for
 from hegmd.workers import Workers
-
-Emit = Callable[[told.OperationProgress], Awaitable[None]]
-
-LONGEST_LIMIT_S = 1_000_000.0
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """How something is asked: by whom, and whether it is only for the plan and waited for."""
-
-    by: str
-    may: May
-    emit: Emit
-    wait: bool = True
-    dry_run: bool = False
-    limit_s: float | None = None
-    carrier: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Restarting:
-    """Whether a migration may be a restart, and what is to be different for the process that goes on."""
-
-    via: str | None = None
-    allowed: bool = False
-    set: Mapping[str, str] = field(default_factory=dict[str, str])
-    unset: tuple[str, ...] = ()
-    python: str | None = None
-
-    @property
-    def respawn(self) -> Respawn:
-        return Respawn(set=self.set, unset=self.unset, python=self.python)
-
-
-NO_RESTART = Restarting()
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An operation as it stands, and its plan."""
-
-    operation: told.Operation | None
-    plan: told.Plan | None
 
 
 class Operations:
@@ -137,7 +91,7 @@ class Operations:
         """Have jobs stand at a boundary, and go on by themselves after that time. Raises HegmError as `migrate`."""
         if not pids:
             raise HegmError(BAD_REQUEST, f"{QUIESCE} was asked of no process", "name one or more pids")
-        limits = _limits(asked.limit_s, hold_s)
+        limits = limits_of(asked.limit_s, hold_s)
         pids = self._named(pids)
         snapshot = await self.look(asked, pids)
         plan = plan_or_raise(planned(snapshot, Request(kind=QUIESCE, pids=tuple(pids))))
@@ -327,7 +281,7 @@ class Operations:
             self._check_owner(asked, owners.get(worker.pid), f"process {worker.pid}")
         if asked.dry_run:
             return Answer(None, told_plan(plan))
-        limits = limits or _limits(asked.limit_s)
+        limits = limits or limits_of(asked.limit_s)
         chips = {gpu.id: gpu.chip for gpu in snapshot.gpus}
         holder = None if plan.kind == QUIESCE else self._holder(plan.workers[0].pid)
         for worker in plan.workers:  # somebody else may have been quicker since the snapshot; nothing is awaited below
@@ -417,46 +371,3 @@ def _refuse_elsewhere(pid: int, gpu: str | None, to: str | None) -> None:
             f"hegmctl adopt {pid}, then hegmctl migrate {pid} --to {to}",
             {"pid": pid},
         )
-
-
-def _limits(limit_s: float | None, hold_s: float | None = None) -> Limits:
-    limits = Limits()
-    for asked_s, what in ((limit_s, "the wait for a boundary"), (hold_s, "standing there")):
-        if asked_s is not None:
-            _require_limit(asked_s, what)
-    return limits.replace(park_s=limit_s or limits.park_s, hold_s=hold_s or limits.hold_s)
-
-
-def limit_of(asked: Asked) -> float | None:
-    """How long what is asked may take in all; None for as long as its steps may. Raises HegmError."""
-    if asked.limit_s is not None:
-        _require_limit(asked.limit_s, "it")
-    return asked.limit_s
-
-
-def _require_limit(limit_s: float, what: str) -> None:
-    if not 0 < limit_s <= LONGEST_LIMIT_S:  # NaN fails both comparisons
-        hint = f"give more than 0 and at most {LONGEST_LIMIT_S:,.0f} seconds"
-        raise HegmError(BAD_REQUEST, f"{limit_s:g} s is no limit for {what}", hint)
-
-
-def plan_or_raise(result: Plan | tuple[Reason, ...]) -> Plan:
-    """The plan, or an error that gives every reason."""
-    if isinstance(result, Plan):
-        return result
-    raise refusal(result)
-
-
-def refusal(reasons: Sequence[Reason]) -> HegmError:
-    """An error that gives every reason: the first one's code, all messages, all hints."""
-    if not reasons:
-        raise Bug("a plan was refused without a reason")
-    messages = "\n".join(dict.fromkeys(reason.message for reason in reasons))
-    hints = "; ".join(dict.fromkeys(reason.hint for reason in reasons))
-    facts = {"reasons": [reason.to_plain() for reason in reasons]}
-    return HegmError(code_named(reasons[0].code), messages, hints, facts)
-
-
-def told_plan(plan: Plan) -> told.Plan:
-    """The plan as it is told."""
-    return told.Plan.from_plain(plan.to_plain(), "plan")

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 
+from hegmd.asking import Answer, Asked
 from hegmd.detached import run_detached
 from hegmd.errors import INTERNAL, NOT_FOUND, HegmError, Refused
 from hegmd.events import EventLog
@@ -28,7 +29,6 @@ from hegmd.log import fields
 from hegmd.migration.course import DONE
 from hegmd.migration.operation import CHECKPOINT
 from hegmd.migration.runner import Runner
-from hegmd.operations import Answer, Asked
 from hegmd.protocol.operations import OperationProgress, PeriodicImages
 from hegmd.task_home import TaskHome
 from hegmd.workers import BACK, CAME, Worker, Workers

@@ -16,12 +16,13 @@ from collections.abc import Callable
 
 import anyio
 
+from hegmd.asking import Asked
 from hegmd.errors import DENIED, HegmError, Refused
 from hegmd.migration import events
 from hegmd.migration.course import SUSPENDED, TERMINAL
 from hegmd.migration.operation import Operation
 from hegmd.migration.runner import Runner
-from hegmd.operations import Asked, Operations
+from hegmd.operations import Operations
 from hegmd.protocol.messages import Supervise, SuperviseReport
 from hegmd.protocol.operations import IMPORTING, LOADING, READIED, OperationProgress
 from hegmd.supervisors import Send, Supervisor, SupervisorAway, Supervisors, go_on_command

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
+from hegmd.asking import Answer, Asked, plan_or_raise, refusal, told_plan
 from hegmd.errors import NOT_FOUND, REFUSED, Bug, HegmError
 from hegmd.log import fields
 from hegmd.lookout import Lookout
@@ -24,7 +25,7 @@ from hegmd.migration.course import DONE, SUSPENDED
 from hegmd.migration.itinerary import at_once, departure, occupants, planned_drain, planned_swap
 from hegmd.migration.operation import MIGRATE, RESUME, SUSPEND
 from hegmd.news import News
-from hegmd.operations import Answer, Asked, Operations, plan_or_raise, refusal, told_plan
+from hegmd.operations import Operations
 from hegmd.protocol import operations as told
 from hegmd.protocol.operations import Reason
 from hegmd.task_home import TaskHome

@@ -18,6 +18,7 @@ import anyio
 
 from hegmd.errors import DISCONNECTED, REFUSED, HegmError, Refused
 from hegmd.news import News
+from hegmd.order_link import Awaited, OrderLink
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 
 DONE, FAILED, ENDED, READY = "done", "failed", "ended", "ready"
@@ -59,30 +60,16 @@ class OrderFailed(HegmError):
         self.do = do
 
 
-class _Link:
-    """One connection: numbers its orders and knows those that are not answered."""
-
-    def __init__(self, send: Send) -> None:
-        self.send = send
-        self.replaced = anyio.Event()
-        self.given: dict[int, _Given] = {}
-        self.last = 0
-        #: The order by which the command was started last: it may be started again by that, and be done once more.
-        self.start: int | None = None
-
-    def end(self) -> None:
-        for given in self.given.values():
-            given.over.set()
-        self.given.clear()
-
-
-class _Given:
+class _Given(Awaited[SuperviseReport]):
     def __init__(self, do: str, operation: str, key: str) -> None:
-        self.do = do
+        super().__init__(do)
         self.key = key
         self.operation = operation
-        self.over = anyio.Event()
-        self.report: SuperviseReport | None = None
+
+
+class _Link(OrderLink[SupervisorOrder, _Given]):
+    #: The order by which the command was started last: it may be started again by that, and be done once more.
+    start: int | None = None
 
 
 class Supervisor:
@@ -155,9 +142,7 @@ class Supervisor:
         link, given = self._link, _Given(do, operation, str(how.get("key", "")))
         if link is None:
             raise SupervisorAway(self.run, operation, f"it cannot be told to {do}")
-        link.last += 1
-        number = link.last
-        link.given[number] = given
+        number = link.enter(given)
         if do == START:
             link.start = number
         try:
@@ -167,9 +152,9 @@ class Supervisor:
             raise SupervisorAway(self.run, operation, f"it cannot be told to {do}") from error
         finally:
             link.given.pop(number, None)
-        if given.report is None:
+        if given.reported is None:
             raise SupervisorAway(self.run, operation, f"it left while it was told to {do}")
-        return given.report
+        return given.reported
 
     async def tell(self, do: str, operation: str, **how: Any) -> None:
         """Say something that is not answered. Raises SupervisorAway."""
@@ -182,9 +167,9 @@ class Supervisor:
             self._is_on_kept = not operation
             if self._is_on_kept:
                 self._keeps, self.lacks_kept = True, False
-        self._link.last += 1
+        number = self._link.number()
         try:
-            await self._link.send(SupervisorOrder(order=self._link.last, do=do, operation=operation, **how), ())
+            await self._link.send(SupervisorOrder(order=number, do=do, operation=operation, **how), ())
         except (OSError, anyio.ClosedResourceError, HegmError) as error:
             raise SupervisorAway(self.run, operation, f"it cannot be told to {do}") from error
 
@@ -245,9 +230,8 @@ class Supervisor:
         elif report.result == DONE and report.order is not None and report.order == link.start:
             self.was_ready = report.was_ready  # another process, by the same order
             self.offer = self.offer.replace(pid=report.pid, kept=False, readies=None)
-        if given is not None and given.report is None:
-            given.report = report
-            given.over.set()
+        if given is not None and given.reported is None:
+            given.conclude(report)
 
 
 class Supervisors:

@@ -1,13 +1,12 @@
 """What the daemon may ask of this process, and what becomes of it. Runs in the agent's thread only.
 
-Owns the state between orders: what is pending, what is out of the process, when to stop waiting. Knows neither socket
-nor frames (`channel` has those) and finds out about the training thread through the gate. Every order is answered once:
-at once, or by `tick` when the gate has news or a limit passes.
+Owns what is done for each order, when to stop waiting, and coming back by itself. Knows neither socket nor frames
+(`channel` has those) and finds out about the training thread through the gate; how the process stands between two
+orders is in `standing`, orders about its bytes are `byte_orders`'. Every order is answered once: at once, or by `tick`
+when the gate has news or a limit passes.
 
 Whatever goes wrong, the process ends up training with all its bytes, or parked with all of them held: a daemon that is
 gone for too long, or a signal that the script wants to handle, makes the agent bring everything back by itself.
-
-Longer than 400 lines because the orders share their state, and what each may find of it is to be read in one place.
 """
 
 from __future__ import annotations
@@ -16,21 +15,22 @@ import os
 from time import monotonic
 
 from ..errors import HegmError
-from ..protocol.messages import AgentReport, LeftAlone, Order
-from . import departing, torch_state
+from . import departing
+from .answers import Answers
 from .aside import Aside
-from .carrying import Carrying
+from .byte_orders import ByteOrders
 from .notes import note
 from .quiesce import CALL, PARK, Asked, Gate
-from .refusals import BUSY_HINT, DEBUG_HINT, no_boundary, not_parked, refusal
+from .refusals import DEBUG_HINT, no_boundary, not_parked, refusal
+from .standing import Pending, Standing
 from .stillness import busy_thread
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
 
-    from .shown import Shown, View
+    from ..protocol.messages import AgentReport, Order
+    from .torch_state import Found
 
 SURVEY_LIMIT_S = 5.0
 PARK_LIMIT_S = 300.0
@@ -42,29 +42,15 @@ _QUESTIONS = frozenset(("survey", "weigh"))
 _URGENT = frozenset((1, 2, 3, 10, 12, 15))  # HUP, INT, QUIT, USR1, USR2, TERM
 
 
-class Pending:
-    """An order whose answer waits for the training thread."""
-
-    __slots__ = ("deadline", "do", "limit_s", "order")
-
-    def __init__(self, order: Order, limit_s: float | None) -> None:
-        self.order = order.order
-        self.do = order.do
-        self.limit_s = limit_s
-        self.deadline = None if limit_s is None else monotonic() + limit_s
-
-
 class Orders:
     """Obeys. `report` sends what became of an order; it is None while there is no daemon."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
-        self._report: Callable[[AgentReport], None] | None = None
-        self._pending: Pending | None = None
-        self._carrying = Carrying()
-        self._found: torch_state.Found | None = None
+        self._answers = Answers(gate)
+        self._standing = Standing(gate)
+        self._carrying = self._standing.carrying
         self._alone_deadline: float | None = None
-        self._resting = False
         self._signal: int | None = None
         self._weighed: departing.Weight | HegmError | None = None
         self._left_alone: str | None = None
@@ -77,21 +63,13 @@ class Orders:
             "survey": self._survey,
             "park": self._park,
             "withdraw": self._withdraw,
-            "evacuate": self._evacuate,
             "rest": self._rest,
-            "entrust": self._entrust,
             "aside": self._step_aside,
-            "refill": self._refill,
-            "export": self._export,
-            "free": self._free,
-            "make": self._make,
-            "filled": self._filled,
-            "part": self._part,
             "release": self._release,
             "weigh": self._weigh,
             "beforehand": self._tell_beforehand,
-            "save": self._save,
             "leave": self._leave,
+            **ByteOrders(self._standing, self._answers).table(),
         }
 
     @property
@@ -113,7 +91,7 @@ class Orders:
 
     def begin(self, report: Callable[[AgentReport], None]) -> None:
         """A daemon listens."""
-        self._report = report
+        self._answers.send = report
         self._alone_deadline = None
         self.changed_by_itself = False
 
@@ -122,17 +100,17 @@ class Orders:
 
         In the middle of a move that is for a while; what was suspended stays suspended however long it takes.
         """
-        if self._report is None:
+        if self._answers.send is None:
             return
-        self._report = None
+        self._answers.send = None
         # First of all: whatever is raised below, nobody stands for good.
         self._alone_deadline = monotonic() + _park_limit_s()
-        pending, self._pending = self._pending, None
+        pending = self._standing.take_pending()
         if pending is not None and not self._gate.parked:
             self._gate.withdraw()
         elif pending is not None and pending.do == "park":
-            self._let_go()
-        if not self._gate.parked or self._resting:
+            self._standing.let_go()
+        if not self._gate.parked or self._standing.resting:
             self._alone_deadline = None
 
     def note_signal(self, number: int) -> None:
@@ -142,7 +120,8 @@ class Orders:
 
     def leave_alone(self, why: str) -> bool:
         """Have no order touch this process from now on; False while one has it in hand."""
-        if self._left_alone is None and (self._pending is not None or self._gate.parked or self._gate.asked):
+        in_hand = self._standing.pending is not None or self._gate.parked or self._gate.asked
+        if self._left_alone is None and in_hand:
             return False
         self._left_alone = why
         return True
@@ -165,10 +144,10 @@ class Orders:
                 raise refusal(self._left_alone, "ask again once it has been started again")
             action(order, fd)
         except HegmError as error:
-            self._failed(order.order, error)
+            self._answers.failed(order.order, error)
         except Exception as error:  # noqa: BLE001 - the edge: whatever fails in here, the script does not notice
             note(f"order {order.do} failed: {error!r}")
-            self._failed(order.order, refusal(f"the agent failed at {order.do}: {error!r}", DEBUG_HINT))
+            self._answers.failed(order.order, refusal(f"the agent failed at {order.do}: {error!r}", DEBUG_HINT))
             self._come_back("an error in the agent")
         finally:
             if fd is not None and not self._carrying.keeps(fd):
@@ -177,11 +156,11 @@ class Orders:
     def _survey(self, order: Order, _fd: int | None) -> None:
         out = self._carrying.out
         if out is not None:
-            held_bytes, size_bytes = out.size_bytes, out.room_bytes
-            self._done(order.order, parked=True, held_bytes=held_bytes, storages=len(out), size_bytes=size_bytes)
+            sizes = {"held_bytes": out.size_bytes, "size_bytes": out.room_bytes}
+            self._answers.done(order.order, parked=True, storages=len(out), **sizes)
         elif self._gate.parked:
-            self._found = self._carrying.find()
-            self._tell_found(order.order, self._found)
+            self._standing.found = self._carrying.find()
+            self._tell_found(order.order, self._standing.found)
         else:
             self._wait_for(order, order.limit_s or SURVEY_LIMIT_S)
             self._gate.ask(Asked(CALL, call=self._look_in_passing))
@@ -191,53 +170,41 @@ class Orders:
         at = order.at or 0
         fits = departing.fits_of(self._gate) if order.leaving else None
         goes_on = fits is not None and self._gate.parked and not departing.stands_well()
-        if self._gate.parked and not goes_on and self._pending is None and (not order.exact or self._gate.count == at):
-            self._done(order.order)
+        stands = self._gate.parked and not goes_on and self._standing.pending is None
+        if stands and (not order.exact or self._gate.count == at):
+            self._answers.done(order.order)
             return
-        if self._carrying.out is not None:
-            raise refusal("the bytes of this process are out of it", "refill it first")
-        before = self._pending
+        self._standing.require_all_here("refill it first")
+        before = self._standing.pending
         if before is not None and before.do == "park":
-            self._pending = None
-            self._failed(before.order, refusal("another boundary to park at was named", "nothing needs to be done"))
+            self._standing.pending = None
+            another = refusal("another boundary to park at was named", "nothing needs to be done")
+            self._answers.failed(before.order, another)
         self._wait_for(order, order.limit_s)
-        self._found = None
+        self._standing.found = None
         if self._gate.parked and self._gate.count >= at and not goes_on:
             return
         self._gate.ask_on(Asked(PARK, at=at, fits=fits))
         # Ranks: whoever has passed that boundary must not stop at the next, where the others would never come.
         if order.exact and self._gate.count >= at and not self._gate.parked and not goes_on:
-            self._pending = None
+            self._standing.pending = None
             self._gate.withdraw()
             passed = f"boundary {at} was passed before the order to park at it came"
-            self._failed(order.order, refusal(passed, "name a later one"))
+            self._answers.failed(order.order, refusal(passed, "name a later one"))
 
     def _withdraw(self, order: Order, _fd: int | None) -> None:
-        if self._carrying.out is not None:
-            raise refusal("the bytes of this process are out of it", "refill it first, then release it")
-        pending, self._pending = self._pending, None
-        self._let_go()
+        self._standing.require_all_here("refill it first, then release it")
+        pending = self._standing.take_pending()
+        self._standing.let_go()
         if pending is not None:
-            self._failed(pending.order, refusal(f"{pending.do} was withdrawn", "nothing needs to be done"))
-        self._done(order.order)
-
-    def _evacuate(self, order: Order, fd: int | None) -> None:
-        found = self._found_at_rest("evacuate")
-        storages = self._carrying.evacuate(fd, found, self._progress_of(order.order))
-        left_alone = _counted(found)
-        self._done(order.order, storages=storages, size_bytes=self.held_bytes, left_alone=left_alone)
+            self._answers.failed(pending.order, refusal(f"{pending.do} was withdrawn", "nothing needs to be done"))
+        self._answers.done(order.order)
 
     def _rest(self, order: Order, _fd: int | None) -> None:
         """The operation is at rest: this process stays as it is, also while there is no daemon."""
-        self._require_parked("rest")
-        self._resting = True
-        self._done(order.order)
-
-    def _entrust(self, order: Order, _fd: int | None) -> None:
-        """The daemon has the bytes elsewhere: without a descriptor here, their memory can be given back."""
-        self._carrying.entrust()
-        self._resting = True
-        self._done(order.order)
+        self._standing.require_parked("rest")
+        self._standing.resting = True
+        self._answers.done(order.order)
 
     def _step_aside(self, order: Order, _fd: int | None) -> None:
         """An image is to be made of the process: neither a socket nor a descriptor of its bytes may be in that.
@@ -245,65 +212,33 @@ class Orders:
         One that has never come to a boundary, such as a launcher of ranks, has nothing to stand still for.
         """
         if self._gate.count or self._gate.parked:
-            self._require_parked("aside")
+            self._standing.require_parked("aside")
         if order.path is None:
             raise refusal("no meeting place came with the order", "name the file that tells when to come back")
         aside = Aside(order.path, order.limit_s)
         if self._carrying.out is not None:
             self._carrying.entrust()
-        self._resting = self._gate.parked
-        self._done(order.order)
+        self._standing.resting = self._gate.parked
+        self._answers.done(order.order)
         self.aside = aside
 
-    def _refill(self, order: Order, fd: int | None) -> None:
-        evacuated = self._carrying.refill(fd, self._progress_of(order.order))
-        counted = {"storages": len(evacuated), "size_bytes": evacuated.size_bytes}
-        self._done(order.order, **counted, short_bytes=evacuated.short_bytes)
-
-    def _export(self, order: Order, _fd: int | None) -> None:
-        self._tell_view(order.order, *self._carrying.show(self._found_at_rest("export")))
-
-    def _free(self, order: Order, _fd: int | None) -> None:
-        self._require_parked("free")
-        shown = self._carrying.shown("free")
-        shown.free()
-        self._done(order.order, storages=len(shown), size_bytes=shown.size_bytes)
-
-    def _make(self, order: Order, _fd: int | None) -> None:
-        self._require_parked("make")
-        shown = self._carrying.shown("make")
-        self._tell_view(order.order, shown, shown.make(order.size_bytes))
-
-    def _filled(self, order: Order, _fd: int | None) -> None:
-        self._require_parked("filled")
-        shown = self._carrying.shown("filled")
-        shown.fill(order.first or 0, len(shown) if order.count is None else order.count)
-        self._done(order.order, held_bytes=self.held_bytes)
-
-    def _part(self, order: Order, _fd: int | None) -> None:
-        """Its GPUs reach no other's memory from now on, until the thread goes on."""
-        self._require_parked("part")
-        self._carrying.part()
-        self._done(order.order)
-
     def _release(self, order: Order, _fd: int | None) -> None:
-        if self._carrying.out is not None:
-            raise refusal("the bytes of this process are out of it", "refill it first")
-        self._require_parked("release")
+        self._standing.require_all_here("refill it first")
+        self._standing.require_parked("release")
         self._carrying.forget()
         if order.restored:
             self._carrying.note_restored()
         self._carrying.rejoin()
-        self._found = None
-        self._resting = False
+        self._standing.found = None
+        self._standing.resting = False
         self._wait_for(order, order.limit_s)
         self._gate.release_and_watch()
 
     def _weigh(self, order: Order, _fd: int | None) -> None:
         """What a restart would carry, of a process that stands or passes a boundary."""
         if self._gate.parked:
-            self._require_parked("weigh")
-            self._tell_weight(order.order, departing.weigh())
+            self._standing.require_parked("weigh")
+            self._answers.weight(order.order, departing.weigh())
         else:
             self._wait_for(order, order.limit_s or SURVEY_LIMIT_S)
             self._weighed = None
@@ -312,17 +247,11 @@ class Orders:
     def _tell_beforehand(self, order: Order, _fd: int | None) -> None:
         """Which takes no boundary: what is imported is there to be seen."""
         what = departing.beforehand()
-        self._done(order.order, imports=what.modules, path=what.path)
-
-    def _save(self, order: Order, fd: int | None) -> None:
-        self._found_at_rest("save")  # nobody is using what is written
-        if fd is None:
-            raise refusal("no memory came with the order", "send a descriptor with it")
-        self._done(order.order, size_bytes=departing.save(fd, self._progress_of(order.order)))
+        self._answers.done(order.order, imports=what.modules, path=what.path)
 
     def _leave(self, order: Order, _fd: int | None) -> None:
         """There is no report: the end of the process is one."""
-        self._require_parked("leave")
+        self._standing.require_parked("leave")
         departing.leave()
 
     # ---- news and limits --------------------------------------------------------------------------------------------
@@ -330,9 +259,10 @@ class Orders:
     def next_deadline(self) -> float | None:
         """When `tick` has to be called at the latest."""
         deadlines = [self._alone_deadline]
-        if self._pending is not None:
-            deadlines.append(self._pending.deadline)
-            if self._pending.do == "park" and self._gate.parked:
+        pending = self._standing.pending
+        if pending is not None:
+            deadlines.append(pending.deadline)
+            if pending.do == "park" and self._gate.parked:
                 deadlines.append(monotonic() + _LOOK_AGAIN_S)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -343,8 +273,8 @@ class Orders:
             if self._gate.parked:
                 self._come_back(f"signal {number}")
         now = monotonic()
-        if self._pending is not None:
-            self._look_after(self._pending, now)
+        if self._standing.pending is not None:
+            self._look_after(self._standing.pending, now)
         if self._alone_deadline is not None and now >= self._alone_deadline:
             self._come_back("the limit on being parked without a daemon")
 
@@ -353,37 +283,39 @@ class Orders:
         if pending.do == "park":
             self._look_after_park(pending, is_late=is_late)
         elif self._gate.passed is not None:
-            self._pending = None
+            self._standing.pending = None
             if pending.do == "weigh" and self._weighed is not None:
                 weighed, self._weighed = self._weighed, None
-                self._tell_weight(pending.order, weighed)
-            elif pending.do == "survey" and self._found is not None:
-                found, self._found = self._found, None
+                self._answers.weight(pending.order, weighed)
+            elif pending.do == "survey" and self._standing.found is not None:
+                found, self._standing.found = self._standing.found, None
                 self._tell_found(pending.order, found)
             else:
-                self._done(pending.order, boundary=self._gate.passed)
+                self._answers.done(pending.order, boundary=self._gate.passed)
         elif is_late:
-            self._pending = None
+            self._standing.pending = None
             self._gate.withdraw()
             if pending.do == "weigh":
-                self._failed(pending.order, no_boundary(pending.limit_s, "at which its state could be looked at"))
+                self._answers.failed(
+                    pending.order, no_boundary(pending.limit_s, "at which its state could be looked at")
+                )
             elif pending.do == "survey":
-                self._done(pending.order, parked=False, held_bytes=0)  # the count is known, the bytes are not
+                self._answers.done(pending.order, parked=False, held_bytes=0)  # the count is known, the bytes are not
             else:
-                self._failed(pending.order, no_boundary(pending.limit_s, "after it was released"))
+                self._answers.failed(pending.order, no_boundary(pending.limit_s, "after it was released"))
 
     def _look_after_park(self, pending: Pending, *, is_late: bool) -> None:
         busy, declined = None, self._gate.declined
         if declined is None and self._gate.parked:
             busy = busy_thread(self._gate.parked_threads, self._gate.trainers)
             if busy is None:
-                self._pending = None
-                self._done(pending.order)
+                self._standing.pending = None
+                self._answers.done(pending.order)
                 return
         if is_late or declined is not None:
-            self._pending = None
+            self._standing.pending = None
             self._gate.withdraw()
-            self._failed(pending.order, not_parked(pending.limit_s, busy, declined))
+            self._answers.failed(pending.order, not_parked(pending.limit_s, busy, declined))
 
     def _come_back(self, why: str) -> None:
         """Bring everything back without being told to, and let the training go on. Tried again until it succeeds."""
@@ -393,25 +325,25 @@ class Orders:
             return
         # Before anything that could raise, whatever that is: then it is tried again.
         self._alone_deadline = monotonic() + _TRY_AGAIN_S
-        pending, self._pending = self._pending, None
+        pending = self._standing.take_pending()
         if self._carrying.out is not None:
             try:
                 self._carrying.refill(None, lambda _so_far_bytes: None)
             except HegmError as error:
                 note(f"{error.message}; trying again")
                 return
-        self._let_go()
+        self._standing.let_go()
         self._alone_deadline = None
         self.changed_by_itself = True
         if pending is not None:
-            self._failed(pending.order, refusal(f"the process went on by itself: {why}", "ask again"))
+            self._answers.failed(pending.order, refusal(f"the process went on by itself: {why}", "ask again"))
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def _look_in_passing(self) -> None:
         """In the training thread, at a boundary."""
         try:
-            self._found = self._carrying.find()
+            self._standing.found = self._carrying.find()
         except Exception as error:  # noqa: BLE001 - the edge to the script
             note(f"no survey: {error!r}")
 
@@ -424,95 +356,20 @@ class Orders:
         except Exception as error:  # noqa: BLE001 - the edge to the script
             self._weighed = refusal(f"its state cannot be looked at: {error!r}", DEBUG_HINT)
 
-    def _let_go(self) -> None:
-        self._carrying.forget()
-        self._carrying.rejoin()
-        self._found = None
-        self._resting = False
-        self._gate.withdraw()
+    def _tell_found(self, order: int, found: Found) -> None:
+        self.known_bytes = self._carrying.room_bytes(found)
+        self._answers.found(order, found, self.known_bytes)
 
     def _wait_for(self, order: Order, limit_s: float | None) -> None:
         """A question gives way: of a process that was stopped meanwhile, nobody waits for its answer any more."""
-        before = self._pending
+        before = self._standing.pending
         if before is not None:
             if before.do not in _QUESTIONS:
                 raise refusal(f"order {before.order} ({before.do}) is under way", "wait, or withdraw it")
-            self._failed(before.order, refusal("another order came before the answer", "nothing needs to be done"))
-        self._pending = Pending(order, limit_s)
-
-    def _require_parked(self, what: str) -> None:
-        if not self._gate.parked or self._pending is not None:
-            raise refusal(f"{what} needs a parked training thread, and it is not parked", "park it first")
-
-    def _found_at_rest(self, what: str) -> torch_state.Found:
-        """The storages that are to leave, with nobody using them. Raises HegmError."""
-        if self._carrying.out is not None:
-            raise refusal("the bytes of this process are out already", "bring them back before they are taken again")
-        self._require_parked(what)
-        busy = busy_thread(self._gate.parked_threads, self._gate.trainers)
-        if busy is not None:
-            raise refusal(f"{busy} and may be using storages", BUSY_HINT)
-        found, self._found = self._found or self._carrying.find(), None
-        return found
-
-    def _tell_view(self, order: int, shown: Shown, view: View) -> None:
-        self._done(
-            order,
-            storages=len(shown),
-            size_bytes=shown.size_bytes,
-            handles=tuple(view.handles),
-            places=tuple(view.places),
-            first=view.first,
-            at_bytes=view.at_bytes,
-            left=view.left,
-            short_bytes=shown.short_bytes,
-        )
-
-    def _tell_found(self, order: int, found: torch_state.Found) -> None:
-        self.known_bytes = self._carrying.room_bytes(found)
-        self._done(
-            order,
-            parked=self._gate.parked,
-            held_bytes=0,
-            storages=len(found.storages),
-            size_bytes=self.known_bytes,
-            left_alone=_counted(found),
-            cuda=found.cuda,
-        )
-
-    def _tell_weight(self, order: int, weighed: departing.Weight | HegmError) -> None:
-        if isinstance(weighed, HegmError):
-            self._failed(order, weighed)
-        else:
-            self._done(
-                order,
-                state_bytes=weighed.size_bytes,
-                refusals=weighed.refusals,
-                begin_anew=weighed.begin_anew,
-                imports=weighed.beforehand.modules,
-                path=weighed.beforehand.path,
+            self._answers.failed(
+                before.order, refusal("another order came before the answer", "nothing needs to be done")
             )
-
-    def _progress_of(self, order: int) -> Callable[[int], None]:
-        return lambda so_far_bytes: self._tell(order=order, result="progress", size_bytes=so_far_bytes)
-
-    def _done(self, order: int, **values: Any) -> None:
-        self._tell(order=order, result="done", **{"boundary": self._gate.count, **values})
-
-    def _failed(self, order: int, error: HegmError) -> None:
-        said = {"message": error.message, "hint": error.hint, "lacks_bytes": error.facts.get("lacks_bytes")}
-        self._tell(order=order, result="failed", boundary=self._gate.count, **said)
-
-    def _tell(self, **values: Any) -> None:
-        if self._report is not None:
-            self._report(AgentReport(**values))
-
-
-def _counted(found: torch_state.Found) -> tuple[LeftAlone, ...]:
-    return tuple(
-        LeftAlone(why=why, storages=count, size_bytes=size_bytes)
-        for why, (count, size_bytes) in sorted(found.left_alone.items())
-    )
+        self._standing.pending = Pending(order, limit_s)
 
 
 def _park_limit_s() -> float:

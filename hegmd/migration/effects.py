@@ -13,7 +13,7 @@ ends each of them too. Nothing is performed before the journal has it on disk.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hegmd.migration.tagged import Tagged
 from hegmd.protocol.record import field
@@ -40,6 +40,10 @@ class Effect(Tagged):
         cls.ends = (*ends, "failed") if ends else ()
         cls.on_cancel = on_cancel
         cls.in_worker = in_worker
+
+    def ending(self) -> dict[str, Any]:
+        """What each event that ends it says of it."""
+        return {"effect": self.number, "worker": self.worker, "cause": self.tag}
 
 
 class TakeRoom(Effect, tag="take-room", ends=("room-taken",), on_cancel=FINISH, in_worker=False):

@@ -1,10 +1,9 @@
-"""Performs one effect and says how it ended: the only place where operations touch workers, methods and carriers.
+"""Performs one effect and says how it ended: the one door from operations to workers, methods and carriers.
 
-One function for each effect, by its name; a name that is missing here is a bug and not a failure. Decides nothing: what
-an ending means is the machine's, and which method and which carrier a worker has stands in the operation. Each may be
-asked for twice and finds its work done the second time.
-
-Longer than 400 lines because there is one function here for each effect, and each is read beside the others.
+One function for each effect, by its name: those of the bytes and the GPUs are here, those of agents alone and of images
+in modules beside. A name that is missing is a bug and not a failure. Decides nothing: what an ending means is the
+machine's, and which method and which carrier a worker has stands in the operation. Each may be asked for twice and
+finds its work done the second time.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import anyio
 
-from hegmd.errors import INTERNAL, TIMEOUT, UNAVAILABLE, Bug, HegmError, Refused
+from hegmd.errors import INTERNAL, Bug, HegmError, Refused
 from hegmd.log import error_ref, fields
 from hegmd.methods.base import (
     Carrier,
@@ -29,28 +28,25 @@ from hegmd.methods.base import (
     Outgrown,
     Over,
     Progress,
-    Rank,
     Reborn,
-    Respawn,
     Standing,
     Subject,
 )
 from hegmd.methods.sight import is_stopped
 from hegmd.migration import effects, events
+from hegmd.migration.agent_effects import SURVEY_LIMIT_S, AgentEffects
+from hegmd.migration.cast import Cast
 from hegmd.migration.effects import Effect
 from hegmd.migration.events import Event
+from hegmd.migration.image_effects import ImageEffects
 from hegmd.migration.imaging import Imager
-from hegmd.migration.operation import BY_DRIVER, FORWARD, RESTART, SIMULATED, Operation
+from hegmd.migration.operation import BY_DRIVER, RESTART, SIMULATED, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.paces import IN, OUT, Paces
 from hegmd.pieces import rounds_of
-from hegmd.workers import AgentAway, Given, OrderFailed, Worker, Workers
+from hegmd.workers import AgentAway, OrderFailed, Workers
 
 logger = logging.getLogger(__name__)
-
-# The agent answers a survey at its next boundary; without one in this time it tells its count alone.
-SURVEY_LIMIT_S = 5.0
-AGENT_SHARE = 0.9
 
 
 class Performer:
@@ -69,41 +65,41 @@ class Performer:
         utc: Callable[[], float] = time.time,
     ) -> None:
         self._utc = utc
-        self._imager = imager
-        self._workers = workers
-        self._methods = methods
-        self._carriers = carriers
-        self._start_ticks = start_ticks
+        self._cast = Cast(workers, methods, carriers, start_ticks=start_ticks, imager=imager)
         self._is_stopped = is_stopped
         #: How fast bytes went, for the next estimate.
         self.paces = Paces() if paces is None else paces
-        self._released: dict[tuple[int, int], Given] = {}
+        agents, images = AgentEffects(self._cast), ImageEffects(self._cast)
         self._do: dict[str, Callable[[Operation, Member, Any, Progress], Awaitable[Event]]] = {
             effects.TakeRoom.tag: self._take_room,
             effects.GiveRoom.tag: self._give_room,
             effects.TakePool.tag: self._take_pool,
             effects.GivePool.tag: self._give_pool,
             effects.AwaitNext.tag: self._await_next,
-            effects.Survey.tag: self._survey,
-            effects.Park.tag: self._park,
-            effects.Withdraw.tag: self._withdraw,
+            effects.Survey.tag: agents.survey,
+            effects.Park.tag: agents.park,
+            effects.Withdraw.tag: agents.withdraw,
             effects.Evacuate.tag: self._evacuate,
             effects.Checkpoint.tag: self._checkpoint,
             effects.Hold.tag: self._hold,
-            effects.Dump.tag: self._dump,
-            effects.Seal.tag: self._seal,
-            effects.Scrap.tag: self._scrap,
-            effects.End.tag: self._end,
+            effects.Dump.tag: images.dump,
+            effects.Seal.tag: images.seal,
+            effects.Scrap.tag: images.scrap,
+            effects.End.tag: images.end,
             effects.Restore.tag: self._restore,
             effects.Refill.tag: self._refill,
-            effects.Release.tag: self._release,
-            effects.Verify.tag: self._verify,
+            effects.Release.tag: agents.release,
+            effects.Verify.tag: agents.verify,
             effects.Inspect.tag: self._inspect,
         }
 
     def lives(self, member: Member) -> bool:
         """Whether the process is there still, and no other one under its pid."""
-        return self._start_ticks(member.pid) == member.start_ticks
+        return self._cast.lives(member)
+
+    def connection(self, member: Member) -> int | None:
+        """The number of the connection that its agent is on; None while there is none."""
+        return self._cast.connection(member)
 
     def stopped(self, op: Operation) -> tuple[int, ...]:
         """Those of its processes that a signal or a debugger has stopped: no step of the driver in them comes on."""
@@ -111,15 +107,9 @@ class Performer:
 
     def _is_there(self, member: Member) -> bool:
         try:
-            return self.lives(member)
+            return self._cast.lives(member)
         except HegmError:  # it cannot be seen now
             return False
-
-    def connection(self, member: Member) -> int | None:
-        """The number of the connection that its agent is on; None while there is none."""
-        worker = self._workers.find(member.pid)
-        is_it = worker is not None and worker.identity.start_ticks == member.start_ticks and worker.connected
-        return worker.connection if worker is not None and is_it else None
 
     def as_held(self, op: Operation) -> Operation:
         """The operation with the room and the memory that are held for it now: what it knows itself it has from its
@@ -127,10 +117,10 @@ class Performer:
         return op.replace(workers=tuple([self._as_held(op, member) for member in op.workers]))
 
     def _as_held(self, op: Operation, member: Member) -> Member:
-        method, carrier = self._methods.get(member.method), self._carriers.get(member.carrier)
+        method, carrier = self._cast.methods.get(member.method), self._cast.carriers.get(member.carrier)
         if method is None or carrier is None or member.gone:
             return member
-        subject = self._subject(op, member)
+        subject = self._cast.subject(op, member)
         return member.replace(rooms=method.rooms(subject), pool_bytes=carrier.held_bytes(subject))
 
     async def perform(self, op: Operation, effect: Effect, on_progress: Progress, heard: int | None) -> Event:
@@ -146,7 +136,7 @@ class Performer:
             is_order = effect.in_worker and member.has_agent and not isinstance(effect, effects.Inspect)
             # Who is started anew has no connection yet, and is no news of the one that has left.
             is_order = is_order and not (member.is_absent and isinstance(effect, effects.Restore))
-            if is_order and self.connection(member) != heard:
+            if is_order and self._cast.connection(member) != heard:
                 raise AgentAway(member.pid, f"it has not been asked how it stands, so it is not told to {effect.tag}")
             return await self._do[effect.tag](op, member, effect, on_progress)
         except HegmError as error:
@@ -191,143 +181,80 @@ class Performer:
 
     async def _take_room(self, op: Operation, member: Member, effect: effects.TakeRoom, tell: Progress) -> Event:
         """For bytes that are out the carrier is made ready too: what that takes has to be there before a restore."""
-        subject = self._subject(op, member)
-        await self._method(member).hold_room(subject, effect.gpu, effect.size_bytes)
+        subject = self._cast.subject(op, member)
+        await self._cast.method(member).hold_room(subject, effect.gpu, effect.size_bytes)
         if member.out and not member.anywhere:  # of such a one it is not known yet which GPU is to be reached
-            await self._carrier(member).fetch(subject, tell)
+            await self._cast.carrier(member).fetch(subject, tell)
             began = anyio.current_time()
-            await self._carrier(member).arm(subject)
+            await self._cast.carrier(member).arm(subject)
             self.paces.note_arming(member.carrier, anyio.current_time() - began)
-        return events.RoomTaken(**_ends(effect))
+        return events.RoomTaken(**effect.ending())
 
     async def _give_room(self, op: Operation, member: Member, effect: effects.GiveRoom, _: Progress) -> Event:
-        subject = self._subject(op, member)
+        subject = self._cast.subject(op, member)
         if member.goal is None:
-            await self._carrier(member).disarm(subject)
-        await self._method(member).give_room(subject, effect.gpu)
-        return events.RoomGiven(**_ends(effect))
+            await self._cast.carrier(member).disarm(subject)
+        await self._cast.method(member).give_room(subject, effect.gpu)
+        return events.RoomGiven(**effect.ending())
 
     async def _take_pool(self, op: Operation, member: Member, effect: effects.TakePool, _: Progress) -> Event:
-        await self._carrier(member).hold(self._subject(op, member), effect.size_bytes)
-        return events.PoolTaken(**_ends(effect))
+        await self._cast.carrier(member).hold(self._cast.subject(op, member), effect.size_bytes)
+        return events.PoolTaken(**effect.ending())
 
     async def _give_pool(self, op: Operation, member: Member, effect: effects.GivePool, _: Progress) -> Event:
-        await self._carrier(member).give(self._subject(op, member))
-        return events.PoolGiven(**_ends(effect))
+        await self._cast.carrier(member).give(self._cast.subject(op, member))
+        return events.PoolGiven(**effect.ending())
 
     async def _await_next(self, op: Operation, member: Member, effect: effects.AwaitNext, tell: Progress) -> Event:
-        is_ready = await self._carrier(member).await_next(self._subject(op, member), tell)
-        return events.NextAwaited(**_ends(effect), ready=is_ready)
+        is_ready = await self._cast.carrier(member).await_next(self._cast.subject(op, member), tell)
+        return events.NextAwaited(**effect.ending(), ready=is_ready)
 
     def doing(self, op: Operation) -> str | None:
         """What is waited for now, in words that change as that takes longer; None for nothing of that kind."""
-        carriers = [(self._carriers.get(member.carrier), member) for member in op.live]
-        said = [carrier.doing(self._subject(op, member)) for carrier, member in carriers if carrier is not None]
+        carriers = [(self._cast.carriers.get(member.carrier), member) for member in op.live]
+        said = [carrier.doing(self._cast.subject(op, member)) for carrier, member in carriers if carrier is not None]
         return next(filter(None, said), None)
 
-    # -- orders --------------------------------------------------------------------------------------------------------
-
-    async def _survey(self, op: Operation, member: Member, effect: effects.Survey, _: Progress) -> Event:
-        worker = self._worker(member)
-        if member.restarts and member.parked:
-            size_bytes = await _weighed(worker)
-            return events.Surveyed(**_ends(effect), boundary=worker.boundary, size_bytes=size_bytes)
-        report = await worker.order("survey", limit_s=SURVEY_LIMIT_S)
-        size_bytes = member.size_bytes if report.size_bytes is None else report.size_bytes
-        had_bytes = member.rooms.get(member.at, 0) if member.at is not None else 0
-        self._method(member).note_size(self._subject(op, member), max(size_bytes, had_bytes))
-        return events.Surveyed(**_ends(effect), boundary=worker.boundary, size_bytes=size_bytes)
-
-    async def _park(self, op: Operation, member: Member, effect: effects.Park, _: Progress) -> Event:
-        worker = self._worker(member)
-        if effect.at is not None and worker.parked and worker.boundary > effect.at:
-            return events.Overran(**_ends(effect), boundary=worker.boundary)
-        # The agent's limit is the first to pass, so that it withdraws by itself and says what it has waited for.
-        limit_s = effect.limit_s * AGENT_SHARE
-        began = anyio.current_time()
-        exact = effect.at is not None
-        if exact:
-            worker.parked = False  # one that stands at an earlier boundary goes on to this one
-        try:
-            await worker.order("park", at=effect.at, limit_s=limit_s, exact=exact, leaving=member.restarts)
-        except OrderFailed as error:
-            if effect.at is not None and worker.boundary >= effect.at:
-                return events.Overran(**_ends(effect), boundary=worker.boundary)
-            if anyio.current_time() - began < limit_s:
-                raise
-            raise HegmError(TIMEOUT, error.message, error.hint, error.facts) from error
-        return events.Parked(**_ends(effect), boundary=worker.boundary)
-
-    async def _withdraw(self, op: Operation, member: Member, effect: effects.Withdraw, _: Progress) -> Event:
-        await self._worker(member).order("withdraw")
-        return events.Withdrawn(**_ends(effect))
-
     async def _evacuate(self, op: Operation, member: Member, effect: effects.Evacuate, tell: Progress) -> Event:
-        worker = self._worker(member)
+        worker = self._cast.worker(member)
         if worker.held_bytes:
-            return events.Evacuated(**_ends(effect), size_bytes=worker.held_bytes)
+            return events.Evacuated(**effect.ending(), size_bytes=worker.held_bytes)
         began = anyio.current_time()
-        subject, carrier = self._subject(op, member), self._carrier(member)
+        subject, carrier = self._cast.subject(op, member), self._cast.carrier(member)
         size_bytes = await carrier.take_out(subject, tell)
         if not carrier.is_passing(subject):
             self._note_pace(member, member.carrier, OUT, size_bytes, began)
-        return events.Evacuated(**_ends(effect), size_bytes=size_bytes)
+        return events.Evacuated(**effect.ending(), size_bytes=size_bytes)
 
     async def _checkpoint(self, op: Operation, member: Member, effect: effects.Checkpoint, _: Progress) -> Event:
         """It has ended when the bytes that are out are where they may stay, too."""
-        subject, began = self._subject(op, member), anyio.current_time()
+        subject, began = self._cast.subject(op, member), anyio.current_time()
         try:
             async with self._settling(member, subject) as passed:
-                left = await self._method(member).checkpoint(subject)
+                left = await self._cast.method(member).checkpoint(subject)
                 took_s = anyio.current_time() - began
         except Outgrown as more:
-            return events.Outgrown(**_ends(effect), rest_bytes=more.rest_bytes, shares_bytes=more.shares_bytes)
+            return events.Outgrown(**effect.ending(), rest_bytes=more.rest_bytes, shares_bytes=more.shares_bytes)
         self._note_step(member, OUT, left.rest_bytes or 0, took_s, passed)
         return events.Checkpointed(
-            **_ends(effect), room_bytes=left.room_bytes, rest_bytes=left.rest_bytes, shares_bytes=left.shares_bytes
+            **effect.ending(), room_bytes=left.room_bytes, rest_bytes=left.rest_bytes, shares_bytes=left.shares_bytes
         )
 
     async def _hold(self, op: Operation, _: Member, effect: effects.Hold, __: Progress) -> Event:
         """Never beyond the instant that the request itself allowed, however often a daemon is started meanwhile."""
         last_utc = op.created_utc + op.limits.park_s + op.limits.hold_s
         await anyio.sleep(max(0.0, min(op.limits.hold_s, last_utc - self._utc())))
-        return events.Held(**_ends(effect))
-
-    async def _dump(self, op: Operation, member: Member, effect: effects.Dump, tell: Progress) -> Event:
-        imager = self._imager_for(member)
-        for each in op.live:  # what is written is what the pool has
-            if each.out:
-                async with self._carrier(each).settling(self._subject(op, each)):
-                    pass
-        await (imager.find(op) if effect.find else imager.dump(op, tell))
-        return events.Dumped(**_ends(effect))
-
-    async def _seal(self, op: Operation, member: Member, effect: effects.Seal, tell: Progress) -> Event:
-        """It is written from the pool's memory; what carriers have ready beside that, on the job's own GPU, can go."""
-        for each in op.workers:
-            if each.pool_bytes and each.carrier in self._carriers:
-                with suppress(HegmError):  # it is given back with the memory, and said then
-                    await self._carriers[each.carrier].disarm(self._subject(op, each))
-        await self._imager_for(member).seal(op, tell)
-        return events.Sealed(**_ends(effect))
-
-    async def _scrap(self, op: Operation, member: Member, effect: effects.Scrap, _: Progress) -> Event:
-        await self._imager_for(member).scrap(op)
-        return events.Scrapped(**_ends(effect))
-
-    async def _end(self, op: Operation, member: Member, effect: effects.End, _: Progress) -> Event:
-        await self._imager_for(member).end(op, member)
-        return events.Ended(**_ends(effect))
+        return events.Held(**effect.ending())
 
     async def _restore(self, op: Operation, member: Member, effect: effects.Restore, tell: Progress) -> Event:
-        subject = self._subject(op, member)
+        subject = self._cast.subject(op, member)
         if member.out:
-            await self._carrier(member).fetch(subject, tell)  # one that fails has changed nothing
+            await self._cast.carrier(member).fetch(subject, tell)  # one that fails has changed nothing
         began, is_near = anyio.current_time(), False
         try:
-            async with self._carrier(member).nearing(subject) if member.out else nullcontext(Meanwhile()) as ahead:
-                is_near = member.out and self._carrier(member).near(subject) is not None
-                landed = await self._method(member).restore(subject, effect.gpu)
+            async with self._cast.carrier(member).nearing(subject) if member.out else nullcontext(Meanwhile()) as ahead:
+                is_near = member.out and self._cast.carrier(member).near(subject) is not None
+                landed = await self._cast.method(member).restore(subject, effect.gpu)
                 took_s = anyio.current_time() - began
         except NoRoom as error:
             if not is_near:
@@ -340,7 +267,7 @@ class Performer:
             return events.TrainingEnded(worker=effect.worker, cause=effect.tag)
         if isinstance(landed, Reborn):
             return events.Restored(
-                **_ends(effect),
+                **effect.ending(),
                 landed=landed.gpu,
                 pid=landed.pid,
                 start_ticks=landed.start_ticks,
@@ -350,59 +277,41 @@ class Performer:
             )
         if not member.anywhere:  # of whom it is only known that it is not more
             self._note_step(member, IN, member.rest_bytes, took_s, ahead)
-        return events.Restored(**_ends(effect), landed=landed)
+        return events.Restored(**effect.ending(), landed=landed)
 
     async def _restore_anew(self, member: Member, subject: Subject, gpu: str) -> str | Reborn | Over | None:
         """What was held beside it was given back; then as when it was armed: the room, and what the carrier needs."""
-        await self._method(member).hold_room(subject, gpu, member.room_bytes)
-        await self._carrier(member).arm(subject)
-        return await self._method(member).restore(subject, gpu)
+        await self._cast.method(member).hold_room(subject, gpu, member.room_bytes)
+        await self._cast.carrier(member).arm(subject)
+        return await self._cast.method(member).restore(subject, gpu)
 
     async def _refill(self, op: Operation, member: Member, effect: effects.Refill, tell: Progress) -> Event:
-        if self._worker(member).held_bytes:
-            subject, carrier = self._subject(op, member), self._carrier(member)
+        if self._cast.worker(member).held_bytes:
+            subject, carrier = self._cast.subject(op, member), self._cast.carrier(member)
             await carrier.fetch(subject, tell)
             began, near = anyio.current_time(), carrier.near(subject)
-            size_bytes = await carrier.put_back(subject, tell, lambda: self._method(member).making(subject))
+            size_bytes = await carrier.put_back(subject, tell, lambda: self._cast.method(member).making(subject))
             if near is not None:
                 self.paces.note_beside(member.carrier, IN, near.size_bytes, near.took_s)
             else:
                 rounds = rounds_of(size_bytes, member.overlap_bytes)
                 self._note_pace(member, member.carrier, IN, size_bytes, began, rounds)
-        return events.Refilled(**_ends(effect))
-
-    async def _release(self, op: Operation, member: Member, effect: effects.Release, _: Progress) -> Event:
-        worker = self._worker(member)
-        self._released[_who(member)] = await worker.give("release", restored=_was_restored(member))
-        worker.parked = False
-        return events.Released(**_ends(effect))
-
-    async def _verify(self, op: Operation, member: Member, effect: effects.Verify, _: Progress) -> Event:
-        await self._method(member).verify(self._subject(op, member))
-        if not member.has_agent:
-            return events.Verified(**_ends(effect), boundary=effect.beyond)
-        worker = self._worker(member)
-        released = self._released.pop(_who(member), None)
-        if released is not None:
-            await released.report()
-        while worker.boundary <= effect.beyond:
-            await worker.order("survey", limit_s=SURVEY_LIMIT_S)  # comes back at a boundary, or at its limit
-        return events.Verified(**_ends(effect), boundary=worker.boundary)
+        return events.Refilled(**effect.ending())
 
     async def _inspect(self, op: Operation, member: Member, effect: effects.Inspect, _: Progress) -> Event:
-        subject = self._subject(op, member)
-        if not self.lives(member):
-            is_stateless = member.saved and not member.verified and not self._carrier(member).held_bytes(subject)
+        subject = self._cast.subject(op, member)
+        if not self._cast.lives(member):
+            is_stateless = member.saved and not member.verified and not self._cast.carrier(member).held_bytes(subject)
             why = "it is not there any more"
             return events.WorkerGone(worker=member.name, cause=effect.tag, why=why, stateless=is_stateless)
         if not member.has_agent:
-            standing = await self._method(member).inspect(subject)
+            standing = await self._cast.method(member).inspect(subject)
             return self._inspected(effect, member, subject, standing)
-        known = self._workers.find(member.pid)
+        known = self._cast.find(member.pid)
         if known is not None and known.token != member.token:  # the agent that is waited for will never come
             return events.WorkerGone(worker=member.name, cause=effect.tag, why="it runs another program now")
-        worker = self._worker(member)
-        standing = await self._method(member).inspect(subject)
+        worker = self._cast.worker(member)
+        standing = await self._cast.method(member).inspect(subject)
         if worker.held_bytes and standing.gpu is None and not standing.busy:
             await self._settle(member, subject)
         stands = worker.parked or worker.held_bytes > 0
@@ -413,23 +322,23 @@ class Performer:
     def _inspected(self, effect: effects.Inspect, member: Member, subject: Subject, standing: Standing) -> Event:
         worker = subject.worker if member.has_agent else None
         return events.Inspected(
-            **_ends(effect),
+            **effect.ending(),
             parked=worker is not None and (worker.parked or worker.held_bytes > 0),
             boundary=0 if worker is None else worker.boundary,
             out_bytes=0 if worker is None else worker.held_bytes,
             gpu=standing.gpu,
-            rooms=self._method(member).rooms(replace(subject, gpu=standing.gpu)),
-            pool_bytes=self._carrier(member).held_bytes(subject),
+            rooms=self._cast.method(member).rooms(replace(subject, gpu=standing.gpu)),
+            pool_bytes=self._cast.carrier(member).held_bytes(subject),
             busy=standing.busy or (worker is not None and worker.busy),
             failed=standing.failed,
         )
 
     def _settling(self, member: Member, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
-        return self._carrier(member).settling(subject) if member.out else nullcontext(Meanwhile())
+        return self._cast.carrier(member).settling(subject) if member.out else nullcontext(Meanwhile())
 
     async def _settle(self, member: Member, subject: Subject) -> None:
         """Finish what an earlier caller left half way. What stays where it is can be brought back from there."""
-        carrier = self._carrier(member)
+        carrier = self._cast.carrier(member)
         try:
             async with carrier.settling(subject):
                 pass
@@ -452,113 +361,3 @@ class Performer:
     ) -> None:
         if member.method not in (SIMULATED, RESTART):
             self.paces.note(carrier, direction, size_bytes, anyio.current_time() - began, rounds)
-
-    # -- whom and by what ----------------------------------------------------------------------------------------------
-
-    def _method(self, member: Member) -> Method:
-        """Raises HegmError for one that this daemon does not have, as after a start without its GPUs."""
-        method = self._methods.get(member.method)
-        if method is None:
-            raise _not_here(member, "method", member.method)
-        return method
-
-    def _carrier(self, member: Member) -> Carrier:
-        carrier = self._carriers.get(member.carrier)
-        if carrier is None:
-            raise _not_here(member, "carrier", member.carrier)
-        return carrier
-
-    def _imager_for(self, member: Member) -> Imager:
-        if self._imager is None:
-            raise _not_here(member, "maker of images", "criu")
-        return self._imager
-
-    def _subject(self, op: Operation, member: Member) -> Subject:
-        return Subject(
-            operation=op.id,
-            name=member.name,
-            pid=member.pid,
-            start_ticks=member.start_ticks,
-            gpu=member.at,
-            goal=member.goal,
-            left=member.left,
-            size_bytes=member.size_bytes,
-            storage_room_bytes=member.room_bytes - member.rest_bytes,
-            rest_bytes=member.rest_bytes,
-            beside_bytes=member.beside_bytes,
-            shares_bytes=member.shares_bytes,
-            storage_shares_bytes=member.storage_shares_bytes,
-            in_rounds=member.overlap_bytes > 0,
-            keeps_room=member.goal is not None or member.keeps is not None or len(op.workers) > 1,
-            elsewhere=member.elsewhere,
-            anywhere=member.anywhere,
-            uid=op.owner_uid,
-            run=member.run,
-            respawn=_respawn(op),
-            start=f"{op.kind} {op.heading} {' '.join(str(one.goal) for one in op.workers)}",
-            rank=member.rank,
-            ranks=_ranks(op),
-            agent=self._agent(member),
-        )
-
-    def _agent(self, member: Member) -> Worker | None:
-        """The handle of that process and program, if there is one."""
-        worker = self._workers.find(member.pid)
-        if worker is None or worker.identity.start_ticks != member.start_ticks or worker.token != member.token:
-            return None
-        return worker
-
-    def _worker(self, member: Member) -> Worker:
-        """The handle of that process and program. Raises AgentAway."""
-        worker = self._agent(member)
-        if worker is None:
-            raise AgentAway(member.pid, "it has not attended since hegmd was started")
-        return worker
-
-
-async def _weighed(worker: Worker) -> int:
-    """What the state of one that stands comes to. Raises Refused with all that a restart would not keep."""
-    report = await worker.order("weigh")
-    if report.refusals or report.state_bytes is None:
-        why = "\n".join(report.refusals) or "its agent does not say what its state comes to"
-        raise Refused(
-            f"process {worker.pid} cannot be restarted: {why}", "see what its script would have to say to hegm"
-        )
-    return report.state_bytes
-
-
-def _respawn(op: Operation) -> Respawn:
-    """On the way back it is started as it was."""
-    if op.respawn is None or op.heading != FORWARD:
-        return Respawn()
-    return Respawn(dict(op.respawn.set), op.respawn.unset, op.respawn.python)
-
-
-def _ranks(op: Operation) -> tuple[Rank, ...]:
-    """Of a restart of ranks, those that are started again together."""
-    if not op.restarts_together:
-        return ()
-    known = [Rank(one.name, one.rank, one.goal) for one in op.live if one.rank is not None]
-    return tuple(sorted(known, key=lambda one: one.number))
-
-
-def _not_here(member: Member, kind: str, name: str) -> HegmError:
-    return HegmError(
-        UNAVAILABLE,
-        f"process {member.pid} is moved by the {kind} {name}, which this run of hegmd does not have",
-        "start hegmd as it was when the operation began: with the same GPUs, and simulated or not as then",
-        {"pid": member.pid},
-    )
-
-
-def _ends(effect: Effect) -> dict[str, Any]:
-    return {"effect": effect.number, "worker": effect.worker, "cause": effect.tag}
-
-
-def _who(member: Member) -> tuple[int, int]:
-    return member.pid, member.start_ticks
-
-
-def _was_restored(member: Member) -> bool:
-    """Whether the driver has carried its storages too, and they are somewhere else now or were away."""
-    return member.method != SIMULATED and member.carrier == BY_DRIVER and member.left is not None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hegmd.asking import Answer, Asked, Restarting
 from hegmd.checkpoints import Checkpoints, Wished
 from hegmd.external import Rights
-from hegmd.operations import Answer, Asked, Operations, Restarting
+from hegmd.operations import Operations
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import StoryLine
 from hegmd.sequences import Outcome, Sequences

@@ -30,7 +30,7 @@ SEEN = ("hegmd.log", "hegmd.audit", "hegmd.metrics", "hegmd.events")
 NODE = ("hegmd.devices", "hegmd.external", "hegmd.workers", "hegmd.workloads", "hegmd.ways")
 # Where operations, and what no operation has, are asked for.
 ASKED = (
-    *("hegmd.operations", "hegmd.sequences", "hegmd.checkpoints", "hegmd.restarts"),
+    *("hegmd.asking", "hegmd.operations", "hegmd.sequences", "hegmd.checkpoints", "hegmd.restarts"),
     *("hegmd.strays", "hegmd.driver_strays"),
 )
 # What pieces of the pool are made of, and where.
@@ -91,9 +91,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.apart": ("hegmd.errors", "hegmd.detached", "hegmd.external"),
     "hegmd.units": ("hegmd.errors", "hegmd.detached", "hegmd.external"),
     "hegmd.devices": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.toml_lines"),
-    "hegmd.agent_orders": GROUND,
+    "hegmd.order_link": (),
+    "hegmd.agent_orders": (*GROUND, "hegmd.order_link"),
     "hegmd.workers": (*GROUND, "hegmd.log", "hegmd.agent_orders"),
-    "hegmd.supervisors": GROUND,
+    "hegmd.supervisors": (*GROUND, "hegmd.order_link"),
     "hegmd.workloads": GROUND,
     "hegmd.ways": GROUND,
     "hegmd.processes": (*GROUND, *SEEN, *NODE),
@@ -151,6 +152,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.methods.started_ranks": ("hegmd.errors", "hegmd.criu.tree", "hegmd.processes"),
     "hegmd.migration": (*GROUND, "hegmd.pieces", "hegmd.places"),
     "hegmd.migration.ledger": (*GROUND, "hegmd.log", "hegmd.events", "hegmd.migration"),
+    "hegmd.migration.cast": (*MOVING, "hegmd.migration"),
+    "hegmd.migration.agent_effects": (*MOVING, "hegmd.migration"),
+    "hegmd.migration.image_effects": (*MOVING, "hegmd.migration"),
     "hegmd.migration.performer": (*MOVING, "hegmd.migration", "hegmd.pieces"),
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
     "hegmd.strays": (*MOVING, "hegmd.events", "hegmd.migration.adoption", "hegmd.pool_found", "hegmd.vram"),
@@ -163,15 +167,24 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *(*GROUND, "hegmd.detached", "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.processes"),
         *("hegmd.methods.sight", "hegmd.supervisors", "hegmd.workers"),
     ),
+    "hegmd.asking": (*GROUND, "hegmd.lookout", "hegmd.migration"),
     "hegmd.operations": (
-        *(*MOVING, "hegmd.inventory", "hegmd.lookout", "hegmd.migration", "hegmd.resting", "hegmd.strays"),
+        *(
+            *MOVING,
+            "hegmd.asking",
+            "hegmd.inventory",
+            "hegmd.lookout",
+            "hegmd.migration",
+            "hegmd.resting",
+            "hegmd.strays",
+        ),
     ),
     "hegmd.kept_ready": (*GROUND, "hegmd.events", "hegmd.methods.readying", "hegmd.supervisors", "hegmd.workers"),
     "hegmd.restarts": (
-        *(*GROUND, "hegmd.log", "hegmd.migration", "hegmd.operations", "hegmd.supervisors"),
-        "hegmd.workers",
+        *(*GROUND, "hegmd.asking", "hegmd.log", "hegmd.migration", "hegmd.operations"),
+        *("hegmd.supervisors", "hegmd.workers"),
     ),
-    "hegmd.sequences": (*GROUND, "hegmd.log", "hegmd.lookout", "hegmd.migration", "hegmd.operations"),
+    "hegmd.sequences": (*GROUND, "hegmd.asking", "hegmd.log", "hegmd.lookout", "hegmd.migration", "hegmd.operations"),
     # Jobs into images and out of them
     "hegmd.meeting": ("hegmd.errors",),
     "hegmd.manifests": (*GROUND, "hegmd.criu", "hegmd.migration"),
@@ -200,11 +213,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.outlets": ("hegmd.criu.ends", "hegmd.errors"),
     "hegmd.checkpoints": (
         *(*GROUND, "hegmd.external", "hegmd.handoff", "hegmd.image", "hegmd.lookout", "hegmd.manifests"),
-        *("hegmd.migration", "hegmd.objections", "hegmd.operations", "hegmd.outlets", "hegmd.reviving"),
+        *("hegmd.asking", "hegmd.migration", "hegmd.objections", "hegmd.operations", "hegmd.outlets"),
+        "hegmd.reviving",
     ),
     "hegmd.periodic": (
         *(*GROUND, "hegmd.detached", "hegmd.events", "hegmd.external", "hegmd.log", "hegmd.migration"),
-        *("hegmd.operations", "hegmd.workers"),
+        *("hegmd.asking", "hegmd.operations", "hegmd.workers"),
     ),
     # Those who ask
     "hegmd.server": (

@@ -14,13 +14,13 @@ from pathlib import Path
 import anyio
 import anyio.abc
 
+from hegmd.asking import Asked
 from hegmd.devices.simulated import SimulatedProvider
 from hegmd.devices.topology import parse_topology
 from hegmd.events import EventLog
 from hegmd.inventory import Inventory
 from hegmd.migration.disk import Disk
 from hegmd.moving import Moving
-from hegmd.operations import Asked
 from hegmd.pool import Keep, Pool
 from hegmd.pool_places import Place
 from hegmd.processes import ProcessTable

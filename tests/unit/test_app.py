@@ -75,9 +75,9 @@ async def test_a_caller_that_does_not_listen_to_its_checks_holds_up_no_other(
         """Hear it and do nothing."""
 
     async with app._inventory, anyio.create_task_group() as tasks:
-        tasks.start_soon(app._examine, turn_away)
+        tasks.start_soon(app._examination.examine, turn_away)
         await busy.wait()
-        assert len(await app._examine(ignore)) > 10
+        assert len(await app._examination.examine(ignore)) > 10
         tasks.cancel_scope.cancel()
 
 
@@ -89,7 +89,7 @@ async def test_a_caller_that_is_gone_ends_its_checks_with_its_own_error(topology
 
     async with app._inventory:
         with pytest.raises(PeerGone):
-            await app._examine(gone)
+            await app._examination.examine(gone)
 
 
 def test_a_criu_that_is_configured_was_said_not_to_be_installed(tmp_path: Path) -> None:

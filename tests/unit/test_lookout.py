@@ -12,8 +12,8 @@ from pathlib import Path
 import anyio
 import pytest
 
+from hegmd.asking import Restarting
 from hegmd.errors import DENIED, HegmError
-from hegmd.operations import Restarting
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import running

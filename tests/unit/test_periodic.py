@@ -12,9 +12,9 @@ from pathlib import Path
 import anyio
 import pytest
 
+from hegmd.asking import Answer, Asked
 from hegmd.errors import REFUSED, HegmError
 from hegmd.external import Rights
-from hegmd.operations import Answer, Asked
 from hegmd.periodic import Periodic, series_of
 from hegmd.protocol.operations import PeriodicImages
 from hegmd.workers import Worker

@@ -1,0 +1,89 @@
+"""What this process says of an order: that it is done and what came of it, that it failed and why, how far it is.
+
+Owns the form of each report and the way to the daemon, if there is one; what is reported is `orders`' business, and
+what becomes of it nobody's here.
+"""
+
+from __future__ import annotations
+
+from ..errors import HegmError
+from ..protocol.messages import AgentReport, LeftAlone
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from . import departing, torch_state
+    from .quiesce import Gate
+    from .shown import Shown, View
+
+
+class Answers:
+    """Tells the daemon. `send` is None while there is none, and then nothing is told."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self.send: Callable[[AgentReport], None] | None = None
+
+    def done(self, order: int, **values: Any) -> None:
+        self._tell(order=order, result="done", **{"boundary": self._gate.count, **values})
+
+    def failed(self, order: int, error: HegmError) -> None:
+        said = {"message": error.message, "hint": error.hint, "lacks_bytes": error.facts.get("lacks_bytes")}
+        self._tell(order=order, result="failed", boundary=self._gate.count, **said)
+
+    def progress_of(self, order: int) -> Callable[[int], None]:
+        return lambda so_far_bytes: self._tell(order=order, result="progress", size_bytes=so_far_bytes)
+
+    def view(self, order: int, shown: Shown, view: View) -> None:
+        """Storages as another process can reach them."""
+        self.done(
+            order,
+            storages=len(shown),
+            size_bytes=shown.size_bytes,
+            handles=tuple(view.handles),
+            places=tuple(view.places),
+            first=view.first,
+            at_bytes=view.at_bytes,
+            left=view.left,
+            short_bytes=shown.short_bytes,
+        )
+
+    def found(self, order: int, found: torch_state.Found, size_bytes: int) -> None:
+        """The storages that are vouched for, which come to so many bytes, and those that are left alone."""
+        self.done(
+            order,
+            parked=self._gate.parked,
+            held_bytes=0,
+            storages=len(found.storages),
+            size_bytes=size_bytes,
+            left_alone=counted(found),
+            cuda=found.cuda,
+        )
+
+    def weight(self, order: int, weighed: departing.Weight | HegmError) -> None:
+        """What a restart would carry, or why that cannot be said."""
+        if isinstance(weighed, HegmError):
+            self.failed(order, weighed)
+        else:
+            self.done(
+                order,
+                state_bytes=weighed.size_bytes,
+                refusals=weighed.refusals,
+                begin_anew=weighed.begin_anew,
+                imports=weighed.beforehand.modules,
+                path=weighed.beforehand.path,
+            )
+
+    def _tell(self, **values: Any) -> None:
+        if self.send is not None:
+            self.send(AgentReport(**values))
+
+
+def counted(found: torch_state.Found) -> tuple[LeftAlone, ...]:
+    """What is left alone, by reason."""
+    return tuple(
+        LeftAlone(why=why, storages=count, size_bytes=size_bytes)
+        for why, (count, size_bytes) in sorted(found.left_alone.items())
+    )

@@ -1,0 +1,92 @@
+"""Orders about the bytes of this process: out of it, back into it, or shown to the daemon, which carries them itself.
+
+Each is done at once, with the training thread parked and nothing else pending, which `standing` sees to. Owns what an
+order of that kind has to be told with and what is said of it; how bytes go is `carrying`'s business.
+"""
+
+from __future__ import annotations
+
+from . import departing
+from .answers import counted
+from .refusals import refusal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..protocol.messages import Order
+    from .answers import Answers
+    from .standing import Standing
+
+
+class ByteOrders:
+    """Obeys those orders."""
+
+    def __init__(self, standing: Standing, answers: Answers) -> None:
+        self._standing = standing
+        self._carrying = standing.carrying
+        self._answers = answers
+
+    def table(self) -> dict[str, Callable[[Order, int | None], None]]:
+        """What is done for each."""
+        return {
+            "evacuate": self._evacuate,
+            "entrust": self._entrust,
+            "refill": self._refill,
+            "export": self._export,
+            "free": self._free,
+            "make": self._make,
+            "filled": self._filled,
+            "part": self._part,
+            "save": self._save,
+        }
+
+    def _evacuate(self, order: Order, fd: int | None) -> None:
+        found = self._standing.found_at_rest("evacuate")
+        storages = self._carrying.evacuate(fd, found, self._answers.progress_of(order.order))
+        size_bytes = self._carrying.held_bytes
+        self._answers.done(order.order, storages=storages, size_bytes=size_bytes, left_alone=counted(found))
+
+    def _entrust(self, order: Order, _fd: int | None) -> None:
+        """The daemon has the bytes elsewhere: without a descriptor here, their memory can be given back."""
+        self._carrying.entrust()
+        self._standing.resting = True
+        self._answers.done(order.order)
+
+    def _refill(self, order: Order, fd: int | None) -> None:
+        evacuated = self._carrying.refill(fd, self._answers.progress_of(order.order))
+        counts = {"storages": len(evacuated), "size_bytes": evacuated.size_bytes}
+        self._answers.done(order.order, **counts, short_bytes=evacuated.short_bytes)
+
+    def _export(self, order: Order, _fd: int | None) -> None:
+        self._answers.view(order.order, *self._carrying.show(self._standing.found_at_rest("export")))
+
+    def _free(self, order: Order, _fd: int | None) -> None:
+        self._standing.require_parked("free")
+        shown = self._carrying.shown("free")
+        shown.free()
+        self._answers.done(order.order, storages=len(shown), size_bytes=shown.size_bytes)
+
+    def _make(self, order: Order, _fd: int | None) -> None:
+        self._standing.require_parked("make")
+        shown = self._carrying.shown("make")
+        self._answers.view(order.order, shown, shown.make(order.size_bytes))
+
+    def _filled(self, order: Order, _fd: int | None) -> None:
+        self._standing.require_parked("filled")
+        shown = self._carrying.shown("filled")
+        shown.fill(order.first or 0, len(shown) if order.count is None else order.count)
+        self._answers.done(order.order, held_bytes=self._carrying.held_bytes)
+
+    def _part(self, order: Order, _fd: int | None) -> None:
+        """Its GPUs reach no other's memory from now on, until the thread goes on."""
+        self._standing.require_parked("part")
+        self._carrying.part()
+        self._answers.done(order.order)
+
+    def _save(self, order: Order, fd: int | None) -> None:
+        self._standing.found_at_rest("save")  # nobody is using what is written
+        if fd is None:
+            raise refusal("no memory came with the order", "send a descriptor with it")
+        size_bytes = departing.save(fd, self._answers.progress_of(order.order))
+        self._answers.done(order.order, size_bytes=size_bytes)

@@ -1,0 +1,103 @@
+"""Effects that are orders to an agent alone: counted, stopped at a boundary, let go, and seen to go on.
+
+Owns how long an agent has for each, and what an answer that is none means; that one boundary more was passed is what
+proves a move. One function for each effect, which `performer` calls.
+"""
+
+from __future__ import annotations
+
+import anyio
+
+from hegmd.errors import TIMEOUT, HegmError, Refused
+from hegmd.methods.base import Progress
+from hegmd.migration import effects, events
+from hegmd.migration.cast import Cast
+from hegmd.migration.events import Event
+from hegmd.migration.operation import BY_DRIVER, SIMULATED, Operation
+from hegmd.migration.operation import Worker as Member
+from hegmd.workers import Given, OrderFailed, Worker
+
+# The agent answers a survey at its next boundary; without one in this time it tells its count alone.
+SURVEY_LIMIT_S = 5.0
+AGENT_SHARE = 0.9
+
+
+class AgentEffects:
+    """Tells agents, and hears what becomes of it."""
+
+    def __init__(self, cast: Cast) -> None:
+        self._cast = cast
+        self._released: dict[tuple[int, int], Given] = {}
+
+    async def survey(self, op: Operation, member: Member, effect: effects.Survey, _: Progress) -> Event:
+        worker = self._cast.worker(member)
+        if member.restarts and member.parked:
+            size_bytes = await _weighed(worker)
+            return events.Surveyed(**effect.ending(), boundary=worker.boundary, size_bytes=size_bytes)
+        report = await worker.order("survey", limit_s=SURVEY_LIMIT_S)
+        size_bytes = member.size_bytes if report.size_bytes is None else report.size_bytes
+        had_bytes = member.rooms.get(member.at, 0) if member.at is not None else 0
+        self._cast.method(member).note_size(self._cast.subject(op, member), max(size_bytes, had_bytes))
+        return events.Surveyed(**effect.ending(), boundary=worker.boundary, size_bytes=size_bytes)
+
+    async def park(self, op: Operation, member: Member, effect: effects.Park, _: Progress) -> Event:
+        worker = self._cast.worker(member)
+        if effect.at is not None and worker.parked and worker.boundary > effect.at:
+            return events.Overran(**effect.ending(), boundary=worker.boundary)
+        # The agent's limit is the first to pass, so that it withdraws by itself and says what it has waited for.
+        limit_s = effect.limit_s * AGENT_SHARE
+        began = anyio.current_time()
+        exact = effect.at is not None
+        if exact:
+            worker.parked = False  # one that stands at an earlier boundary goes on to this one
+        try:
+            await worker.order("park", at=effect.at, limit_s=limit_s, exact=exact, leaving=member.restarts)
+        except OrderFailed as error:
+            if effect.at is not None and worker.boundary >= effect.at:
+                return events.Overran(**effect.ending(), boundary=worker.boundary)
+            if anyio.current_time() - began < limit_s:
+                raise
+            raise HegmError(TIMEOUT, error.message, error.hint, error.facts) from error
+        return events.Parked(**effect.ending(), boundary=worker.boundary)
+
+    async def withdraw(self, op: Operation, member: Member, effect: effects.Withdraw, _: Progress) -> Event:
+        await self._cast.worker(member).order("withdraw")
+        return events.Withdrawn(**effect.ending())
+
+    async def release(self, op: Operation, member: Member, effect: effects.Release, _: Progress) -> Event:
+        worker = self._cast.worker(member)
+        self._released[_who(member)] = await worker.give("release", restored=_was_restored(member))
+        worker.parked = False
+        return events.Released(**effect.ending())
+
+    async def verify(self, op: Operation, member: Member, effect: effects.Verify, _: Progress) -> Event:
+        await self._cast.method(member).verify(self._cast.subject(op, member))
+        if not member.has_agent:
+            return events.Verified(**effect.ending(), boundary=effect.beyond)
+        worker = self._cast.worker(member)
+        released = self._released.pop(_who(member), None)
+        if released is not None:
+            await released.report()
+        while worker.boundary <= effect.beyond:
+            await worker.order("survey", limit_s=SURVEY_LIMIT_S)  # comes back at a boundary, or at its limit
+        return events.Verified(**effect.ending(), boundary=worker.boundary)
+
+
+async def _weighed(worker: Worker) -> int:
+    """What the state of one that stands comes to. Raises Refused with all that a restart would not keep."""
+    report = await worker.order("weigh")
+    if report.refusals or report.state_bytes is None:
+        why = "\n".join(report.refusals) or "its agent does not say what its state comes to"
+        raise Refused(
+            f"process {worker.pid} cannot be restarted: {why}", "see what its script would have to say to hegm"
+        )
+    return report.state_bytes
+
+
+def _who(member: Member) -> tuple[int, int]:
+    return member.pid, member.start_ticks
+
+
+def _was_restored(member: Member) -> bool:
+    """Whether the driver has carried its storages too, and they are somewhere else now or were away."""
+    return member.method != SIMULATED and member.carrier == BY_DRIVER and member.left is not None
