@@ -43,6 +43,9 @@ __all__ = ["AgentAway", "Given", "Identity", "OrderFailed", "Worker", "Workers"]
 
 logger = logging.getLogger(__name__)
 
+# Of what an agent says of the parts of an order, so many are logged.
+MOST_PARTS = 16
+
 CAME, LEFT, BACK, ENDED = "came", "left", "back", "ended"
 
 Listener = Callable[[str, "Worker"], object]
@@ -126,6 +129,8 @@ class Worker:
                 in_time.deadline = given.deadline
             report = await given.report()
             logger.debug("process %d: %s took %.1f ms", self.pid, do, (anyio.current_time() - began) * 1e3)
+            for part, took_ms in tuple(report.spent_ms.items())[:MOST_PARTS]:
+                logger.debug("process %d: %s.%s took %.1f ms", self.pid, do, part[:20], took_ms)
             return report
         raise HegmError(
             TIMEOUT,

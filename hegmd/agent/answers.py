@@ -7,13 +7,14 @@ what becomes of it nobody's here.
 from __future__ import annotations
 
 from ..errors import HegmError
-from ..protocol.messages import AgentReport, LeftAlone
+from ..protocol.agents import AgentReport, LeftAlone, Place, packed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from ..protocol.agents import Order
     from . import departing, torch_state
     from .quiesce import Gate
     from .shown import Shown, View
@@ -36,18 +37,23 @@ class Answers:
     def progress_of(self, order: int) -> Callable[[int], None]:
         return lambda so_far_bytes: self._tell(order=order, result="progress", size_bytes=so_far_bytes)
 
-    def view(self, order: int, shown: Shown, view: View) -> None:
-        """Storages as another process can reach them."""
+    def view(self, order: Order, shown: Shown, view: View) -> None:
+        """Storages as another process can reach them; in a daemon's earlier form where it knows no other."""
+        places: tuple[Place, ...] = ()
+        if not order.packed:
+            places = tuple([Place(handle=spot[0], offset=spot[1], size_bytes=spot[2]) for spot in view.spots])
         self.done(
-            order,
+            order.order,
             storages=len(shown),
             size_bytes=shown.size_bytes,
             handles=tuple(view.handles),
-            places=tuple(view.places),
+            places=places,
+            packed_places=packed(view.spots) if order.packed else None,
             first=view.first,
             at_bytes=view.at_bytes,
             left=view.left,
             short_bytes=shown.short_bytes,
+            spent_ms=shown.laps.spent_ms,
         )
 
     def found(self, order: int, found: torch_state.Found, size_bytes: int) -> None:
@@ -60,6 +66,7 @@ class Answers:
             size_bytes=size_bytes,
             left_alone=counted(found),
             cuda=found.cuda,
+            spent_ms=found.laps.spent_ms,
         )
 
     def weight(self, order: int, weighed: departing.Weight | HegmError) -> None:

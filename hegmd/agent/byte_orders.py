@@ -59,18 +59,20 @@ class ByteOrders:
         self._answers.done(order.order, **counts, short_bytes=evacuated.short_bytes)
 
     def _export(self, order: Order, _fd: int | None) -> None:
-        self._answers.view(order.order, *self._carrying.show(self._standing.found_at_rest("export")))
+        self._answers.view(order, *self._carrying.show(self._standing.found_at_rest("export")))
 
     def _free(self, order: Order, _fd: int | None) -> None:
         self._standing.require_parked("free")
         shown = self._carrying.shown("free")
         shown.free()
-        self._answers.done(order.order, storages=len(shown), size_bytes=shown.size_bytes)
+        spent_ms = shown.laps.spent_ms
+        self._answers.done(order.order, storages=len(shown), size_bytes=shown.size_bytes, spent_ms=spent_ms)
+        shown.note_freed()  # beside what the daemon does next: the job stands
 
     def _make(self, order: Order, _fd: int | None) -> None:
         self._standing.require_parked("make")
         shown = self._carrying.shown("make")
-        self._answers.view(order.order, shown, shown.make(order.size_bytes))
+        self._answers.view(order, shown, shown.make(order.size_bytes))
 
     def _filled(self, order: Order, _fd: int | None) -> None:
         self._standing.require_parked("filled")

@@ -12,7 +12,7 @@ gone for too long, or a signal that the script wants to handle, makes the agent 
 from __future__ import annotations
 
 import os
-from time import monotonic
+from time import monotonic, sleep
 
 from ..errors import HegmError
 from . import departing
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 SURVEY_LIMIT_S = 5.0
 PARK_LIMIT_S = 300.0
 _LOOK_AGAIN_S = 0.002
+# Before that, since a poll takes whole milliseconds and the job stands.
+_SOON_S = (0.0001, 0.0002, 0.0004)
 _TRY_AGAIN_S = 5.0
 # Orders that change nothing: of one that is not answered yet nothing is left once another has come.
 _QUESTIONS = frozenset(("survey", "weigh"))
@@ -307,7 +309,7 @@ class Orders:
     def _look_after_park(self, pending: Pending, *, is_late: bool) -> None:
         busy, declined = None, self._gate.declined
         if declined is None and self._gate.parked:
-            busy = busy_thread(self._gate.parked_threads, self._gate.trainers)
+            busy = self._busy_soon()
             if busy is None:
                 self._standing.pending = None
                 self._answers.done(pending.order)
@@ -316,6 +318,19 @@ class Orders:
             self._standing.pending = None
             self._gate.withdraw()
             self._answers.failed(pending.order, not_parked(pending.limit_s, busy, declined))
+
+    def _busy_soon(self) -> str | None:
+        """One thread that is not at rest. Who has just come to the gate is given the moment that its last steps take.
+
+        It has told of itself before these, and cannot take them while this thread has the interpreter.
+        """
+        busy = busy_thread(self._gate.parked_threads, self._gate.trainers)
+        for pause_s in _SOON_S:
+            if busy is None:
+                break
+            sleep(pause_s)
+            busy = busy_thread(self._gate.parked_threads, self._gate.trainers)
+        return busy
 
     def _come_back(self, why: str) -> None:
         """Bring everything back without being told to, and let the training go on. Tried again until it succeeds."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 import sys
 
 from ..errors import HegmError
-from ..protocol.messages import Place
 from . import cuda_state
 from .cache import Cache
 from .copying import round_up
 from .cuda_driver import USUAL_STACK_BYTES, Driver
+from .laps import Laps
 from .notes import note
 from .refusals import not_made, refusal
 
@@ -38,14 +38,15 @@ def flat_bytes(sizes: list[int]) -> int:
 class View:
     """Some storages, one after the other, as another process can reach them."""
 
-    __slots__ = ("at_bytes", "first", "handles", "left", "places")
+    __slots__ = ("at_bytes", "first", "handles", "left", "spots")
 
     def __init__(self, first: int, at_bytes: int, left: int) -> None:
         self.first = first
         self.at_bytes = at_bytes
         self.left = left
         self.handles: list[bytes] = []
-        self.places: list[Place] = []
+        #: Of each storage which handle it is behind, how far, and its bytes.
+        self.spots: list[tuple[int, int, int]] = []
 
 
 class Shown:
@@ -64,6 +65,9 @@ class Shown:
         self._made = len(storages)
         self._filled = len(storages)
         self._stacks: dict[int, int] = {}
+        self._is_noted = True
+        #: What the parts of the last step took.
+        self.laps = Laps()
         self.out = False
 
     def __len__(self) -> int:
@@ -88,11 +92,16 @@ class Shown:
         """All of them. Raises HegmError where CUDA IPC cannot show them, with nothing changed."""
         if self.out:
             raise refusal("its storages are freed already and cannot be shown", "make them first")
+        self.laps = Laps()
         self._wait_for_streams()
         return self._view(0, len(self._storages))
 
     def free(self) -> None:
-        """Free them. They are out from now on, also when this fails half way. Fine when they are out already."""
+        """Free them. They are out from now on, also when this fails half way. Fine when they are out already.
+
+        What that leaves with the allocator is still to be noted: `note_freed`.
+        """
+        self.laps = Laps()
         if not self.out:
             self._wait_for_streams()
         self.out = True
@@ -100,9 +109,21 @@ class Shown:
         self._cache.forgo()
         for storage in self._storages:
             storage.resize_(0)
+        self.laps.end("resize")
+        self._is_noted = False
         cuda_state.give_back(self._torch)
-        self._cache.note_given_back()
+        self.laps.end("give-back")
         self._give_back_stacks()
+        self.laps.end("stacks")
+
+    def note_freed(self) -> None:
+        """Note what the allocator still has, for when all is made again; at the latest then. Never raises.
+
+        It asks the driver for nothing, so it goes on beside a checkpoint of this process. Fine when it is noted.
+        """
+        if not self._is_noted:
+            self._is_noted = True
+            self._cache.note_given_back()
 
     def make(self, most_bytes: int | None) -> View:
         """Make the next ones again, so many bytes of them at most but one at least, and show them.
@@ -110,6 +131,8 @@ class Shown:
         Those that were made and not filled are shown once more. Raises HegmError when there is no memory for them;
         then none of these is made.
         """
+        self.laps = Laps()
+        self.note_freed()
         first, last = self._filled, self._made
         if first == last:
             last = self._end_of_batch(first, most_bytes)
@@ -143,11 +166,14 @@ class Shown:
     def _make(self, first: int, last: int) -> None:
         try:
             self._take_back_stacks()
+            self.laps.end("stacks")
             for index in range(first, last):
                 self._turn_to(self._devices[index])
                 with self._stream_of(index):
                     self._storages[index].resize_(self._sizes[index])
+            self.laps.end("resize")
             self._take_cache(last)
+            self.laps.end("cache")
             self._wait_for_streams()
         except Exception as error:
             self._cache.forgo()
@@ -206,7 +232,8 @@ class Shown:
             if base not in allocations:
                 allocations[base] = len(view.handles)
                 view.handles.append(self._driver.handle_of(base))
-            view.places.append(Place(handle=allocations[base], offset=address - base, size_bytes=self._sizes[index]))
+            view.spots.append((allocations[base], address - base, self._sizes[index]))
+        self.laps.end("handles")
         return view
 
     def _turn_to(self, device: int) -> None:
@@ -218,4 +245,5 @@ class Shown:
     def _wait_for_streams(self) -> None:
         for device in sorted(set(self._devices)):
             self._torch.cuda.synchronize(device)
+        self.laps.end("streams")
         note(f"streams of {len(set(self._devices))} GPUs are at rest")

@@ -18,6 +18,7 @@ import gc
 import sys
 
 from . import cuda_state
+from .laps import Laps
 from .notes import note
 
 TYPE_CHECKING = False
@@ -42,7 +43,7 @@ NO_STORAGE = "they have no storage, as sparse tensors"
 class Found:
     """The storages of this process: those vouched for, with their sizes, and the others by reason."""
 
-    __slots__ = ("cuda", "left_alone", "segments", "sizes", "storages")
+    __slots__ = ("cuda", "laps", "left_alone", "segments", "sizes", "storages")
 
     def __init__(self) -> None:
         self.storages: list[Any] = []
@@ -52,6 +53,8 @@ class Found:
         self.cuda: CudaFacts | None = None
         #: The memory that they lie in; None where CUDA is not in use.
         self.segments: cuda_state.Segments | None = None
+        #: What the parts of the look took.
+        self.laps = Laps()
 
     def take(self, storage: Any, size_bytes: int) -> None:
         """Vouch for one."""
@@ -90,8 +93,10 @@ def find(showable: cuda_state.Showable | None = None) -> Found:
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return found
     segments = cuda_state.Segments(torch) if cuda_state.in_use() is not None else None
+    found.laps.end("segments")
     with torch._C.DisableTorchFunctionSubclass():
         _judge_all(torch, _owners(torch, found), found, segments)
+    found.laps.end("judge")
     if segments is not None:
         sizes: dict[int, list[int]] = {}
         for storage, size_bytes in zip(found.storages, found.sizes):
@@ -99,6 +104,7 @@ def find(showable: cuda_state.Showable | None = None) -> Found:
         shares = cuda_state.SHARED_IPC in found.left_alone
         found.cuda = cuda_state.facts(torch, segments, sizes, showable or cuda_state.Showable(), shares=shares)
         found.segments = segments
+        found.laps.end("facts")
     return found
 
 
@@ -112,6 +118,7 @@ def _owners(torch: Any, found: Found) -> dict[int, tuple[Any, set[int]]]:
     """Each storage under its address, with the tensors that Python knows of as its owners."""
     storages: dict[int, tuple[Any, set[int]]] = {}
     tensors, bare = _objects_of(torch.Tensor, torch.UntypedStorage)
+    found.laps.end("objects")
     for tensor in _with_relatives(tensors):
         try:
             storage = torch.Tensor.untyped_storage(tensor)

@@ -23,7 +23,7 @@ from hegmd.methods.at_once import AtOnce
 from hegmd.methods.base import Crowded, Making, Progress, Subject
 from hegmd.methods.gpus import Gpus
 from hegmd.pieces import MIB, round_bytes
-from hegmd.protocol.messages import AgentReport
+from hegmd.protocol.agents import AgentReport, unpacked
 
 __all__ = ["CopyingCarrier", "lane_of", "note_short"]
 
@@ -103,7 +103,7 @@ class CopyingCarrier(AtOnce):
 
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
         """Raises HegmError; before the storages are freed, nothing has changed then."""
-        report = await subject.worker.order("export")
+        report = await subject.worker.order("export", packed=True)
         places = _places(report)
         end_bytes = _end_of(places)
         if end_bytes > self.space_bytes(subject):
@@ -125,7 +125,7 @@ class CopyingCarrier(AtOnce):
         done_bytes = 0
         while True:
             async with making() as made:
-                report = await subject.worker.order("make", size_bytes=most_bytes)
+                report = await subject.worker.order("make", size_bytes=most_bytes, packed=True)
                 made()
                 note_short(subject, report)
                 done_bytes += await self._fill(subject, report, partial(_add, on_progress, done_bytes))
@@ -222,12 +222,19 @@ def lane_of(subject: Subject) -> str:
 
 
 def _places(report: AgentReport) -> list[Place]:
-    """Where each storage is in the process and in the space: one after the other, from where the first one is."""
+    """Where each storage is in the process and in the space: one after the other, from where the first one is.
+
+    Raises BadValue for packed ones that are none.
+    """
+    if report.packed_places is None:  # an agent of an earlier release
+        spots = [(place.handle, place.offset, place.size_bytes) for place in report.places]
+    else:
+        spots = unpacked(report.packed_places)
     places: list[Place] = []
     at_bytes = report.at_bytes or 0
-    for place in report.places:
-        places.append((place.handle, place.offset, place.size_bytes, at_bytes))
-        at_bytes += -(-place.size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+    for handle, offset, size_bytes in spots:
+        places.append((handle, offset, size_bytes, at_bytes))
+        at_bytes += -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
     return places
 
 

@@ -6,6 +6,7 @@ of ours would take what another has just let go of. Nothing is believed of a dri
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
@@ -30,6 +31,8 @@ __all__ = [
     "storages_of",
 ]
 
+
+logger = logging.getLogger(__name__)
 
 # What the name of memory ends with that bytes are in, or may be: for peer, and for host on their way to the pool.
 BYTES, PASSING = "bytes", "passing"
@@ -68,7 +71,9 @@ class Gpus:
 
     async def seen(self) -> Node:
         """The node as it is now. Raises HegmError when a driver does not answer: an old figure is none."""
+        began = anyio.current_time()
         node = await self._look()
+        logger.debug("node: look took %.1f ms", (anyio.current_time() - began) * 1e3)
         for vendor in node.vendors:
             if vendor.state in {"stale", "failed"}:
                 raise HegmError(

@@ -22,6 +22,7 @@ from hegmd.methods.host import HostCarrier
 from hegmd.methods.pooled import key_of
 from hegmd.pool import Keep, Pool
 from hegmd.pool_places import Place as PoolPlace
+from hegmd.protocol.agents import packed
 from hegmd.protocol.messages import Order, Place
 from hegmd.spill_file import SpillFolder
 from hegmd.vram import VideoMemory
@@ -45,6 +46,8 @@ class ShowingAgent(ModelAgent):
         self.made = 0
         #: How often it finds no room for its storages.
         self.crowded = 0
+        #: Whether it is of a release that knows nothing of packed places.
+        self.is_old = False
 
     async def _obey(self, key: object, order: Order, fds: list[int]) -> None:
         assert not fds
@@ -53,9 +56,10 @@ class ShowingAgent(ModelAgent):
             self.crowded -= 1
             self._report(key, order, "failed", message="there is no room", hint="ask the test", lacks_bytes=SIZE_BYTES)
             return
-        self._report(key, order, "done", **self._answer(order.do))
+        self._report(key, order, "done", **self._answer(order))
 
-    def _answer(self, do: str) -> dict[str, Any]:
+    def _answer(self, order: Order) -> dict[str, Any]:
+        do = order.do
         if do == "free":
             assert self.owner.ask("free") == "freed"
             return {"size_bytes": SIZE_BYTES, "storages": len(SIZES_MIB)}
@@ -65,8 +69,12 @@ class ShowingAgent(ModelAgent):
             self.made += 1
             assert self.owner.ask("make") == "made"
             assert self.owner.ask("digest") != self.owner.digest, "the bytes never left"
-        shown = [Place(handle=number, offset=0, size_bytes=mib * MIB) for number, mib in enumerate(SIZES_MIB)]
-        return {"handles": tuple(self.owner.handles()), "places": tuple(shown), "first": 0, "at_bytes": 0, "left": 0}
+        spots = [(number, 0, mib * MIB) for number, mib in enumerate(SIZES_MIB)]
+        shown: dict[str, Any] = {"handles": tuple(self.owner.handles()), "first": 0, "at_bytes": 0, "left": 0}
+        if order.packed and not self.is_old:
+            return {**shown, "packed_places": packed(spots)}
+        places = [Place(handle=handle, offset=offset, size_bytes=size_bytes) for handle, offset, size_bytes in spots]
+        return {**shown, "places": tuple(places)}
 
 
 @dataclass

@@ -80,9 +80,7 @@ def shows_each_where_it_lies(_state: Path) -> None:
     snapshots = job.torch.cuda.snapshots
     view = job.shown.show()
     assert (len(view.handles), view.first, view.at_bytes, view.left) == (3, 0, 0, 0)
-    assert [(place.handle, place.offset, place.size_bytes) for place in view.places] == [
-        (number, 0, size_bytes) for number, size_bytes in enumerate(SIZES)
-    ]
+    assert view.spots == [(number, 0, size_bytes) for number, size_bytes in enumerate(SIZES)]
     assert job.shown.room_bytes == 8 * MIB + 1024
     assert job.torch.cuda.snapshots == snapshots, "the allocator was asked again for what had just been told"
 
@@ -99,9 +97,9 @@ def frees_all_and_makes_them_again_on_their_streams(_state: Path) -> None:
         job.shown.show()
     job.torch.cuda.made_on.clear()
     view = job.shown.make(None)
-    assert (len(view.places), view.left, job.shown.out) == (3, 0, True)
+    assert (len(view.spots), view.left, job.shown.out) == (3, 0, True)
     assert job.torch.cuda.made_on == [0, 7, 14]
-    assert len(job.shown.make(None).places) == 3, "made and not filled is shown once more"
+    assert len(job.shown.make(None).spots) == 3, "made and not filled is shown once more"
     assert job.torch.cuda.made_on == [0, 7, 14], "and not made once more"
     job.shown.fill(0, 2)
     assert job.shown.out
@@ -110,16 +108,33 @@ def frees_all_and_makes_them_again_on_their_streams(_state: Path) -> None:
     assert not job.shown.out
 
 
+def a_job_stood_while_its_agent_noted_what_the_allocator_still_had(_state: Path) -> None:
+    """The report waited for it; now that is noted beside what the daemon does next, or when it is needed."""
+    job = Job()
+    job.cache(12 * MIB)
+    before_bytes, snapshots = job.torch.cuda.memory_reserved(0), job.torch.cuda.snapshots
+    job.shown.show()
+    job.shown.free()
+    assert job.torch.cuda.snapshots == snapshots
+    job.shown.note_freed()
+    job.shown.note_freed()
+    assert job.torch.cuda.snapshots == snapshots + 1
+    job.shown.make(None)
+    job.shown.fill(0, len(SIZES))
+    assert (job.torch.cuda.memory_reserved(0), job.shown.short_bytes) == (before_bytes, 0)
+    assert job.torch.cuda.snapshots == snapshots + 1
+
+
 def makes_them_in_rounds_and_says_where_each_round_begins(_state: Path) -> None:
     job = Job()
     job.shown.free()
     first = job.shown.make(3 * MIB + 2000)
-    assert (first.first, first.at_bytes, len(first.places), first.left) == (0, 0, 2, 1)
+    assert (first.first, first.at_bytes, len(first.spots), first.left) == (0, 0, 2, 1)
     with pytest.raises(HegmError, match="cannot be filled"):
         job.shown.fill(0, 3)
     job.shown.fill(0, 2)
     second = job.shown.make(1)
-    assert (second.first, second.at_bytes, len(second.places), second.left) == (2, 3 * MIB + 1024, 1, 0)
+    assert (second.first, second.at_bytes, len(second.spots), second.left) == (2, 3 * MIB + 1024, 1, 0)
     job.shown.fill(2, 1)
     assert not job.shown.out
 
@@ -135,7 +150,7 @@ def says_for_how_much_its_gpu_has_no_room_and_keeps_none_of_it(state: Path) -> N
     assert "GPU" in refused.value.hint
     assert job.free_bytes == before_bytes
     _order(state, "")
-    assert len(job.shown.make(None).places) == 3
+    assert len(job.shown.make(None).spots) == 3
 
 
 def gives_the_stacks_of_its_context_back_and_takes_them_before_anything_else(state: Path) -> None:
@@ -267,7 +282,7 @@ def has_what_there_is_of_it_and_says_how_much_is_not(state: Path) -> None:
     job.shown.free()
     job.hoard(but_for_bytes=RESERVED_BYTES + 256 * MIB + 50 * MIB)
     tried = (state / "log").read_text().count("cuMemAlloc_v2")
-    assert len(job.shown.make(None).places) == 3
+    assert len(job.shown.make(None).spots) == 3
     assert job.shown.short_bytes == 46 * MIB
     assert job.torch.cuda.memory_reserved(0) == RESERVED_BYTES + 50 * MIB
     assert (state / "log").read_text().count("cuMemAlloc_v2") == tried + 4

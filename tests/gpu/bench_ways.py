@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import dataclass
 
 from hegmd.protocol.messages import Migrate, OperationReply, Request, Resume, Suspend
 from tests.gpu.bench_held import Held
 from tests.gpu.bench_record import GIB, Record
 from tests.gpu.moves_node import Node, WentWrongError
-from tests.gpu.moves_timing import Measured, parts_of, rates_of, split_of
+from tests.gpu.moves_parts import parts_of
+from tests.gpu.moves_timing import Measured, rates_of, split_of
 
 # What the driver carries by itself goes at 2.8 GB/s out and 8 back; what the worker does, somewhere in between.
 BYTES_PER_S = {"driver": 2.0e9, "worker": 10.0e9, "host": 20.0e9, "host-migrate": 20.0e9}
@@ -25,6 +28,24 @@ ACTIONS = {
 # The one that is suspended is on this GPU; migrations of these carriers are measured each way as often as asked for.
 HOME = 0
 BOTH_WAYS = {"peer"}
+
+
+@dataclass(frozen=True)
+class Stood:
+    """From when to when a job stood, by the clock of its lines, and since when and until when that was asked for."""
+
+    asked_utc: float
+    began_at: float
+    ended_at: float
+    until_utc: float = math.inf
+
+    @property
+    def took_s(self) -> float:
+        return self.ended_at - self.began_at
+
+    def utc(self, at: float) -> float:
+        """That moment by the clock of the log."""
+        return at + time.time() - time.monotonic()
 
 
 class Ways:
@@ -64,10 +85,9 @@ class Ways:
         source = self._place(job)
         asked_at = time.monotonic()
         reply, _, began_utc = self._ask(Migrate(pids=(job.pid,), to=f"gpu{1 - source}", carrier=carrier), "done")
-        _, took_s = job.pause_since(asked_at)
-        measured = self._taken_apart(
-            job, reply, ("migrate", carrier, f"gpu{source} to {1 - source}"), took_s, began_utc
-        )
+        ended_at, took_s = job.pause_since(asked_at)
+        stood = Stood(began_utc, ended_at - took_s, ended_at)
+        measured = self._taken_apart(job, reply, ("migrate", carrier, f"gpu{source} to {1 - source}"), stood)
         if noted:
             self.record.measure(measured)
         return measured
@@ -81,10 +101,9 @@ class Ways:
         back, _, back_utc = self._ask(Resume(pid=job.pid), "done")
         ended_at, took_s = job.pause_since(asked_at)
         suspend_s = out_at - (ended_at - took_s)
-        self.record.measure(
-            self._taken_apart(job, out, ("suspend", carrier, where), suspend_s, out_utc, until_utc=back_utc)
-        )
-        self.record.measure(self._taken_apart(job, back, ("resume", carrier, where), ended_at - asked_at, back_utc))
+        away, came = Stood(out_utc, out_at - suspend_s, out_at, back_utc), Stood(back_utc, asked_at, ended_at)
+        self.record.measure(self._taken_apart(job, out, ("suspend", carrier, where), away))
+        self.record.measure(self._taken_apart(job, back, ("resume", carrier, where), came))
 
     def _ask(self, request: Request, phase: str) -> tuple[OperationReply, float, float]:
         """The reply, when it came, and when it was asked for. Raises WentWrongError for one that went wrong."""
@@ -95,19 +114,12 @@ class Ways:
             raise WentWrongError(f"{request.op}: {operation}")
         return reply, time.monotonic(), began_utc
 
-    def _taken_apart(
-        self,
-        job: Held,
-        reply: OperationReply,
-        way: tuple[str, str, str],
-        took_s: float,
-        since_utc: float,
-        until_utc: float = float("inf"),
-    ) -> Measured:
+    def _taken_apart(self, job: Held, reply: OperationReply, way: tuple[str, str, str], stood: Stood) -> Measured:
         assert reply.operation is not None
         story = self.node.story(reply.operation.id)
-        story = story.replace(story=tuple(line for line in story.story if line.utc < until_utc))
-        log = self.node.log_since(since_utc, until_utc)
-        split = split_of(story, log, job.pid, since_utc)
+        story = story.replace(story=tuple(line for line in story.story if line.utc < stood.until_utc))
+        log = self.node.log_since(stood.asked_utc, stood.until_utc)
+        split = split_of(story, log, job.pid, stood.asked_utc)
         estimate_s = reply.plan.estimate_s if reply.plan is not None else None
-        return Measured(job.size_gib, *way, took_s, estimate_s, split, rates_of(log), parts_of(log, job.pid))
+        parts = parts_of(story, log, job.pid, stood.utc(stood.began_at), stood.utc(stood.ended_at))
+        return Measured(job.size_gib, *way, stood.took_s, estimate_s, split, rates_of(log), parts)

@@ -13,6 +13,7 @@ from datetime import datetime
 from itertools import pairwise
 
 from hegmd.protocol.messages import StoryReply
+from tests.gpu.moves_parts import is_within_order
 
 GIB = 1 << 30
 # What the links of two H200 give at best.
@@ -32,9 +33,8 @@ SPLIT = {
 COLUMNS = ("arm", "park", "out", "copy out", "lock", "checkpoint", "restore", "in", "copy in", "release", "verify")
 NAMED = {phase for phases in SPLIT.values() for phase in phases}
 _COPIED = re.compile(r"copied (out|in)(?: beside)?: Copied\(copied_bytes=(\d+), open_s=([\d.e-]+), copy_s=([\d.e-]+)")
-_TOOK = re.compile(r"(?:operation \S+|(helper)|process (\d+)): (\S+) took ([\d.]+) ms")
-# Of what took longest, so much is kept.
-LARGEST = 8
+# Of the parts, so many are shown: those that come to the most.
+LARGEST = 16
 # What is aimed for, in seconds, on two H200 with NVLink.
 BUDGETS_S = {
     (32, "migrate", "peer"): 0.8,
@@ -49,7 +49,7 @@ _LOCKED = re.compile(r"^(\S+)\s.*lock of process (\d+)\b")
 class Measured:
     """One operation. `where` is the GPU, or both; `split` in seconds, `rates` in bytes a second of the copies.
 
-    `parts` are the effects, the orders to the agent and the calls of the helper that took longest.
+    `parts` is whose each moment was that it stood for (`moves_parts`).
     """
 
     size_gib: int
@@ -107,16 +107,6 @@ def rates_of(log: Iterable[str]) -> dict[str, float]:
     return {direction: copied_bytes / copy_s for direction, (copied_bytes, copy_s) in sums.items() if copy_s}
 
 
-def parts_of(log: Iterable[str], pid: int) -> dict[str, float]:
-    """What took longest by the log, in seconds, of all times that it was done together."""
-    spent: dict[str, float] = {}
-    for helper, process, name, took_ms in (found.groups() for found in filter(None, map(_TOOK.search, log))):
-        if process is None or int(process) == pid:
-            what = f"{'helper' if helper else 'agent' if process else 'effect'} {name}"
-            spent[what] = spent.get(what, 0.0) + float(took_ms) / 1e3
-    return dict(sorted(spent.items(), key=lambda one: -one[1])[:LARGEST])
-
-
 def _copies(log: Iterable[str]) -> list[tuple[str, int, float]]:
     """Direction, bytes and seconds of each copy that was logged."""
     return [(found[1], int(found[2]), float(found[4])) for found in filter(None, map(_COPIED.search, log))]
@@ -146,15 +136,18 @@ def table(measured: Sequence[Measured]) -> str:
 
 
 def parts_table(measured: Sequence[Measured]) -> str:
-    """What took longest in each, as Markdown: medians, in milliseconds."""
-    head = ["GiB", "what", "carrier", "where", "effects, the agent's orders and the helper's calls, ms"]
+    """What each stood for, as Markdown: medians, in milliseconds; with a dot, parts of the order before it."""
+    head = ["GiB", "what", "carrier", "where", "in all", "whose each moment was, ms"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for (size_gib, action, carrier, where), several in _groups(measured).items():
         names = {name for one in several for name in one.parts}
         medians = {name: statistics.median([one.parts.get(name, 0.0) for one in several]) for name in names}
+        whole_ms = statistics.median(
+            [sum(took_s for name, took_s in one.parts.items() if not is_within_order(name)) * 1e3 for one in several]
+        )
         largest = sorted(names, key=lambda name: -medians[name])[:LARGEST]
-        told = ", ".join(f"{name} {medians[name] * 1e3:.0f}" for name in largest)
-        lines.append(f"| {size_gib} | {action} | {carrier} | {where} | {told} |")
+        told = ", ".join(f"{name} {medians[name] * 1e3:.1f}" for name in largest)
+        lines.append(f"| {size_gib} | {action} | {carrier} | {where} | {whole_ms:.0f} | {told} |")
     return "\n".join(lines)
 
 

@@ -1,0 +1,59 @@
+"""What an agent says of its storages' places: in the form that the order allows, and nothing lost by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hegmd.agent.answers import Answers
+from hegmd.agent.laps import Laps
+from hegmd.agent.quiesce import Gate
+from hegmd.agent.shown import View
+from hegmd.errors import BAD_REQUEST, HegmError
+from hegmd.protocol.agents import AgentReport, Order, packed, unpacked
+
+SPOTS = [(0, 0, 700), (0, 1024, 5 << 30), (2, (1 << 64) - 1, 1)]
+
+
+class Three:
+    """What the answer needs of the storages that are shown."""
+
+    size_bytes = 701 + (5 << 30)
+    short_bytes = 0
+    laps = Laps()
+
+    def __len__(self) -> int:
+        return len(SPOTS)
+
+
+def answered(order: Order) -> AgentReport:
+    reports: list[AgentReport] = []
+    answers, view = Answers(Gate()), View(0, 0, 0)
+    answers.send = reports.append
+    view.handles, view.spots = [b"h" * 64] * 3, list(SPOTS)
+    shown: Any = Three()
+    answers.view(order, shown, view)
+    (report,) = reports
+    return report
+
+
+def test_places_took_an_agent_longer_to_write_than_the_copy_of_what_lies_there() -> None:
+    """A training has a thousand tensors, and an agent's msgpack is in Python."""
+    report = answered(Order(order=1, do="export", packed=True))
+    assert report.places == ()
+    assert report.packed_places is not None
+    assert len(report.packed_places) == 24 * len(SPOTS)
+    assert unpacked(report.packed_places) == SPOTS
+
+
+def test_an_earlier_daemon_has_them_in_the_form_that_it_knows() -> None:
+    report = answered(Order(order=1, do="export"))
+    assert report.packed_places is None
+    assert [(place.handle, place.offset, place.size_bytes) for place in report.places] == SPOTS
+
+
+def test_what_is_no_whole_place_is_refused() -> None:
+    with pytest.raises(HegmError, match="23 bytes are no whole places of 24") as refused:
+        unpacked(packed(SPOTS)[:23])
+    assert refused.value.code is BAD_REQUEST
