@@ -95,6 +95,7 @@ class Lookout:
         node = await self._inventory.settled()
         running, pool = self._running(), self._pool()  # before anything is waited for: of the same moment
         candidates = await _seen_from_outside(_without_idle(tuple(self._candidates(node, pythons))), node)
+        candidates = _with_stopped(candidates, pids)
         return Snapshot(
             gpus=tuple(_room(gpu, node.gpus) for gpu in node.gpus),
             candidates=candidates,
@@ -233,6 +234,14 @@ def _without_idle(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     """The same, but for what runs on the CPU beside others of its job that are on a GPU: it moves with nobody."""
     on_gpus = {(candidate.uid, candidate.job) for candidate in candidates if candidate.gpus}
     return tuple([one for one in candidates if one.gpus or not one.on_cpu or (one.uid, one.job) not in on_gpus])
+
+
+def _with_stopped(candidates: tuple[Candidate, ...], pids: Collection[int]) -> tuple[Candidate, ...]:
+    """The same, and of those processes, and the others of their jobs, whether they are stopped."""
+    jobs = {(one.uid, one.job) for one in candidates if one.pid in pids and one.job is not None}
+    meant = [one.pid for one in candidates if one.pid in pids or (one.uid, one.job) in jobs]
+    stopped = {pid for pid in meant if is_stopped(pid)}
+    return tuple([one.replace(stopped=True) if one.pid in stopped else one for one in candidates])
 
 
 def _run(worker: Worker) -> str | None:

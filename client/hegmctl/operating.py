@@ -277,12 +277,15 @@ def _show(
     seen: list[OperationProgress],
     fds: Sequence[int] = (),
 ) -> R:
+    told: set[str | None] = {None}
     stream = connection.stream(request, OperationProgress, reply, fds=fds, patient=True)
     try:
         while True:
             progress = next(stream)
             seen.append(progress)
-            session.sink.progress(progress, progress_text)
+            why = None if progress.waits is None else progress.waits.why
+            session.sink.progress(progress, progress_text, at_once=why not in told)
+            told.add(why)
     except StopIteration as end:
         answer: R = end.value
         return answer

@@ -50,8 +50,9 @@ class Sink:
         """Why there is no answer, or no more of it."""
         raise NotImplementedError
 
-    def progress(self, progress: R, view: Callable[[R, Style], list[str]]) -> None:
-        """How something comes on; the next one takes its place."""
+    def progress(self, progress: R, view: Callable[[R, Style], list[str]], *, at_once: bool = False) -> None:
+        """How something comes on; the next one takes its place. `at_once` is for what a person has to do something
+        about, where one that can be taken back by nothing would wait its turn."""
         raise NotImplementedError
 
     def end_progress(self) -> None:
@@ -108,21 +109,21 @@ class TextSink(Sink):
         _write_error(f"{style.paint('hegmctl:', 'red')} {message}")
         _write_error("\n".join(wrapped(f"→ {hint}" if style.ellipsis == "…" else f"-> {hint}", style.columns, "  ")))
 
-    def progress(self, progress: R, view: Callable[[R, Style], list[str]]) -> None:
+    def progress(self, progress: R, view: Callable[[R, Style], list[str]], *, at_once: bool = False) -> None:
         columns = self._error_style.columns
         if columns is None:
-            self._tell_now_and_then(progress, view)
+            self._tell_now_and_then(progress, view, at_once=at_once)
         elif not self.quiet:  # only a terminal can take back what it was told
             text = " ".join(view(progress, self._error_style))
             self._in_progress = True  # before it stands there: Ctrl-C may come at any moment
             fitting = text if "\x1b" in text else shortened(text, columns - 1, "")
             _write_error(f"\r{fitting}\x1b[K", end="")
 
-    def _tell_now_and_then(self, progress: R, view: Callable[[R, Style], list[str]]) -> None:
+    def _tell_now_and_then(self, progress: R, view: Callable[[R, Style], list[str]], *, at_once: bool) -> None:
         now = self._clock()
         if self._told_at is None:
             self._told_at = now
-        if now - self._told_at >= TELL_EVERY_S and not self.quiet:
+        if (at_once or now - self._told_at >= TELL_EVERY_S) and not self.quiet:
             self._told_at = now
             flush()
             _write_error(f"hegmctl: {' '.join(view(progress, self._error_style))}")
@@ -148,7 +149,7 @@ class JsonSink(Sink):
         write_lines([_json(element.to_plain())])
         flush()
 
-    def progress(self, progress: R, view: Callable[[R, Style], list[str]]) -> None:
+    def progress(self, progress: R, view: Callable[[R, Style], list[str]], *, at_once: bool = False) -> None:
         self.element(progress, view)
 
     def note(self, text: str) -> None:

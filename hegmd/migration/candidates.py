@@ -84,6 +84,7 @@ class Candidate(Record):
     shares_bytes: Mapping[str, int] = field("what of that it holds on each, by GPU, as far as it is known", default={})
     parent: int | None = field("the nearest of its ancestors that is a candidate too", default=None)
     around: Surroundings = field("what is seen of it from outside", default=Surroundings())
+    stopped: bool = field("whether a signal or a debugger has stopped it, and it comes to no boundary", default=False)
     supervisor: int | None = field("the process that would start it again after a restart", default=None)
     launched: bool = field("whether that has started a launcher, which started this rank", default=False)
     apart: bool = field("whether that is not its parent: who is would take its leaving for its end", default=False)

@@ -112,9 +112,18 @@ def _steps(moving: list[PlannedProcess], kind: str) -> str:
 
 def hazards(draft: Draft, members: tuple[Candidate, ...], world: int) -> tuple[str, ...]:
     """What to know before saying yes."""
+    stopped = tuple(_stopped(members))
     if _is_restart(draft.moving):
-        return tuple(restarting.not_kept(members, draft.request))
-    return (*_hazards(members, world), *_slow_ways(draft), *_unknown_places(draft))
+        return (*stopped, *restarting.not_kept(members, draft.request))
+    return (*stopped, *_hazards(members, world), *_slow_ways(draft), *_unknown_places(draft))
+
+
+def _stopped(members: tuple[Candidate, ...]) -> Iterator[str]:
+    """First of all, since nothing comes of the rest before they go on."""
+    pids = " ".join(str(candidate.pid) for candidate in members if candidate.stopped)
+    if pids:
+        are = f"processes {pids} are" if " " in pids else f"process {pids} is"
+        yield f"{are} stopped by a signal or a debugger, and would be waited for; let it go on first: kill -CONT {pids}"
 
 
 def _slow_ways(draft: Draft) -> Iterator[str]:

@@ -149,6 +149,17 @@ async def test_a_plan_asks_the_supervisor_what_the_other_python_is(tmp_path: Pat
         supervisors.close()
 
 
+async def test_a_dry_run_says_that_its_job_is_stopped(tmp_path: Path, process: Child) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        await anyio.to_thread.run_sync(os.waitpid, process.pid, os.WUNTRACED)
+        answer = await node.operations.migrate([process.pid], "gpu1", node.asked(dry_run=True))
+        assert answer.plan is not None
+        assert f"kill -CONT {process.pid}" in answer.plan.hazards[0]
+        process.send_signal(signal.SIGCONT)
+
+
 async def test_a_restart_of_a_stopped_job_was_refused_with_advice_about_its_script(
     tmp_path: Path, process: Child
 ) -> None:

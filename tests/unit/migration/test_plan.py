@@ -63,6 +63,16 @@ def _plan(found: Plan | tuple[Reason, ...]) -> Plan:
     return found
 
 
+def test_a_dry_run_said_nothing_of_a_job_that_was_stopped() -> None:
+    """It comes to no boundary, so the plan would have come to nothing until somebody found out."""
+    snapshot = _snapshot()
+    candidates = tuple(candidate.replace(stopped=True) for candidate in snapshot.candidates)
+    plan = _plan(planned(snapshot.replace(candidates=candidates), _to()))
+    (pid,) = [worker.pid for worker in plan.workers]
+    assert f"process {pid} is stopped by a signal or a debugger" in plan.hazards[0]
+    assert plan.hazards[0].endswith(f"kill -CONT {pid}")
+
+
 def _only_reason(found: Plan | tuple[Reason, ...]) -> Reason:
     assert isinstance(found, tuple), found
     (reason,) = found
