@@ -1,7 +1,7 @@
 """Storages that another process copies: shown, freed, made again and filled, in video memory of the stub driver.
 
 Each test is a function that runs in a process of its own, as an agent does, beside a pretend PyTorch; a failing assert
-in there fails the test here.
+in there fails the test here. Longer than 400 lines because such a process finds its case by name in this module.
 """
 
 from __future__ import annotations

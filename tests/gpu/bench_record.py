@@ -17,6 +17,7 @@ import anyio
 from hegmd.pool import Key, Pool
 from tests.gpu.moves_jobs import on_stub
 from tests.gpu.moves_timing import Measured, parts_table, table
+from tests.gpu.moves_verdicts import verdicts
 
 GIB = 1 << 30
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
@@ -84,9 +85,8 @@ class Record:
 
     def markdown(self) -> str:
         """What can stand in docs/benchmarks.md as it is."""
-        return "\n".join(
-            [table(self.measured), "", parts_table(self.measured), "", *(f"* {text}" for text in self.told)]
-        )
+        said = [*verdicts(self.measured), *self.told]
+        return "\n".join([table(self.measured), "", parts_table(self.measured), "", *(f"* {text}" for text in said)])
 
 
 @contextlib.contextmanager

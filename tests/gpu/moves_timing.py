@@ -117,7 +117,7 @@ def table(measured: Sequence[Measured]) -> str:
     head = ["GiB", "what", "carrier", "where", "times", "s", "budget", "least to most", "estimate", "link limit"]
     head += ["GB/s out, of the link", "GB/s in", *COLUMNS, "other"]
     lines = ["| " + " | ".join(head) + " |", "|---|---|---|---|" + "---:|" * (len(head) - 4)]
-    for (size_gib, action, carrier, where), several in _groups(measured).items():
+    for (size_gib, action, carrier, where), several in groups(measured).items():
         took = [one.took_s for one in several]
         middle_s = statistics.median(took)
         cells = [str(size_gib), action, carrier, where, str(len(several)), f"{middle_s:.3f}"]
@@ -139,7 +139,7 @@ def parts_table(measured: Sequence[Measured]) -> str:
     """What each stood for, as Markdown: medians, in milliseconds; with a dot, parts of the order before it."""
     head = ["GiB", "what", "carrier", "where", "in all", "whose each moment was, ms"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for (size_gib, action, carrier, where), several in _groups(measured).items():
+    for (size_gib, action, carrier, where), several in groups(measured).items():
         names = {name for one in several for name in one.parts}
         medians = {name: statistics.median([one.parts.get(name, 0.0) for one in several]) for name in names}
         whole_ms = statistics.median(
@@ -151,11 +151,12 @@ def parts_table(measured: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
-def _groups(measured: Sequence[Measured]) -> dict[tuple[int, str, str, str], list[Measured]]:
-    groups: dict[tuple[int, str, str, str], list[Measured]] = {}
+def groups(measured: Sequence[Measured]) -> dict[tuple[int, str, str, str], list[Measured]]:
+    """Those that are repetitions of one another, in order."""
+    found: dict[tuple[int, str, str, str], list[Measured]] = {}
     for one in sorted(measured, key=lambda one: one.key):
-        groups.setdefault(one.key, []).append(one)
-    return groups
+        found.setdefault(one.key, []).append(one)
+    return found
 
 
 def _budget(budget_s: float | None, took_s: float) -> str:
