@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -57,7 +58,11 @@ def test_the_benchmark_measures_each_way_and_goes_on_where_it_was_cut(tmp_path: 
     rest = [["2", "resume", "host", "gpu0", "1"], ["2", "suspend", "host", "gpu0", "1"]]
     assert rows_of(ran.stdout) == [*measured, *rest], "what was measured is not measured again"
     assert "a step: " in ran.stdout
-    assert "| 2 | suspend | host | gpu0 | effect " in ran.stdout, "what took longest is told from the log"
+    stood = re.search(r"^\| 2 \| suspend \| host \| gpu0 \| (\d+) \| [a-z]+ ", ran.stdout, re.MULTILINE)
+    assert stood is not None, "whose each moment was is told from the log"
+    seen = re.search(r"2 GiB suspend host gpu0: ([\d.]+) s", ran.stdout)
+    assert seen is not None
+    assert abs(float(seen[1]) * 1e3 - int(stood[1])) <= 2, "the parts do not add up to how long it stood"
 
 
 def rows_of(output: str) -> list[list[str]]:

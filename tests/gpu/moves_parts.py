@@ -25,9 +25,9 @@ _TOOK = re.compile(r"^(\S+)\s.*?(?:operation \S+|(helper|node|video memory)|proc
 _ON_DISK = re.compile(r"^(\S+)\s.*?operation \S+: \S+ after (\S+) is on disk, in ([\d.]+) ms")
 # Orders and calls end by being answered; what is within an order is told by its name with a dot.
 _PART_OF_ORDER = "."
-#: Of what took no millisecond in all, nothing is kept.
+#: What took less in all is not told apart.
 LEAST_S = 0.0005
-AROUND = "before and after"
+AROUND, SMALL = "before and after", "smaller ones"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ def parts_of(story: StoryReply, log: Iterable[str], pid: int, began_utc: float, 
     for name, ended, took_s in _parts_of_orders(lines, pid):
         if began_utc < ended <= ended_utc:
             spent[name] = spent.get(name, 0.0) + took_s
-    return {name: took_s for name, took_s in sorted(spent.items(), key=lambda one: -one[1]) if took_s >= LEAST_S}
+    small_s = sum(took_s for name, took_s in spent.items() if took_s < LEAST_S and not is_within_order(name))
+    told = {SMALL: small_s, **{name: took_s for name, took_s in spent.items() if took_s >= LEAST_S}}
+    return {name: took_s for name, took_s in sorted(told.items(), key=lambda one: -one[1]) if took_s}
 
 
 def is_within_order(name: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from hegmd.protocol.messages import StoryReply
 from hegmd.protocol.operations import Operation, StoryLine
-from tests.gpu.moves_parts import AROUND, is_within_order, parts_of
+from tests.gpu.moves_parts import AROUND, SMALL, is_within_order, parts_of
 
 BEGAN = 1_700_000_000.0
 PID = 4711
@@ -66,6 +66,12 @@ def test_the_innermost_that_was_under_way_has_the_moment() -> None:
 def test_all_parts_add_up_to_how_long_it_stood() -> None:
     parts = parts_of(told(*STORY), LOG, PID, BEGAN, BEGAN + 0.41)
     assert sum(took_s for name, took_s in parts.items() if not is_within_order(name)) == pytest.approx(0.41, abs=1e-6)
+
+
+def test_small_parts_are_counted_together() -> None:
+    log = [said(10, "helper: state took 0.3 ms")]
+    parts = parts_of(told((-5, "evacuating"), (20, "done")), log, PID, BEGAN, BEGAN + 0.02)
+    assert {name: round(took_s * 1e3, 1) for name, took_s in parts.items()} == {"phase evacuating": 19.7, SMALL: 0.3}
 
 
 def test_what_is_not_of_that_time_is_not_counted() -> None:
