@@ -18,6 +18,7 @@ from hegmd.criu.dumped import dumped_processes
 from hegmd.criu.guise import Guise
 from hegmd.criu.needs import Needs, needs_of
 from hegmd.criu.node import describe
+from hegmd.criu.population import Population
 from hegmd.criu.program import Criu
 from hegmd.criu.tree import Tree, read_tree
 from hegmd.detached import Looks, run_detached
@@ -28,7 +29,7 @@ from hegmd.handed_tree import guise_for, not_theirs, require_no_more
 from hegmd.helper.mark import MARK_BYTES, read_mark
 from hegmd.image.in_hand import Lent
 from hegmd.inventory import NodeSnapshot
-from hegmd.manifests import byte_name, composed
+from hegmd.manifests import byte_name, composed, start_ticks_in
 from hegmd.migration.carriage import HOST
 from hegmd.migration.operation import Handoff as Wish
 from hegmd.migration.operation import Operation
@@ -57,6 +58,15 @@ class Dumping:
         self._look = look
         self._looks = looks
         self._in_unit = in_unit
+        self._dumped: dict[str, Population] = {}
+
+    def known_from(self, op: Operation, manifest: Manifest) -> None:
+        """An earlier daemon has dumped those who are in that image."""
+        self._dumped[op.id] = Population(start_ticks_in(manifest))
+
+    def dumped(self, op: Operation) -> Population:
+        """Whom CRIU has had, each told of once: they stand, and whose parent has ended is in no tree any more."""
+        return self._dumped.pop(op.id, Population({}))
 
     async def look_at_tree(self, op: Operation, wish: Wish) -> tuple[Tree, Needs]:
         """The processes that go along, and what they need, but for their agents' connections. Raises HegmError."""
@@ -77,6 +87,7 @@ class Dumping:
         attending = {member.pid: self._agents.told(member) for member in op.live}
         if guise != await self._looks.at(lambda _: guise_for(tree, needs, rights_of(wish)), name="hegmd-guise"):
             raise Refused("the job has got other rights meanwhile", "ask again when it starts no programs")
+        self._dumped[op.id] = Population({member.pid: member.start_ticks for member in tree.members})
         node = await self._write_side_by_side(op, wish, lent, criu, (tree, needs, guise), on_progress)
         dumped = await run_detached(lambda _: dumped_processes(lent.criu_dir_fd), name="hegmd-dumped")
         require_no_more(dumped, tree, rights_of(wish))

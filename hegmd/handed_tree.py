@@ -111,15 +111,20 @@ def require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> N
         )
 
 
-def let_all_go(wish: Wish) -> None:
-    found = population_of(pids_below(wish.root_pid))
-    if found.start_ticks.get(wish.root_pid) == wish.root_ticks:
-        let_go(Population(found.start_ticks))
+def let_all_go(wish: Wish, dumped: Population) -> None:
+    """Have everybody of the tree go on, and `dumped`, whom CRIU has had: whose parent has ended is found no more."""
+    found = population_of(pids_below(wish.root_pid)).start_ticks
+    if found.get(wish.root_pid) != wish.root_ticks:
+        found = {}
+    if people := {**dumped.start_ticks, **found}:
+        let_go(Population(people))
 
 
-def end_tree(wish: Wish, member: Member) -> None:
+def end_tree(wish: Wish, member: Member, dumped: Population) -> None:
+    """End everybody of the tree, and of those whom CRIU has had, the process itself last."""
     pids = [member.pid, *pids_below(wish.root_pid)]
     found = population_of(pids).start_ticks
     if found.get(wish.root_pid) != wish.root_ticks:  # it has ended, and another process may have its number
         found = {pid: ticks for pid, ticks in found.items() if (pid, ticks) == (member.pid, member.start_ticks)}
-    end_all(Population({pid: found[pid] for pid in reversed(pids) if pid in found}))
+    orphans = {pid: ticks for pid, ticks in dumped.start_ticks.items() if pid not in found}
+    end_all(Population({**orphans, **{pid: found[pid] for pid in reversed(pids) if pid in found}}))

@@ -223,7 +223,8 @@ class Handoff:
     async def _go_on(self, op: Operation, wish: Wish) -> None:
         """Whoever was left stopped goes on, and the agents come back, as far as they are there. Raises nothing."""
         with anyio.CancelScope(shield=True):
-            await run_detached(lambda _: let_all_go(wish), name="hegmd-let-go")
+            dumped = self._dumping.dumped(op)
+            await run_detached(lambda _: let_all_go(wish, dumped), name="hegmd-let-go")
             await self._agents.call_back(op, wish)
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ class Handoff:
         """
         wish = _wish_of(op)
         try:
-            await self._require_whole(op, wish)
+            self._dumping.known_from(op, await self._require_whole(op, wish))
         except BaseException as error:
             if self._is_stopping and not isinstance(error, HegmError):
                 raise
@@ -245,12 +246,13 @@ class Handoff:
         if wish.leave_running:
             await self._go_on(op, wish)
 
-    async def _require_whole(self, op: Operation, wish: Wish) -> None:
-        """Raise HegmError unless the image has its name, and is of that operation."""
+    async def _require_whole(self, op: Operation, wish: Wish) -> Manifest:
+        """What is said of the image. Raises HegmError unless it has its name, and is of that operation."""
         image = await self._images().open(wish.path, rights_of(wish))
         try:
             if not is_of(image.manifest, op):
                 raise Refused(f"{wish.path} is another image", "nothing was done to it")
+            return image.manifest
         finally:
             await image.end()
 
@@ -273,7 +275,8 @@ class Handoff:
         except HegmError as error:  # the image is whole, and so the job ends all the same
             logger.error("no lock file tells of operation %s: %s; %s", op.id, error.message, error.hint)
         await self._agents.leave_places(op, wish)  # they are stopped, and will not look there any more
-        await run_detached(lambda _: end_tree(wish, member), name="hegmd-end")
+        dumped = self._dumping.dumped(op)
+        await run_detached(lambda _: end_tree(wish, member, dumped), name="hegmd-end")
 
     def _tell_controllers(self, op: Operation, wish: Wish) -> None:
         """While its parent can still be told; of ranks, the first that ends takes the whole tree with it. Blocks."""

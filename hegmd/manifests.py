@@ -77,9 +77,16 @@ def composed(  # noqa: PLR0913 - what it is composed of, each by its name
             "bystanders": list(bystanders),
             "as_user": as_user,
             "needs": needs.plain(),
+            "start_ticks": [[member.pid, member.start_ticks] for member in tree.members],
             "all_gpus": [[gpu.id, gpu.uuid] for gpu in known.values()],
         },
     )
+
+
+def start_ticks_in(manifest: Manifest) -> dict[int, int]:
+    """Who was dumped: the processes by number, with their start times of then; nobody in an image of an older hegmd."""
+    pairs = [as_list(each) or () for each in as_list((manifest.more or {}).get("start_ticks")) or ()]
+    return {pid: ticks for pid, ticks in (map(_whole, pair) for pair in pairs if len(pair) == 2) if pid and ticks}
 
 
 def _gpu(gpu: Gpu) -> ImageGpu:

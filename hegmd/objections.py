@@ -17,7 +17,7 @@ from pathlib import Path
 from hegmd.criu.guise import rights_missing
 from hegmd.criu.needs import Needs
 from hegmd.criu.node import Differences, differences
-from hegmd.criu.population import holders_of
+from hegmd.criu.population import Holder, holders_of
 from hegmd.criu.program import Criu
 from hegmd.criu.tree import Tell
 from hegmd.detached import Looks, run_detached
@@ -151,10 +151,16 @@ def _taken(needs: Needs) -> Iterator[Reason]:
         if not holder.is_zombie:
             yield Reason(
                 code=REFUSED.name,
-                message=f"the job had the number {holder.number}, which process {holder.pid} has as its {holder.what}",
+                message=_told_holder(holder),
                 hint="end that one, or restore in a fresh pid namespace: unshare --pid --fork --mount-proc",
                 pid=holder.number,
             )
+
+
+def _told_holder(holder: Holder) -> str:
+    if holder.pid == holder.number:
+        return f"there is a process {holder.pid}, whose number the job had: the job itself if it goes on, or a stranger"
+    return f"the job had the number {holder.number}, which process {holder.pid} has as its {holder.what}"
 
 
 def _differing(manifest: Manifest, root: Path, tell: Tell) -> Differences:

@@ -123,6 +123,7 @@ class Reviving:
         it begins, or calls `undo`.
         """
         manifest = image.manifest
+        asked_utc = time.time()
         self._coming.update(worker.pid for worker in manifest.workers)
         try:
             unit = self._unit_of(manifest)
@@ -131,7 +132,7 @@ class Reviving:
             back = self._back[op_id] = await self._read_and_restore(image, op_id, rights, on_progress, outlets)
             await self._attend(manifest, back)
             gpus = (await self._look()).gpus
-            return revived(manifest, op_id, back.start_ticks, gpus, time.time())
+            return revived(manifest, op_id, back.start_ticks, gpus, asked_utc)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self.undo(manifest, op_id)

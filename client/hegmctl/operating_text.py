@@ -88,9 +88,11 @@ def _outcome(operation: Operation, style: Style) -> list[str]:
 
 
 def _figures(operation: Operation) -> str:
-    blackout = "" if operation.blackout_s is None else f"stood for {operation.blackout_s:.3f} s"
+    # A job that comes from an image has stood for as long as it was away.
+    stands = operation.blackout_s is not None and operation.kind != "restore"
+    blackout = f"stood for {operation.blackout_s:.3f} s" if stands else ""
     # Only of an image is much done beside the job.
-    is_telling = operation.kind == "checkpoint" and operation.took_s is not None
+    is_telling = operation.kind in ("checkpoint", "restore") and operation.took_s is not None
     took = f"{operation.took_s:.1f} s in all" if is_telling else ""
     where = _journeys(operation)
     told = (where, binary_size(operation.size_bytes), blackout, took)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hegmd.errors import HegmError
 from hegmd.migration import events
-from hegmd.migration.course import LOST, SUSPENDED, TERMINAL, UNDONE
+from hegmd.migration.course import LOST, SETTLING, SUSPENDED, TERMINAL, UNDONE
 from hegmd.migration.events import Event
 from hegmd.migration.machine import HOLDING, READYING
 from hegmd.migration.operation import BACK, FOR_AGENT, FORWARD, HOLD, RESTART, Operation
@@ -34,6 +34,7 @@ def description(
     or a debugger; `awaits` is what it waits for in its present phase, as whoever waits says it.
     """
     failure = op.failure or op.lacks
+    size_bytes = sum(member.carried_bytes for member in op.workers)
     return told.Operation(
         id=op.id,
         kind=op.kind,
@@ -41,8 +42,8 @@ def description(
         processes=tuple(process_of(member) for member in op.workers),
         owner_uid=op.owner_uid,
         created_utc=op.created_utc,
-        size_bytes=sum(member.carried_bytes for member in op.workers),
-        moved_bytes=moved_bytes,
+        size_bytes=size_bytes,
+        moved_bytes=min(moved_bytes, size_bytes),  # pieces of the pool have whole pages
         blackout_s=op.blackout_s,
         took_s=max(0.0, last_utc - op.created_utc) if last_utc is not None and op.phase in TERMINAL else None,
         failure=None if failure is None else told.Reason(code=failure.code, message=failure.message, hint=failure.hint),
@@ -55,6 +56,8 @@ def description(
 
 def _note(op: Operation) -> str | None:
     """What is to be known of it at its end beside that."""
+    if op.phase == LOST and op.handoff is not None and op.handoff.whole:
+        return f"its image is whole, and brings it back: hegmctl restore {op.handoff.path}"
     member = next((member for member in op.workers if member.finished and not member.saved), None)
     if member is None or op.phase not in TERMINAL:
         return None
@@ -88,7 +91,7 @@ def waiting(op: Operation, trouble: HegmError | None = None, stopped: Sequence[i
         return None
     if trouble is not None:
         return told.Wait(why=f"it stands still: {trouble.message}", next=trouble.hint)
-    if stopped:
+    if stopped and not _stands_for_image(op):
         pids = " ".join(str(pid) for pid in stopped)
         are = f"processes {pids} are" if len(stopped) > 1 else f"process {pids} is"
         return told.Wait(why=f"{are} stopped by a signal or a debugger", next=f"kill -CONT {pids}")
@@ -134,6 +137,11 @@ def _waiting_for(op: Operation, member: Member) -> told.Wait:
         why=f"the agent of process {member.pid} is not connected",
         next=f"it comes back by itself; if it does not, {see}",
     )
+
+
+def _stands_for_image(op: Operation) -> bool:
+    """Whether CRIU has its processes stand, which are not to go on beyond what is in their image."""
+    return op.handoff is not None and op.handoff.begun and op.phase in (SETTLING.phase, "handing", "ending")
 
 
 def in_hand(op: Operation, pid: int) -> tuple[str, str]:

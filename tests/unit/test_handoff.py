@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,15 +14,11 @@ import anyio
 import pytest
 
 from hegmd.agent_orders import AgentAway
-from hegmd.criu.needs import needs_of
 from hegmd.criu.population import population_of
 from hegmd.criu.program import Criu
-from hegmd.criu.tree import Member as Process
-from hegmd.criu.tree import Tree
 from hegmd.dumping import require_unmarked
-from hegmd.errors import DENIED, NOT_FOUND, REFUSED, TIMEOUT, UNAVAILABLE, HegmError, Refused
+from hegmd.errors import NOT_FOUND, REFUSED, TIMEOUT, UNAVAILABLE, HegmError, Refused
 from hegmd.external import Rights
-from hegmd.handed_tree import not_theirs, require_no_more
 from hegmd.handoff import Handoff
 from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
 from hegmd.lock_files import LockFiles
@@ -353,33 +348,3 @@ async def test_an_image_that_is_scrapped_after_its_daemon_is_swept_away(tmp_path
     shelf = Shelf()
     await handoff_with(shelf, tmp_path).scrap(wished(paused, leave_running=True, begun=True, written=True))
     assert shelf.swept == ["/images/one"]
-
-
-@pytest.mark.parametrize(
-    ("uid", "changes", "why"),
-    [
-        (1000, {}, None),
-        (1001, {}, "process 7 runs as uid 1000, and its image would be yours, of uid 1001"),
-        (1000, {"is_guarded": True}, "hides its memory from its own user"),
-        (1000, {"gid": 5}, "has other rights or another group"),
-        (0, {"is_guarded": True}, None),
-    ],
-)
-def test_an_image_holds_nothing_that_its_reader_could_not_have(
-    uid: int, changes: dict[str, Any], why: str | None
-) -> None:
-    first = Process(7, 1, 70, "S", 7, 7, uid=1000, gid=1000)
-    tree = Tree(7, (replace(first, **changes),))
-    reasons = not_theirs(tree, needs_of(tree), Rights(uid, 1000, ()))
-    assert [reason.message for reason in reasons if why is None or why in reason.message] == (
-        [] if why is None else [reasons[0].message]
-    )
-
-
-@pytest.mark.parametrize("uid", [0, 1000])
-def test_who_comes_to_a_job_while_its_image_is_made_is_in_none(uid: int) -> None:
-    tree = Tree(7, (Process(7, 1, 70, "S", 7, 7),))
-    with pytest.raises(HegmError, match="process 8 has come to the job while its image was made") as refused:
-        require_no_more({7: True, 8: True}, tree, Rights(uid, uid, ()))
-    assert refused.value.code is (DENIED if uid else REFUSED)
-    require_no_more({7: True}, tree, Rights(uid, uid, ()))

@@ -9,7 +9,7 @@ import pytest
 from hegmd.criu.needs import Needs
 from hegmd.criu.tree import Member, Tree
 from hegmd.errors import HegmError
-from hegmd.manifests import candidates_in, composed, is_of, meeting_in, needs_in, revived
+from hegmd.manifests import candidates_in, composed, is_of, meeting_in, needs_in, revived, start_ticks_in
 from hegmd.migration.operation import CHECKPOINT, Handoff, Operation
 from hegmd.protocol.images import ImageWorker, Manifest
 from hegmd.protocol.snapshots import Gpu
@@ -52,6 +52,13 @@ def test_the_operation_of_a_job_that_came_back_is_a_suspended_one_with_all_it_ta
     assert (member.method, member.carrier, member.size_bytes) == (before.method, before.carrier, before.size_bytes)
     assert (member.out, member.parked, member.unsure, member.boundary) == (True, True, True, 41)
     assert (member.left, member.was_on) == ("gpu5", "gpu5")  # the same GPU by its uuid, whatever it is called now
+
+
+def test_who_was_dumped_is_known_by_number_and_start_time() -> None:
+    assert start_ticks_in(manifest()) == {member.pid: member.start_ticks for member in TREE.members}
+    strange = manifest().replace(more={"start_ticks": [[1], [2, "3"], "45", [6, 7]]})
+    assert start_ticks_in(strange) == {6: 7}
+    assert start_ticks_in(manifest().replace(more=None)) == {}
 
 
 def test_on_a_node_without_its_gpu_nobody_believes_in_a_name() -> None:

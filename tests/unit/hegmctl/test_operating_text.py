@@ -108,6 +108,8 @@ def test_an_image_is_told_with_how_long_it_took_beside_how_long_the_job_stood() 
     ended = operation("done", process("gpu0", "gpu0"), kind="checkpoint", blackout_s=1.5, took_s=8.25)
     (line,) = operation_text(m.OperationReply(operation=ended), PIPE)
     assert line == "operation 7: checkpoint of 4711: done (gpu0, 2.0 GiB, stood for 1.500 s, 8.2 s in all)"
+    back = operation_text(m.OperationReply(operation=ended.replace(kind="restore")), PIPE)
+    assert back == ["operation 7: restore of 4711: done (gpu0, 2.0 GiB, 8.2 s in all)"], "it stood since its image"
     moved = operation_text(m.OperationReply(operation=ended.replace(kind="migrate")), PIPE)
     assert "in all" not in moved[0], "a move is over with what its job waits for"
 

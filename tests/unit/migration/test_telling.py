@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.migration import events
-from hegmd.migration.operation import SUSPEND
+from hegmd.migration.operation import CHECKPOINT, SUSPEND, Handoff
 from hegmd.migration.telling import HAPPENINGS, Happening, description, happenings, waiting
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
@@ -63,6 +63,35 @@ def test_a_process_that_was_stopped_while_it_was_restored_was_in_the_log_alone()
     assert waits is not None
     assert (waits.why[:24], waits.next) == ("processes 4711 4712 are ", "kill -CONT 4711 4712")
     assert description(op, stopped=(4711,)).waits == waiting(op, stopped=(4711,))
+
+
+def test_a_job_that_stood_for_its_image_was_said_to_be_stopped_with_the_command_that_lets_it_go_on() -> None:
+    """Whoever followed that had a job that wrote to files beyond what is in its image."""
+    wish = Handoff(path="/images/one", uid=0, gid=0, root_pid=4711)
+    drive = Drive(operation(worker(to=None), kind=CHECKPOINT, handoff=wish)).until("handing")
+    assert waiting(drive.op, stopped=(4711,)) is None
+    drive.until("ending")
+    assert waiting(drive.op, stopped=(4711,)) is None
+    left = wish.replace(leave_running=True)
+    drive = Drive(operation(worker(to=None), kind=CHECKPOINT, handoff=left)).until("restoring")
+    assert waiting(drive.op, stopped=(4711,)) is not None, "by then CRIU has let it go"
+
+
+def test_a_job_that_was_killed_while_its_image_was_written_was_lost_and_nobody_told_of_the_image() -> None:
+    wish = Handoff(path="/images/one", uid=0, gid=0, leave_running=True)
+    drive = Drive(operation(worker(to=None, keeps="gpu0"), kind=CHECKPOINT, handoff=wish)).until("restoring")
+    drive.feed(events.WorkerGone(worker="a", why="it is not there any more"))
+    drive.until("lost")
+    told = description(drive.op)
+    assert told.failure is not None
+    assert told.note == "its image is whole, and brings it back: hegmctl restore /images/one"
+
+
+def test_more_bytes_were_moved_than_there_were() -> None:
+    """Pieces of the pool have whole pages, and it was said: 6.0 MiB of 112.0 KiB."""
+    op = Drive(operation()).until("evacuating").op
+    told = description(op, moved_bytes=1 << 50)
+    assert told.moved_bytes == told.size_bytes
 
 
 def test_a_recovery_tells_what_was_and_what_was_found() -> None:
