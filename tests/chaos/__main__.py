@@ -1,7 +1,8 @@
 """`python -m tests.chaos`: every kill there is, with the bytes in flight held by a keeper and then by files.
 
-First on simulated GPUs, with trainings; then trainings that are restarted; then on GPUs behind the stub driver, with
-CUDA programs with and without an agent. Prints each kill and how the operation ended, and in the end the figures.
+First trainings that are restarted, and one that goes into images and comes back; then, on simulated GPUs, trainings
+that are moved; then CUDA programs with and without an agent, on GPUs behind the stub driver. Prints each kill and how
+the operation ended, and in the end the figures.
 `--gpus`, `--memory`, `--command`, `--victim` and `--state` choose some.
 """
 
@@ -12,6 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic
 
@@ -31,9 +33,14 @@ from tests.chaos.cells import (
     for_both_kinds,
 )
 from tests.chaos.gpu_node import GpuNode
+from tests.chaos.image_campaign import ImageCampaign, ImageTally
+from tests.chaos.image_cells import STATES as IMAGE_STATES
+from tests.chaos.image_cells import ImageCell, every_image_cell
+from tests.chaos.image_node import ImageNode
 from tests.chaos.node import Node
 from tests.chaos.restart_campaign import RestartCampaign, RestartTally
 from tests.chaos.restart_cells import RestartCell, every_restart_cell
+from tests.e2e.real_criu import find_criu
 
 SIMULATED, DRIVEN = "simulated", "driven"
 NAMELESS, NAMED = "nameless", "named"
@@ -51,11 +58,13 @@ VICTIMS_OF = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     restarts = tuple(every_restart_cell())
-    victims_of_restarts = dict.fromkeys(cell.victim for cell in restarts)
-    known_states = {state for states in STATES.values() for state in states} | {cell.state for cell in restarts}
-    parser.add_argument("--victim", choices=(*VICTIMS, *FAULTS, *OF_THE_HELPER, *victims_of_restarts), action="append")
+    images = tuple(every_image_cell())
+    others: tuple[RestartCell | ImageCell, ...] = (*restarts, *images)
+    known_states = {state for states in STATES.values() for state in states} | {cell.state for cell in others}
+    known_victims = dict.fromkeys((*VICTIMS, *FAULTS, *OF_THE_HELPER, *(cell.victim for cell in others)))
+    parser.add_argument("--victim", choices=tuple(known_victims), action="append")
     parser.add_argument("--state", choices=sorted(known_states), action="append")
-    parser.add_argument("--command", choices=(*STATES, RESTART), action="append")
+    parser.add_argument("--command", choices=(*STATES, RESTART, *IMAGE_STATES), action="append")
     parser.add_argument("--memory", choices=(NAMELESS, NAMED), action="append")
     parser.add_argument("--gpus", choices=(SIMULATED, DRIVEN), action="append")
     asked = parser.parse_args()
@@ -70,6 +79,9 @@ def main() -> int:
                 if cell.victim in (asked.victim or [cell.victim]) and cell.state in (asked.state or [cell.state])
             ]
         )
+    for memory in (NAMED, NAMELESS):
+        if SIMULATED in (asked.gpus or [SIMULATED]) and memory in (asked.memory or [memory]):
+            _play_images([cell for cell in images if _is_wanted(cell, asked)], nameless=memory == NAMELESS)
     for (gpus, memory), all_victims in VICTIMS_OF.items():
         victims = [victim for victim in all_victims if not asked.victim or victim in asked.victim]
         if gpus not in (asked.gpus or [gpus]) or memory not in (asked.memory or [memory]):
@@ -89,6 +101,41 @@ def main() -> int:
                 f" {monotonic() - began:.0f} s; {ends}; {tally.steps} steps, each as in an undisturbed run"
             )
     return 0
+
+
+def _is_wanted(cell: ImageCell, asked: argparse.Namespace) -> bool:
+    """By what was asked for, where anything was."""
+    return (
+        cell.victim in (asked.victim or [cell.victim])
+        and cell.state in (asked.state or [cell.state])
+        and cell.command in (asked.command or [cell.command])
+    )
+
+
+def _play_images(cells: Sequence[ImageCell], *, nameless: bool) -> None:
+    criu = find_criu()
+    if not cells or isinstance(criu, str):
+        print(f"images: nothing was played: {criu if cells else 'nothing of them is asked for'}")
+        return
+    folder = Path(tempfile.mkdtemp(prefix="hegm-", dir="/tmp"))
+    began = monotonic()
+    try:
+        with ImageNode(folder, criu, nameless=nameless) as node:
+            tally = ImageCampaign(node, say=partial(print, flush=True)).run(cells)
+        print(f"{NAMELESS if nameless else NAMED}, {image_summary(tally, monotonic() - began)}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def image_summary(tally: ImageTally, took_s: float) -> str:
+    """What a campaign of images came to, in a line."""
+    killed = ", ".join(f"{victim} {count}" for victim, count in tally.kills.items() if count)
+    ends = ", ".join(f"{end} {count}" for end, count in tally.ends.items())
+    return (
+        f"images: {tally.rounds} rounds, {tally.kills.total()} killed ({killed}) in {took_s:.0f} s; {ends};"
+        f" {tally.whole} whole images, {tally.restored} jobs brought back, {tally.ended_jobs} trainings ended;"
+        f" {tally.steps} steps, each as in an undisturbed run"
+    )
 
 
 def _play_restarts(cells: Sequence[RestartCell]) -> None:

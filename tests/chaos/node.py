@@ -71,15 +71,22 @@ class Node:
     """The daemon and what belongs to it; a context manager that leaves nothing."""
 
     def __init__(
-        self, folder: Path, *, nameless: bool, environ: Mapping[str, str] | None = None, simulate: bool = True
+        self,
+        folder: Path,
+        *,
+        nameless: bool,
+        environ: Mapping[str, str] | None = None,
+        simulate: bool = True,
+        settings: str = "",
     ) -> None:
-        """With `nameless` memory a keeper has the bytes in flight; else they are files, where memory can be one."""
+        """With `nameless` memory a keeper has the bytes in flight; else they are files, where memory can be one.
+        `settings` are further ones of the daemon's."""
         self.folder = folder
         self.state_dir = folder / "state"
         self.halts = Halts(folder / "halt.sock")
         arguments: list[str] = []
-        if nameless:
-            (folder / "hegmd.toml").write_text(_NAMELESS)
+        if nameless or settings:
+            (folder / "hegmd.toml").write_text((_NAMELESS if nameless else "") + settings)
             arguments = ["--config", str(folder / "hegmd.toml")]
         halted = {"LD_PRELOAD": str(build_stub("halt", folder)), "HEGM_TEST_HALT": str(self.halts.path)}
         alone = {_UNDER_SYSTEMD: ""} if _UNDER_SYSTEMD in os.environ else {}

@@ -1,0 +1,100 @@
+"""What is killed when while a job goes into an image or comes out of one: every state, everybody who has a part in it.
+
+Pure. A cell is one kill. Besides the moments of `halts` there are those of a restore before there is an operation, in
+which no journal is written: CRIU is at work, and the processes are there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.chaos.cells import CLIENT, DAEMON
+from tests.chaos.halts import BEGUN, MOMENTS, RECORDED, UNRECORDED
+
+CHECKPOINT, LEFT, RESTORE = "checkpoint", "leave-running", "restore"
+#: CRIU itself, who writes and reads the image with its owner's rights, and the process that trains.
+CRIU, HAND, WORKER = "CRIU", "image's hand", "training"
+VICTIMS = (DAEMON, CLIENT, CRIU, HAND, WORKER)
+
+_GOING = ("planned", "arming", "quiescing", "measuring", "evacuating", "checkpointing", "handing")
+_COMING = ("restoring", "refilling", "releasing", "verifying", "tidying")
+#: Of a restore: from the command until there is an operation.
+READING = "reading"
+STATES = {
+    CHECKPOINT: (*_GOING, "ending", "done"),
+    LEFT: (*_GOING, *_COMING, "sealing", "done"),
+    RESTORE: (READING, "arming", *_COMING, "done"),
+}
+AT_CRIU, REVIVED = "CRIU works", "revived"
+#: The only states in which there is such a process, and the moments at which it surely is.
+_OF_CRIU = {(CHECKPOINT, "handing"): (BEGUN,), (LEFT, "handing"): (BEGUN,), (RESTORE, READING): (AT_CRIU,)}
+_OF_HAND = {
+    (CHECKPOINT, "handing"): (BEGUN,),
+    (LEFT, "handing"): (BEGUN,),
+    (LEFT, "sealing"): (RECORDED, BEGUN),
+    (RESTORE, READING): (AT_CRIU,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ImageCell:
+    """One kill: of whom, during which command, in which state, at which moment of it."""
+
+    command: str
+    state: str
+    moment: str
+    victim: str
+
+    @property
+    def ends(self) -> frozenset[str]:
+        """The states in which the operation may come to rest, if there is one."""
+        if self.victim == WORKER:
+            return frozenset({"done", "undone", "lost"})
+        if self.victim == CLIENT:
+            return frozenset({"done"})
+        return frozenset({"done", "undone", "suspended"} if self.command == RESTORE else {"done", "undone"})
+
+    @property
+    def may_end_the_job(self) -> bool:
+        """Whether the job itself is killed, or may be: by CRIU's end while it works inside of the job's processes."""
+        return self.victim == WORKER or (self.victim == CRIU and self.command != RESTORE)
+
+
+def every_image_cell() -> Iterator[ImageCell]:
+    """All of them, one victim after the other: the last of them find what the others have left in one daemon."""
+    for victim in VICTIMS:
+        for command, states in STATES.items():
+            for state in states:
+                for moment in _moments(victim, command, state):
+                    yield ImageCell(command, state, moment, victim)
+
+
+def _moments(victim: str, command: str, state: str) -> tuple[str, ...]:
+    """Those of that state at which there is such a victim, and that can be told apart."""
+    if victim == CRIU:
+        return _OF_CRIU.get((command, state), ())
+    if victim == HAND:
+        return _OF_HAND.get((command, state), ())
+    if state == READING:
+        return (REVIVED,) if victim == WORKER else (AT_CRIU, REVIVED)
+    if (victim, state) == (WORKER, "ending"):
+        return (RECORDED,)  # it ends anyway
+    if state == STATES[command][-1]:
+        return () if victim == WORKER else (RECORDED, BEGUN)
+    if victim == WORKER and state != "handing":
+        return RECORDED, UNRECORDED
+    return MOMENTS
+
+
+def few_image_cells(seed: int, count: int) -> list[ImageCell]:
+    """So many, drawn; no victim comes a second time before each has come once. The job is not ended: that takes another
+    one, and so PyTorch anew."""
+    draw = random.Random(seed)
+    lasting = [cell for cell in every_image_cell() if not cell.may_end_the_job]
+    by_victim = {cell.victim: [one for one in lasting if one.victim == cell.victim] for cell in lasting}
+    drawn: list[ImageCell] = []
+    while len(drawn) < count:
+        drawn += [draw.choice(by_victim[victim]) for victim in draw.sample(sorted(by_victim), len(by_victim))]
+    return drawn[:count]

@@ -1,0 +1,122 @@
+"""A private node where jobs go into images: with CRIU; what belongs to images is among its victims and left-overs.
+
+Processes of CRIU's are known by the job that they are for, so that nobody else's on the same machine is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+
+import psutil
+
+from hegmd.criu.program import Criu
+from tests.chaos.image_cells import CRIU, HAND, WORKER
+from tests.chaos.node import REST_LIMIT_S, Client, Node
+
+
+class ImageNode(Node):
+    """Two simulated GPUs, and a folder for images."""
+
+    def __init__(self, folder: Path, criu: Criu, *, nameless: bool) -> None:
+        self.criu = criu
+        self.images = folder / "images"
+        self.images.mkdir()
+        self.locks = folder / "locks"
+        self.locks.mkdir(mode=0o755)
+        settings = f'[images]\ncriu = "{criu.path}"\nlock_dir = "{self.locks}"\n'
+        super().__init__(folder, nameless=nameless, settings=settings)
+        self._earlier_hands: list[psutil.Process] = []
+
+    # -- who there is --------------------------------------------------------------------------------------------------
+
+    def hands(self) -> list[psutil.Process]:
+        """Those of the daemon that lives, and of those before it that have not ended yet."""
+        with suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self.daemon.process.pid).children()
+            self._earlier_hands += [child for child in children if "hegmd.image.child" in _words_of(child)]
+        self._earlier_hands = list({hand.pid: hand for hand in self._earlier_hands if hand.is_running()}.values())
+        return list(self._earlier_hands)
+
+    def attendants(self, root: int) -> list[psutil.Process]:
+        """The parents of that job after a restore, also of one that is under way."""
+        return [one for one in psutil.process_iter() if _is_attendant_of(_words_of(one), root)]
+
+    def at_work(self, root: int) -> list[psutil.Process]:
+        """Every CRIU that dumps that job or restores it."""
+        return [*self._dumping(root), *self._restoring(root)]
+
+    def _dumping(self, root: int) -> Iterator[psutil.Process]:
+        for one in psutil.process_iter():
+            words = _words_of(one)
+            at = words.index("dump") if "dump" in words else -1  # CRIU may be run by a loader of its own
+            if at > 0 and words[at + 1 : at + 3] == ["--tree", str(root)] and "attendant.py" not in "".join(words):
+                yield one
+
+    def _restoring(self, root: int) -> Iterator[psutil.Process]:
+        for attendant in self.attendants(root):
+            with suppress(psutil.NoSuchProcess):
+                yield from (child for child in attendant.children() if _is_criu_that_restores(_words_of(child)))
+
+    def await_criu(self, root: int, client: Client) -> list[psutil.Process]:
+        """Until one works on that job; nobody where that was over before it was seen."""
+        return _awaited(lambda: self.at_work(root), client)
+
+    # -- killing, and what is left -------------------------------------------------------------------------------------
+
+    def strike(self, victim: str, client: Client, pid: int) -> int:
+        self.hands()  # a daemon that is killed leaves them to nobody
+        if victim == CRIU:
+            return _killed(self.await_criu(pid, client))
+        if victim == HAND:
+            return _killed(_awaited(self.hands, client))
+        if victim == WORKER:
+            return _killed([psutil.Process(pid)])
+        return super().strike(victim, client, pid)
+
+    def left_of(self, root: int, *, alive: bool) -> list[str]:
+        """Besides what is left on any node: what neither a job that lives nor one that is in an image has."""
+        folders = [self.state_dir / "images", self.state_dir / "reviving", self.folder / "aside"]
+        if alive:
+            folders.append(self.locks)
+        files = [str(path) for folder in folders if folder.exists() for path in folder.iterdir()]
+        files += [str(path) for path in self.images.glob(".*")]
+        processes = [*self.hands(), *self.at_work(root), *self.attendants(root)[1 if alive else 0 :]]
+        return [*super().left(), *files, *(f"process {one.pid}: {' '.join(_words_of(one))}" for one in processes)]
+
+
+def _awaited(look: Callable[[], list[psutil.Process]], client: Client) -> list[psutil.Process]:
+    """Whom that look finds, once it finds somebody; nobody where the client ends before."""
+    until = monotonic() + REST_LIMIT_S
+    while not (found := look()):
+        if client.process.poll() is not None:
+            return []
+        assert monotonic() < until, "nobody comes who is to be killed"
+    return found
+
+
+def _is_criu_that_restores(words: Sequence[str]) -> bool:
+    return "restore" in words and "--images-dir" in words and "attendant.py" not in "".join(words)
+
+
+def _killed(processes: Sequence[psutil.Process]) -> int:
+    struck = 0
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+            struck += 1
+    return struck
+
+
+def _is_attendant_of(words: Sequence[str], root: int) -> bool:
+    at = words.index("tend") if "tend" in words else 0
+    return at > 0 and words[at - 1].endswith("/attendant.py") and words[at + 2 : at + 3] == [str(root)]
+
+
+def _words_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
