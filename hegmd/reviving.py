@@ -23,10 +23,11 @@ from hegmd.criu import runs
 from hegmd.criu.credentials import beyond, credentials_in
 from hegmd.criu.guise import Guise, to_restore
 from hegmd.criu.orders import unit_name_for
+from hegmd.criu.population import population_of
 from hegmd.criu.program import Criu
 from hegmd.criu.runs import Revived
 from hegmd.detached import run_detached
-from hegmd.errors import DENIED, TIMEOUT, UNAVAILABLE, HegmError
+from hegmd.errors import DENIED, NOT_FOUND, TIMEOUT, UNAVAILABLE, HegmError
 from hegmd.external import Rights
 from hegmd.half_revived import HalfRevived
 from hegmd.helper.mark import MARK_BYTES
@@ -47,6 +48,7 @@ from hegmd.workers import Worker, Workers
 logger = logging.getLogger(__name__)
 
 ATTENDS_WITHIN_S = 60.0
+_LOOK_AGAIN_S = 0.5
 
 
 class Reviving:
@@ -241,8 +243,10 @@ async def until_there(
         return [one.pid for one in wanted if not _is_there(workers.find(one.pid), one.token, ticks.get(one.pid))]
 
     with anyio.move_on_after(within_s):
-        while missing():
-            await workers.news.wait()
+        while pids := missing():
+            await _require_alive(pids)
+            with anyio.move_on_after(_LOOK_AGAIN_S):  # nobody tells of the end of a process whose agent never came
+                await workers.news.wait()
         return
     late = missing()
     raise HegmError(
@@ -251,6 +255,14 @@ async def until_there(
         "the image is whole; restore it again, and see the log of hegmd",
         {"pids": late},
     )
+
+
+async def _require_alive(pids: Sequence[int]) -> None:
+    """Raise HegmError for one that nobody has to wait for any more."""
+    alive = await run_detached(lambda _: population_of(pids).start_ticks, name="hegmd-restore")
+    if ended := [pid for pid in pids if pid not in alive]:
+        message = f"process {ended[0]} has ended before its agent came back"
+        raise HegmError(NOT_FOUND, message, "the image is whole; see the log of the job, and restore it again")
 
 
 def _is_there(worker: Worker | None, token: str | None, start_ticks: int | None) -> bool:

@@ -223,6 +223,13 @@ async def test_an_agent_that_does_not_come_after_a_restore_is_named(process: sub
         tasks.cancel_scope.cancel()
 
 
+async def test_a_job_that_was_killed_as_it_came_back_was_waited_for_as_if_its_agent_could_still_come() -> None:
+    """Its restore took a minute to say so."""
+    (gone,) = FREE.pids
+    with pytest.raises(HegmError, match=f"process {gone} has ended before its agent came back"):
+        await until_there(Workers(start_ticks), [_wanted(gone)], {gone: 7}, within_s=10.0)
+
+
 def test_criu_has_the_rights_of_the_image_and_of_who_asks_and_none_besides(tmp_path: Path) -> None:
     (tmp_path / "core-1.img").write_bytes(core(credentials(whole(14, 100))))
     with directory(tmp_path) as dir_fd:
