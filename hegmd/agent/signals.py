@@ -46,8 +46,9 @@ class HeldSignals:
     Entering raises CannotHold, and what others raise in this thread; the thread is then as it was before.
     """
 
-    def __init__(self, told: Callable[[int], None]) -> None:
+    def __init__(self, told: Callable[[int], None], *, begin_limit_s: float = BEGIN_LIMIT_S) -> None:
         self._told = told
+        self._begin_limit_s = begin_limit_s
         self._is_main = False
         self._before: int | None = None
         self._mask: set[int] = set()
@@ -93,8 +94,8 @@ class HeldSignals:
             raise CannotHold(str(error)) from error
         # Python up to 3.11 takes a thread that has not begun for the one that started it: what somebody raises in the
         # parked thread (PyThreadState_SetAsyncExc) would be raised in that one. What was raised just then has ended it.
-        if not begun.acquire(timeout=BEGIN_LIMIT_S):
-            raise CannotHold(f"a thread that was started did not begin within {BEGIN_LIMIT_S:g} s")
+        if not begun.acquire(timeout=self._begin_limit_s):
+            raise CannotHold(f"a thread that was started did not begin within {self._begin_limit_s:g} s")
 
     def _undo(self) -> None:
         """As far as it has come. Each line may be where a handler that was held back raises, or somebody else does."""

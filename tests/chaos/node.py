@@ -29,7 +29,7 @@ from tests.chaos.cells import BOTH, CLIENT, CUT, DAEMON, HALF, KEEPER, SPOILT, S
 from tests.chaos.halts import Halts
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import environment
-from tests.looks import pause
+from tests.looks import pause, still_there
 from tests.stubs.build import build_stub
 
 REST_LIMIT_S = 90.0
@@ -211,7 +211,7 @@ class Node:
         known = self.state_dir / "identity"  # drawn when there is the first file to be named
         if known.exists():
             files += SHARED_MEMORY.glob(f"hegmd-*-{known.read_text()[:16]}/*")
-        keepers = psutil.wait_procs(self.keepers(), timeout=10)[1]
+        keepers = still_there(self.keepers(), 10)
         return [str(path) for path in files] + [f"keeper {keeper.pid}" for keeper in keepers]
 
 

@@ -22,7 +22,7 @@ from tests.e2e.agented import SCRIPTS, undisturbed
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BARE, BRISK
 from tests.e2e.references import TWO_RANKS
-from tests.looks import pause
+from tests.looks import pause, still_there
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
@@ -281,5 +281,5 @@ def test_run_starts_a_daemon_of_its_own_that_ends_with_the_job(tmp_path: Path) -
             process for process in psutil.process_iter(["cmdline"]) if str(own) in (process.info["cmdline"] or ())
         ]
         assert len(daemons) == 1
-        assert not psutil.wait_procs(daemons, timeout=20)[1], "it outlives its last job"
+        assert not still_there(daemons, 20), "it outlives its last job"
     assert b"stopped" in Path(f"{own}.log").read_bytes()

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.test_moving import LARGE, LONG, Job, is_as_undisturbed
-from tests.looks import COMMAND_MS, pause
+from tests.looks import COMMAND_MS, pause, still_there
 from tests.room import MIB, SHARED_MEMORY, skip_without
 
 pytestmark = [
@@ -53,7 +53,7 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
         running.stop()
         identity = (state_dir / "identity").read_text()[:16]
         left = [*SHARED_MEMORY.glob(f"hegmd-*-{identity}"), *(state_dir / "spill").glob("*")]
-    alive = psutil.wait_procs(keepers(state_dir), timeout=10)[1]
+    alive = still_there(keepers(state_dir), 10)
     for keeper in alive:
         keeper.kill()
     assert left == []
@@ -142,7 +142,7 @@ def test_a_job_is_adopted_when_the_journal_is_gone(tmp_path: Path, memory: str) 
                 job.command("adopt", "--drop", stray["name"], "--yes")
         assert strays(job) == []
         assert pieces(state_dir) == []
-        assert psutil.wait_procs(keepers(state_dir), timeout=10)[1] == []
+        assert still_there(keepers(state_dir), 10) == []
 
 
 def test_two_daemons_on_one_state_directory_the_second_leaves_everything_alone(daemon: RunningDaemon) -> None:

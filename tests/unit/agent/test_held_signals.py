@@ -123,7 +123,7 @@ while True:
     known = len(raised_at)
     sys.settrace(trace)
     try:
-        with HeldSignals(lambda number: None):
+        with HeldSignals(lambda number: None, begin_limit_s=0.5):
             pass
     except (Raised, CannotHold):
         pass

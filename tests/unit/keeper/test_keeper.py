@@ -19,6 +19,7 @@ from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.external import start_keeper
 from hegmd.keeper.client import KeeperStore
 from hegmd.keeper.wire import GREETING, HELLO, LIST, PUT, SOCKET_NAME, receive, send
+from tests.looks import still_there
 
 NAME = "hegm-pool-7-4711-3.ab"
 ENDS_WITHIN_S = 10.0
@@ -68,7 +69,7 @@ def run_python(code: str, *arguments: str) -> tuple[int, bytes]:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    return not psutil.wait_procs(processes, timeout=ENDS_WITHIN_S)[1]
+    return not still_there(processes, ENDS_WITHIN_S)
 
 
 async def test_what_it_is_given_outlives_the_daemon_and_is_given_out_again(folder: Path) -> None:
