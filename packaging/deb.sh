@@ -4,8 +4,8 @@
 #
 # It brings its own libraries and runs them with the interpreter of the distribution, so it fits the distribution (the
 # minor version of its Python) on which it was built. SOURCE_DATE_EPOCH, by default the time of the last commit, becomes
-# the time of every file in it: the same sources give the same package. DEBFULLNAME and DEBEMAIL name who built it, as
-# for Debian's own tools.
+# the time of every file in it: the same sources give the same package. DEBFULLNAME and DEBEMAIL name who built it, and
+# DPKG_DEB_COMPRESSOR_TYPE, by default xz, says how it is compressed, as for Debian's own tools.
 set -euo pipefail
 umask 022
 
@@ -79,5 +79,5 @@ if [ -z "$glibc" ]; then sed -i 's/, libc6 (>= )//' "$root/DEBIAN/control"; fi
 find "$root" -newermt "@$SOURCE_DATE_EPOCH" -exec touch --no-dereference --date "@$SOURCE_DATE_EPOCH" {} +
 mkdir -p "$source/dist"
 package=$source/dist/hegmd_${version}_$architecture.deb
-dpkg-deb --root-owner-group -Zxz --build "$root" "$package" >/dev/null
+dpkg-deb --root-owner-group -Z"${DPKG_DEB_COMPRESSOR_TYPE:-xz}" --build "$root" "$package" >/dev/null
 echo "$package"
