@@ -42,10 +42,11 @@ COMPILE := $(PYTHON) -m compileall -q hegm hegmd client
 COLLECT := PYTHONDONTWRITEBYTECODE= $(PYTEST) -m "not gpu and not bench" --collect-only
 REWRITE := { $(COLLECT) tests/e2e tests/contract tests/house & $(COLLECT) tests/unit tests/simulation; wait; } >/dev/null 2>&1
 
+# What is fetched from Debian keeps no processor busy, and comes while packages are installed.
 test: ## all tests but those that need a GPU; end to end ones and a real systemd included
-	@tools/setup.sh full
-	@tools/pythons.sh || echo "make: going on with the Pythons of this machine"
-	@$(MAKE) --no-print-directory criu || echo "make: going on with the CRIU of this machine, if there is one"
+	@{ tools/pythons.sh || echo "make: going on with the Pythons of this machine"; \
+		$(MAKE) --no-print-directory criu || echo "make: going on with the CRIU of this machine, if there is one"; } & \
+		tools/setup.sh full; status=$$?; wait; exit $$status
 	@$(COMPILE)
 	@$(REWRITE)
 	$(PYTEST) -m "not gpu and not bench" -ra $(WORKERS)
