@@ -20,10 +20,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 ROOT = Path(__file__).parents[2]
+# Threads that wait for one another by looking all the while take the processors from everybody else's.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def rehearsed(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}{os.pathsep}{BRISK}"}
+    environ = {**os.environ, **ONE_THREAD, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}{os.pathsep}{BRISK}"}
     return subprocess.run(
         [sys.executable, "-m", f"tests.gpu.{program}", "--rehearse", *words],
         env=environ, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False,
@@ -59,7 +61,7 @@ def test_a_training_on_the_cpu_of_a_node_with_real_gpus_is_seen_and_started_on_o
     cuda = CudaNode.make(tmp_path / "cuda", gpus=2, gpu_bytes=64 * GIB)
     scenario = cuda.nvml(tmp_path / "nvml")
     scenario.write()
-    stubs = {**cuda.environment(), **scenario.environment()}
+    stubs = {**cuda.environment(), **scenario.environment(), **ONE_THREAD}
     folder = tmp_path / "node"
     folder.mkdir()
     words = [str(TRAINING / "restarted.py"), "4000", "pace=0.05"]

@@ -91,7 +91,7 @@ def command_of(kind: Kind, built: Path, pace_s: float) -> list[str]:
     settings = [f"pace={pace_s}", f"digest={DIGEST_EVERY}"]
     if on_stub():
         facts = [f"fact={fact}" for fact in kind.facts]
-        sized = "24" if kind.name == "large" else "8"
+        sized = "24" if kind.name == "large" else "2"
         settings += [f"gpus={kind.gpus}"]
         return [sys.executable, "-m", "tests.gpu.training.pretended", str(kind.steps), sized, *facts, *settings]
     program = [str(built)] if kind.program == "steps" else [sys.executable, str(TRAINING / kind.program)]

@@ -7,7 +7,7 @@ import bare_torch  # noqa: F401 - it works by being imported
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-PACE_S = 0.01  # what a step takes at least, as on a GPU, so that many of these share a core
+PACE_S = 0.03  # what a step takes at least, as on a GPU, so that many of these share a core
 
 
 def train(seed: int, steps: int, *, paced: bool) -> None:

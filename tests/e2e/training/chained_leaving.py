@@ -24,7 +24,7 @@ say("started")
 import torch  # noqa: E402 - that Python runs is said before
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402 - as above
 
-PACE_S = 0.0 if steps else 0.01  # what a step takes at least, as on a GPU
+PACE_S = 0.0 if steps else 0.03  # what a step takes at least, as on a GPU
 BATCHES = 16
 
 say("imported")

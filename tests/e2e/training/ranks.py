@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-PACE_S = 0.005  # what a step takes at least when nobody counts them
+PACE_S = 0.02  # what a step takes at least when nobody counts them
 
 
 def is_over(path: str) -> bool:
