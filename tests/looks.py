@@ -1,4 +1,4 @@
-"""Looking again at what nobody tells of, without taking the processor from whom it is waited for; and the end of others.
+"""Looking again at what nobody tells of, without taking the processor from whom it is waited for; and ends of others.
 
 A look that follows at once on the one before keeps two processes busy, who asks and who answers, beside the one that is
 to get ahead. Nothing may depend on how long a pause is.
