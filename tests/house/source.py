@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -133,9 +134,13 @@ def _paths() -> dict[str, Path]:
     return {_module_name(path): path for path in files(".py")}
 
 
+@functools.cache
 def python_files() -> tuple[Module, ...]:
     """Every Python file of the project, tests included."""
-    return tuple(_module(path) for path in _paths().values())
+    found = tuple(_module(path) for path in _paths().values())
+    # They stay: each later test that left anything to collect would have the collector look through all of them.
+    gc.freeze()
+    return found
 
 
 def modules(*prefixes: str) -> tuple[Module, ...]:
