@@ -29,6 +29,7 @@ from hegmd.driver_strays import DriverStrays
 from hegmd.errors import Bug
 from hegmd.events import EventLog
 from hegmd.external import Rights
+from hegmd.found_bytes import FoundBytes, VideoStrays
 from hegmd.half_revived import HalfRevived
 from hegmd.handoff import Handoff
 from hegmd.helper.link import Link
@@ -69,7 +70,7 @@ from hegmd.resting import ASKED, Resting
 from hegmd.reviving import Reviving
 from hegmd.rooms import Rooms
 from hegmd.sequences import Sequences
-from hegmd.strays import DistrustedStrays, PieceStrays, Source, StandingStrays, Strays, VideoStrays
+from hegmd.strays import DistrustedStrays, PieceStrays, Source, StandingStrays, Strays
 from hegmd.supervisors import SupervisorAway, Supervisors
 from hegmd.vram import VideoMemory
 from hegmd.workers import Worker, Workers
@@ -135,7 +136,6 @@ class Moving:
             supervised=lambda worker: self.supervisors.find(worker.identity.uid, worker.about.run),
         )
         self._by_driver = None if simulated else self._driver_strays()
-        self._standing = StandingStrays(workers, self._is_in_hand, by_driver=self._by_driver)
         self.strays = self._make_strays(events)
         self.resting = Resting(workers, pool, self.runner, events, when=spill)
         lookout = Lookout(
@@ -162,7 +162,7 @@ class Moving:
             self._workers,
             lookout,
             self.runner,
-            pool=self.pool,
+            found=self._found,
             resting=self.resting,
             standing=self._standing,
             restart_allowed=lambda: restart_always,
@@ -226,18 +226,21 @@ class Moving:
 
     def _make_strays(self, events: EventLog) -> Strays:
         """Of all kinds."""
+        self._in_video = VideoStrays(self.memory, self._is_claimed, self._why_stray, self._gpu_named, self._workers)
+        self._found = FoundBytes(self.pool, self.memory, self._in_video)
+        self._standing = StandingStrays(self._workers, self._is_in_hand, self._by_driver, self._found)
         self._distrusted = DistrustedStrays()
-
-        def is_owned(key: Key) -> bool:
-            return self._owned(key) or self.pool.was_claimed_from(key)
-
-        in_video = VideoStrays(self.memory, is_owned, self._why_stray, self._gpu_named, self._workers)
-        sources: list[Source] = [PieceStrays(self.pool, self._why_stray), in_video, self._distrusted, self._standing]
+        pieces = PieceStrays(self.pool, self._why_stray)
+        sources: list[Source] = [pieces, self._in_video, self._distrusted, self._standing]
         if self._by_driver is None:
             return Strays(sources, events)
         strays = Strays([*sources, self._by_driver], events, self._by_driver)
         self._by_driver.changed = strays.tell
         return strays
+
+    def _is_claimed(self, key: Key) -> bool:
+        """Whether an operation has what was that worker's in the one of that number."""
+        return self._owned(key) or self.pool.was_claimed_from(key)
 
     def _driver_strays(self) -> DriverStrays:
         """Asked by a helper of their own: one of them that does not answer is to cost no operation its helper."""

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
 from hegmd.asking import NO_RESTART, Answer, Asked, Emit, Restarting, limit_of, limits_of, plan_or_raise, told_plan
 from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, HegmError, Refused
+from hegmd.found_bytes import FoundBytes
 from hegmd.inventory import Inventory
 from hegmd.lookout import Lookout
 from hegmd.migration import events
@@ -24,10 +25,10 @@ from hegmd.migration.operation import MIGRATE, QUIESCE, RESTART, RESUME, SUSPEND
 from hegmd.migration.plan import planned, planned_resume
 from hegmd.migration.runner import Runner
 from hegmd.migration.telling import in_hand
-from hegmd.pool import Key, Pool
+from hegmd.pool import Key
 from hegmd.protocol import operations as told
 from hegmd.resting import Resting
-from hegmd.strays import ByDriver, StandingStrays, found_for
+from hegmd.strays import ByDriver, StandingStrays
 from hegmd.workers import Workers
 
 
@@ -41,7 +42,7 @@ class Operations:
         lookout: Lookout,
         runner: Runner,
         *,
-        pool: Pool,
+        found: FoundBytes,
         resting: Resting,
         standing: StandingStrays,
         utc: Callable[[], float] = time.time,
@@ -53,7 +54,7 @@ class Operations:
         self._inventory = inventory
         self._workers = workers
         self._lookout = lookout
-        self._pool = pool
+        self._found = found
         self._resting = resting
         self._standing = standing
         self._utc = utc
@@ -251,10 +252,8 @@ class Operations:
         """Give an operation the bytes that were found of its workers and that it has not. Raises HegmError."""
         for member in op.live:
             key, worker = Key(op.id, member.name), self._workers.find(member.pid)
-            if worker is not None and worker.held_bytes and not self._pool.held_for(key):
-                name = await found_for(self._pool, worker, member.name)
-                if name is not None:
-                    await self._pool.claim(name, key)
+            if worker is not None and worker.held_bytes and not self._found.has(worker, key):
+                await self._found.claim(worker, key)
 
     async def _perform(self, request: Request, asked: Asked, *, spill: bool = False) -> Answer:
         if not request.pids:

@@ -12,21 +12,17 @@ from typing import Protocol
 
 from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
 from hegmd.events import EventLog
+from hegmd.found_bytes import FoundBytes
 from hegmd.log import fields
-from hegmd.methods.gpus import BYTES, PASSING
 from hegmd.migration.adoption import Driven, Standing, on_real_gpu
-from hegmd.pool import Key, Pool
-from hegmd.pool import Source as PieceSource
+from hegmd.pool import Pool
 from hegmd.pool_found import Distrusted
 from hegmd.protocol.operations import Stray
-from hegmd.vram import STORE_PREFIX, VideoMemory
 from hegmd.workers import BACK, CAME, Worker, Workers
 
 logger = logging.getLogger(__name__)
 
 SURVEY_LIMIT_S = 5.0
-# What memory begins with that an agent copied to: hegmd/agent/transfer.py. Then comes what it drew for it.
-_MAGIC = b"HEGMWRK1"
 
 
 class Source(Protocol):
@@ -82,59 +78,6 @@ class PieceStrays:
         return await self._pool.drop_unclaimed(name)
 
 
-class VideoStrays:
-    """Video memory with bytes in it that a store kept, and whose operation is gone. `named` tells a GPU by its UUID.
-
-    Whose bytes they are is not in its name for longer than a pid says it, so it is given to nobody. Whoever has that
-    pid now may give it up: they are its owner, or the process is gone whose bytes they were.
-    """
-
-    def __init__(
-        self,
-        memory: VideoMemory,
-        owned: Callable[[Key], bool],
-        why: Callable[[str], str],
-        named: Callable[[str], str],
-        workers: Workers,
-    ) -> None:
-        self._memory = memory
-        self._owned = owned
-        self._why = why
-        self._named = named
-        self._workers = workers
-
-    def _found(self) -> Iterable[tuple[str, str, Key, int]]:
-        for (who, gpu), size_bytes in self._memory.by_owner().items():
-            operation, _, rest = who.partition(".")
-            worker, _, kind = rest.rpartition(".")
-            if kind in (BYTES, PASSING) and not self._owned(Key(operation, worker)):
-                yield who, gpu, Key(operation, worker), size_bytes
-
-    def strays(self) -> Iterable[Stray]:
-        for who, gpu, key, size_bytes in self._found():
-            pid = int(key.worker) if key.worker.isdigit() else None
-            agent = None if pid is None else self._workers.find(pid)
-            yield Stray(
-                name=_video_name(who, gpu),
-                kind="bytes",
-                pid=pid,
-                size_bytes=size_bytes,
-                where=f"video memory of {self._named(gpu)}",
-                why=self._why(key.operation),
-                next=f"hegmctl adopt --drop {_video_name(who, gpu)}, once process {key.worker} has ended",
-                uid=None if agent is None else agent.identity.uid,
-            )
-
-    async def drop(self, name: str) -> int | None:
-        who, gpu, _, size_bytes = next(one for one in self._found() if _video_name(one[0], one[1]) == name)
-        await self._memory.give(who, gpu)
-        return size_bytes
-
-
-def _video_name(who: str, gpu: str) -> str:
-    return f"{STORE_PREFIX}-{who}-{gpu}"
-
-
 class DistrustedStrays:
     """What looks like a piece and cannot be believed. A person may look at it and take it away by hand."""
 
@@ -161,11 +104,18 @@ class StandingStrays:
     """Processes that stand, or whose bytes are out, and that no operation has. `in_hand` tells which one has.
 
     `by_driver` asks the driver, where there are real GPUs: whether it has a process checkpointed, and how much room its
-    restore needs at most, since what was measured of it was in the journal.
+    restore needs at most, since what was measured of it was in the journal. `bytes_of` knows what was found of bytes.
     """
 
-    def __init__(self, workers: Workers, in_hand: Callable[[int], bool], by_driver: ByDriver | None = None) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        in_hand: Callable[[int], bool],
+        by_driver: ByDriver | None = None,
+        bytes_of: FoundBytes | None = None,
+    ) -> None:
         self._workers = workers
+        self._bytes = bytes_of
         self._in_hand = in_hand
         self.by_driver = by_driver
 
@@ -206,7 +156,9 @@ class StandingStrays:
         )
         if self.by_driver is None:
             return standing
-        return on_real_gpu(standing, await self.by_driver.stands(worker.pid), worker.about.mark)
+        in_video = self._bytes is not None and await self._bytes.in_video(worker, str(worker.pid)) is not None
+        driven = await self.by_driver.stands(worker.pid)
+        return on_real_gpu(standing, driven, worker.about.mark, in_video=in_video)
 
     def strays(self) -> Iterable[Stray]:
         for worker in self.standing():
@@ -235,33 +187,6 @@ def _not_theirs(stray: Stray) -> HegmError:
 def _is_same_job(one: Worker, other: Worker) -> bool:
     run, other_run = one.about.run or one.about.job, other.about.run or other.about.job
     return run is not None and run == other_run and one.identity.uid == other.identity.uid
-
-
-async def found_for(pool: Pool, worker: Worker, name: str) -> str | None:
-    """The piece that has what is out of that process, which operations call so; None if there is none.
-
-    One that does not say whose it is is given to nobody, and of several the one that its agent has marked. Raises
-    Refused where that does not tell them apart: bytes of another moment would be taken for its own.
-    """
-    source = PieceSource(worker.identity.uid, worker.identity.start_ticks)
-    fitting = [
-        called
-        for called, piece in pool.unclaimed().items()
-        if piece.name.key.worker == name and piece.name.source == source and piece.usable_bytes >= worker.held_bytes
-    ]
-    if len(fitting) < 2:
-        return next(iter(fitting), None)
-    begins = _MAGIC + bytes.fromhex(worker.about.mark or "")
-    marked = [called for called in fitting if await pool.beginning(called, len(begins)) == begins != _MAGIC]
-    if len(marked) == 1:
-        return marked[0]
-    if not worker.about.entrusted:
-        return None  # it has a descriptor of its own bytes
-    raise Refused(
-        f"{len(fitting)} pieces could be what is out of process {worker.pid}, and its agent tells none by its mark",
-        f"it stays parked, and all are kept: {', '.join(sorted(fitting))}",
-        {"pid": worker.pid, "pieces": sorted(fitting)},
-    )
 
 
 class Strays:

@@ -207,6 +207,28 @@ class VideoMemory:
         await self._let_go(who, gpu, holding, given)
         return sum(piece.size_bytes for piece in given)
 
+    async def hand_on(self, who: str, gpu: str, to: str) -> None:
+        """Have what that owner has there be another's from now on; what is kept is so all the time.
+
+        Raises HegmError when a store does not take the new names: then it is as it was. What it does not let go of of
+        the old ones is held twice, and is nobody's when the next daemon finds it.
+        """
+        async with self._taking:
+            holding = self._held.get((who, gpu))
+            if holding is None or (to, gpu) in self._held:
+                raise Bug("video memory is handed on that nobody has, or to who has some", facts={"who": who, "to": to})
+            pieces = tuple(holding.pieces)
+            if holding.kept:
+                await self._keep(to, gpu, pieces)
+            if self._held.get((who, gpu)) is not holding:
+                if holding.kept and self.store is not None:
+                    await self.store.drop(*[_store_name(to, gpu, piece) for piece in pieces])
+                raise Refused(f"the video memory of {who} was given back meanwhile", "see: hegmctl adopt")
+            self._held[to, gpu] = self._held.pop((who, gpu))
+            if holding.kept and self.store is not None:
+                with anyio.CancelScope(shield=True):
+                    await self.store.drop(*[_store_name(who, gpu, piece) for piece in pieces])
+
     def close(self) -> None:
         """Let go of everything here; what a store has, it keeps."""
         while self._held:

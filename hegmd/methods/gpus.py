@@ -23,7 +23,9 @@ __all__ = [
     "Node",
     "VideoMemory",
     "ahead_of",
+    "bytes_name",
     "bytes_of",
+    "earlier_bytes_of",
     "pairs_from",
     "passing_name",
     "passing_of",
@@ -127,6 +129,16 @@ def storages_of(subject: Subject) -> str:
 
 def bytes_of(subject: Subject) -> str:
     """Under what name the memory is held that its bytes are in while they are out."""
+    return bytes_name(subject.operation, subject.name, subject.start_ticks)
+
+
+def bytes_name(operation: str, worker: str, start_ticks: int) -> str:
+    """The same, of that worker in that operation: whose they are is to be told from it without a journal."""
+    return f"{operation}.{worker}.{BYTES}@{start_ticks}"
+
+
+def earlier_bytes_of(subject: Subject) -> str:
+    """The same as earlier releases called it, whose memory a store may have kept through an upgrade."""
     return f"{subject.operation}.{subject.name}.{BYTES}"
 
 

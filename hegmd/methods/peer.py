@@ -11,7 +11,7 @@ from hegmd.helper.link import Link
 from hegmd.helper.route import Route
 from hegmd.methods.base import NoRoom, Progress, Subject
 from hegmd.methods.copying import CopyingCarrier
-from hegmd.methods.gpus import Gpus, VideoMemory, bytes_of
+from hegmd.methods.gpus import Gpus, VideoMemory, bytes_of, earlier_bytes_of
 
 NAME = "peer"
 
@@ -32,14 +32,14 @@ class PeerCarrier(CopyingCarrier):
             await self.disarm(subject)
         async with self.gpus.turn(self.gpus.name_of(where)):
             try:
-                await self._memory.hold(bytes_of(subject), where, size_bytes)
+                await self._memory.hold(self._owner(subject), where, size_bytes)
             except Refused as error:
                 raise NoRoom(error.message, error.hint, error.facts) from error
         self.gpus.changed()
         try:
-            await self._memory.keep(bytes_of(subject), where)
+            await self._memory.keep(self._owner(subject), where)
         except HegmError:
-            await self._memory.give(bytes_of(subject), where)
+            await self._memory.give(self._owner(subject), where)
             raise
         await self.arm_or_give(subject)
 
@@ -47,18 +47,18 @@ class PeerCarrier(CopyingCarrier):
         await self.disarm(subject)
         where = self._where(subject)
         if where is not None:
-            await self._memory.give(bytes_of(subject), where)
+            await self._memory.give(self._owner(subject), where)
             self.gpus.changed()
 
     def held_bytes(self, subject: Subject) -> int:
-        return sum(self._memory.of(bytes_of(subject)).values())
+        return sum(self._memory.of(self._owner(subject)).values())
 
     async def fetch(self, subject: Subject, on_progress: Progress) -> None:
         """Video memory is put nowhere else."""
 
     def space_bytes(self, subject: Subject) -> int:
         where = self._where(subject)
-        pieces = () if where is None else self._memory.pieces(bytes_of(subject), where)
+        pieces = () if where is None else self._memory.pieces(self._owner(subject), where)
         return pieces[-1].at + pieces[-1].size_bytes if pieces else 0
 
     async def reach(self, subject: Subject) -> list[str]:
@@ -72,19 +72,24 @@ class PeerCarrier(CopyingCarrier):
         where = self._where(subject)
         if where is None:
             raise Refused(f"nothing is held for the bytes of process {subject.pid}", "see hegmctl op")
-        await route.attach_video(where, self._memory.pieces(bytes_of(subject), where))
+        await route.attach_video(where, self._memory.pieces(self._owner(subject), where))
 
     async def passed(self, subject: Subject, route: Route, at_bytes: int) -> None:
         """Pieces that nothing is in any more make room for the next round."""
         where = self._where(subject)
         if where is None or not subject.in_rounds:
             return
-        pieces = self._memory.pieces(bytes_of(subject), where)
+        pieces = self._memory.pieces(self._owner(subject), where)
         count = sum(piece.at + piece.size_bytes <= at_bytes for piece in pieces)
         if count:
             await route.detach_first(count)
-            await self._memory.give_first(bytes_of(subject), where, count)
+            await self._memory.give_first(self._owner(subject), where, count)
+
+    def _owner(self, subject: Subject) -> str:
+        """Under what name its bytes are held, or are to be."""
+        owner, earlier = bytes_of(subject), earlier_bytes_of(subject)
+        return earlier if not self._memory.of(owner) and self._memory.of(earlier) else owner
 
     def _where(self, subject: Subject) -> str | None:
         """The GPU that its bytes are held on."""
-        return next(iter(self._memory.of(bytes_of(subject))), None)
+        return next(iter(self._memory.of(self._owner(subject))), None)

@@ -16,7 +16,7 @@ from hegmd.pieces import LAST_BYTES, UNSEEN_BYTES
 from hegmd.protocol.record import Record, field
 
 DRIVER = "driver"
-BY_WORKER, BY_HOST = "worker", "host"
+BY_WORKER, BY_HOST, BY_PEER = "worker", "host", "peer"
 
 
 class Standing(Record):
@@ -62,8 +62,10 @@ def room_bound(own_bytes: int, whole_bytes: Iterable[int | None]) -> int:
     return min(bound_bytes, max(known) - LAST_BYTES) if known else bound_bytes
 
 
-def on_real_gpu(standing: Standing, driven: Driven, mark: str | None) -> Standing:
+def on_real_gpu(standing: Standing, driven: Driven, mark: str | None, *, in_video: bool = False) -> Standing:
     """The same of one on a real GPU. `mark` is its agent's, which tells by which way its bytes went out.
+
+    `in_video` is whether video memory was found that has them: then they were on their way by peer.
 
     Raises Refused where that is not known. What the driver took off has its storages' bytes in it, unless they are out.
     """
@@ -73,7 +75,7 @@ def on_real_gpu(standing: Standing, driven: Driven, mark: str | None) -> Standin
             "bring the journal back from a copy (operations.journal in the state directory), then start hegmd",
             {"pid": standing.pid},
         )
-    by_itself = BY_WORKER if mark else BY_HOST
+    by_itself = BY_WORKER if mark else BY_PEER if in_video else BY_HOST
     return standing.replace(
         method=DRIVER,
         carrier=by_itself if standing.held_bytes else BY_DRIVER,

@@ -12,6 +12,7 @@ import pytest
 
 from hegmd.driver_strays import DriverStrays
 from hegmd.errors import DENIED, NOT_FOUND, HegmError, Refused
+from hegmd.found_bytes import FoundBytes, VideoStrays
 from hegmd.helper.link import Link, child_environment
 from hegmd.lookout import Lookout
 from hegmd.methods.neighbours import Neighbours
@@ -71,12 +72,13 @@ async def test_a_checkpointed_process_is_its_owners_alone_to_adopt(
             running=tuple,
             supervisors=moving.supervisors,
         )
+        in_video = VideoStrays(moving.memory, lambda _: False, str, str, daemon.workers)
         operations = Operations(
             daemon.inventory,
             daemon.workers,
             lookout,
             moving.runner,
-            pool=moving.pool,
+            found=FoundBytes(moving.pool, moving.memory, in_video),
             resting=moving.resting,
             standing=standing,
         )

@@ -19,6 +19,7 @@ from hegmd.errors import HegmError
 from hegmd.protocol import operations as told
 from hegmd.protocol.messages import (
     Adopt,
+    Migrate,
     OperationReply,
     Strays,
     StraysReply,
@@ -153,6 +154,37 @@ def test_a_job_with_its_bytes_in_the_pool_and_its_journal_gone_was_parked_for_go
             }
             adopted = adopt(connection, watched.pid)
             assert (adopted.phase, adopted.failure, adopted.processes[0].gpu) == ("done", None, "gpu1")
+            watched.is_whole()
+            assert watched.pid not in {stray.pid for stray in strays_of(connection).values()}
+        only_its_own(node, watched)
+
+
+@pytest.mark.parametrize("step", ["checkpoint", "restore"])
+def test_bytes_in_video_memory_of_a_job_without_a_journal_were_only_listed(
+    node: DrivenNode, tmp_path: Path, step: str
+) -> None:
+    """They were on their way to another GPU, and their job stood for good beside them."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with node.agented(0) as program:
+        watched = Watched(program)
+        node.cuda.order(f"hold step:{step} {gate} 1")
+        with node.connect() as connection:
+            connection.call(Migrate(pids=(watched.pid,), to="gpu1", carrier="peer", wait=False), OperationReply)
+        with gate.open("w"):
+            node.daemon.stop(signal.SIGKILL)
+            node.cuda.mend()
+        (node.folder / "state" / "operations.journal").unlink()
+        node.daemon.start()
+        with node.connect() as connection:
+            told_of = (event for event in connection.events(follow=True) if event.kind == "pool.stray")
+            next(event for event in told_of if event.facts["kind"] == "process" and event.pid == watched.pid)
+        with node.connect() as connection:
+            (found,) = [stray for stray in strays_of(connection).values() if stray.kind == "bytes"]
+            assert (found.pid, found.where) == (watched.pid, "video memory of gpu1")
+            assert found.next == f"hegmctl adopt {watched.pid}, which these bytes are out of"
+            adopted = adopt(connection, watched.pid)
+            assert (adopted.phase, adopted.failure) == ("done", None)
             watched.is_whole()
             assert watched.pid not in {stray.pid for stray in strays_of(connection).values()}
         only_its_own(node, watched)

@@ -158,7 +158,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.migration.image_effects": (*MOVING, "hegmd.migration"),
     "hegmd.migration.performer": (*MOVING, "hegmd.migration", "hegmd.pieces"),
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
-    "hegmd.strays": (*MOVING, "hegmd.events", "hegmd.migration.adoption", "hegmd.pool_found", "hegmd.vram"),
+    "hegmd.found_bytes": (*MOVING, "hegmd.vram"),
+    "hegmd.strays": (*MOVING, "hegmd.events", "hegmd.found_bytes", "hegmd.migration.adoption", "hegmd.pool_found"),
     "hegmd.driver_strays": (
         *(*GROUND, "hegmd.detached", "hegmd.helper", "hegmd.methods", "hegmd.migration.adoption", "hegmd.places"),
         "hegmd.processes",
@@ -170,15 +171,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "hegmd.asking": (*GROUND, "hegmd.lookout", "hegmd.migration"),
     "hegmd.operations": (
-        *(
-            *MOVING,
-            "hegmd.asking",
-            "hegmd.inventory",
-            "hegmd.lookout",
-            "hegmd.migration",
-            "hegmd.resting",
-            "hegmd.strays",
-        ),
+        *(*MOVING, "hegmd.asking", "hegmd.found_bytes", "hegmd.inventory", "hegmd.lookout", "hegmd.migration"),
+        *("hegmd.resting", "hegmd.strays"),
     ),
     "hegmd.kept_ready": (*GROUND, "hegmd.events", "hegmd.methods.readying", "hegmd.supervisors", "hegmd.workers"),
     "hegmd.restarts": (

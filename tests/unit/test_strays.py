@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hegmd.errors import DENIED, NOT_FOUND, REFUSED, HegmError, Refused
+from hegmd.found_bytes import FoundBytes, VideoStrays, found_for
 from hegmd.helper.link import Link
 from hegmd.migration.adoption import Driven, adopted
 from hegmd.pool import Keep, Key, Piece, Pool, Source
@@ -17,7 +18,7 @@ from hegmd.pool_names import PieceName
 from hegmd.protocol.messages import AgentAttend
 from hegmd.protocol.snapshots import AgentInfo
 from hegmd.spill_file import SpillFolder
-from hegmd.strays import StandingStrays, VideoStrays, found_for
+from hegmd.strays import StandingStrays
 from hegmd.vram import VideoMemory
 from hegmd.workers import Identity, Worker, Workers
 from tests.unit.model_agent import ModelAgent
@@ -306,3 +307,33 @@ async def test_video_memory_that_a_store_kept_for_nobody_was_held_in_silence(tmp
     assert list(found.strays()) == []
     assert list(memory.by_owner()) == [("8.4712.bytes", gpu)]
     memory.close()
+
+
+def out_of(pid: int, start_ticks: int, held_bytes: int) -> Worker:
+    about = AgentAttend(token="a" * 32, python_version="3", boundary=1, held_bytes=held_bytes, mark="")
+    return Worker(Identity(pid, start_ticks, 1000), AgentInfo(name="x", version="1"), about)
+
+
+async def test_video_memory_goes_to_the_process_whose_start_it_names_and_to_nobody_where_two_do() -> None:
+    """A pid is used again, and one job's weights would be another's."""
+    memory, pool = VideoMemory(Link()), Pool(MIB)
+    gpu = "GPU-00000000-0000-0000-0000-000000000001"
+    for who in ("7.4711.bytes@500", "7.4712.bytes", "7.4713.passing@500"):
+        assert memory.adopt(f"hegm-vram-{who}-{gpu}-0-{MIB}", os.memfd_create("video"))
+    video = VideoStrays(memory, lambda _: False, str, str, Workers(lambda _: None))
+    found = FoundBytes(pool, memory, video)
+    mine = out_of(4711, 500, MIB)
+    assert (one := await found.in_video(mine, "4711")) is not None
+    assert one.who == "7.4711.bytes@500"
+    for other in (out_of(4711, 501, MIB), out_of(4712, 500, MIB), out_of(4713, 500, MIB), out_of(4711, 500, 0)):
+        assert await found.in_video(other, str(other.pid)) is None
+    with pytest.raises(Refused, match="reaches to"):
+        await found.in_video(out_of(4711, 500, MIB + 1), "4711")
+    await found.claim(mine, Key("9", "4711"))
+    assert found.has(mine, Key("9", "4711"))
+    assert memory.of("9.4711.bytes@500") == {gpu: MIB}
+    assert memory.adopt(f"hegm-vram-3.4711.bytes@500-{gpu}-0-{MIB}", os.memfd_create("video"))
+    with pytest.raises(Refused, match="nothing tells which"):
+        await found.in_video(mine, "4711")
+    memory.close()
+    pool.close()

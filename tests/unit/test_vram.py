@@ -252,3 +252,26 @@ async def test_without_a_store_nothing_is_kept_and_that_is_said() -> None:
     await memory.hold(WHO, GPU, GIB)
     assert await memory.keep(WHO, GPU) is False
     memory.close()
+
+
+async def test_what_is_handed_on_is_kept_all_the_time_under_one_of_its_names(
+    memory: VideoMemory, store: DescriptorStore
+) -> None:
+    await memory.hold(WHO, GPU, 2 * GIB)
+    await memory.keep(WHO, GPU)
+    inodes = [os.fstat(piece.fd).st_ino for piece in memory.pieces(WHO, GPU)]
+    store.room = 3
+    with pytest.raises(HegmError, match="does not take"):
+        await memory.hand_on(WHO, GPU, "8.4711.bytes@5")
+    assert (memory.of(WHO), len(store.kept)) == ({GPU: 2 * GIB}, 2), "all is as it was"
+    store.room = 4
+    await memory.hand_on(WHO, GPU, "8.4711.bytes@5")
+    assert (memory.of(WHO), memory.of("8.4711.bytes@5")) == ({}, {GPU: 2 * GIB})
+    assert [os.fstat(piece.fd).st_ino for piece in memory.pieces("8.4711.bytes@5", GPU)] == inodes
+    assert all("-8.4711.bytes@5-" in name for name in store.kept), store.kept
+    later = VideoMemory(Gpus(), store)
+    assert all(later.adopt(name, os.dup(fd)) for name, fd in store.kept.items())
+    assert later.of("8.4711.bytes@5") == {GPU: 2 * GIB}
+    later.close()
+    await memory.give("8.4711.bytes@5", GPU)
+    assert not store.kept
