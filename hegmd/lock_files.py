@@ -12,6 +12,7 @@ whole stays whole without it.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Generator
@@ -39,7 +40,7 @@ class LockFiles:
             with suppress(FileExistsError):
                 os.mkdir(str(parent_pid), 0o755, dir_fd=folder_fd)
             with _own_folder(str(parent_pid), folder_fd, self._folder / str(parent_pid)) as fd:
-                _write(fd, f"{image}\n{mark}\n")
+                _write(fd, f"{image}\n{mark}\n", _beginning(mark))
         return self._folder / str(parent_pid) / LOCK
 
     def remove(self, mark: str) -> list[Path]:
@@ -50,9 +51,14 @@ class LockFiles:
         with self._opened() as folder_fd:
             for name in filter(str.isdigit, os.listdir(folder_fd)):
                 with suppress(FileNotFoundError, HegmError), _own_folder(name, folder_fd, self._folder / name) as fd:
-                    if _said(fd).splitlines()[1:2] == [mark]:
+                    halves = [half for half in os.listdir(fd) if half.startswith(_beginning(mark))]
+                    for half in halves:  # a daemon was killed while it wrote
+                        os.unlink(half, dir_fd=fd)
+                    is_told = _said(fd).splitlines()[1:2] == [mark]
+                    if is_told:
                         os.unlink(LOCK, dir_fd=fd)
                         gone.append(self._folder / name / LOCK)
+                    if is_told or halves:
                         with suppress(OSError):  # there is more in it, which is not ours
                             os.rmdir(name, dir_fd=folder_fd)
         return gone
@@ -89,9 +95,14 @@ def _own_folder(name: str, dir_fd: int | None, path: Path) -> Generator[int]:
         os.close(fd)
 
 
-def _write(dir_fd: int, text: str) -> None:
+def _beginning(mark: str) -> str:
+    """Of the names that files of that mark have before they have theirs."""
+    return f".{LOCK}-{hashlib.sha256(mark.encode()).hexdigest()[:16]}-"
+
+
+def _write(dir_fd: int, text: str, beginning: str) -> None:
     """Whole under its name, or not there."""
-    unnamed = f".{LOCK}-{os.urandom(8).hex()}"
+    unnamed = f"{beginning}{os.urandom(8).hex()}"
     try:
         fd = os.open(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
         with open(fd, "w", encoding="utf-8", errors="surrogateescape") as file:

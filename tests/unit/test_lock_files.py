@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,38 @@ def test_a_second_one_takes_the_place_of_the_first_and_leaves_nothing_beside_it(
     assert os.listdir(folder / "4711") == ["lock"]
     assert locks.remove("7 1.0") == []
     assert (folder / "4711" / "lock").read_text().startswith("/images/two\n")
+
+
+def test_a_daemon_that_was_killed_while_it_wrote_left_a_file_that_nobody_ever_took_away(folder: Path) -> None:
+    """One of another job, which may be just being written, stays."""
+    LockFiles(folder).make(4711, "/images/one", "7 1.0")
+    (half,) = cut_off_names(folder, "7 1.0")
+    LockFiles(folder).make(4711, "/images/two", "8 1.0")
+    (other,) = cut_off_names(folder, "8 1.0")
+    assert LockFiles(folder).remove("7 1.0") == []
+    assert sorted(os.listdir(folder / "4711")) == sorted([other, "lock"]), half
+    LockFiles(folder).remove("8 1.0")
+    assert os.listdir(folder) == []
+
+
+KILLED_IN_ITS_WRITE = """
+import resource, signal, sys
+from pathlib import Path
+from hegmd.lock_files import LockFiles
+
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+LockFiles(Path(sys.argv[1])).make(4711, "/images/one", sys.argv[2])
+"""
+
+
+def cut_off_names(folder: Path, mark: str) -> list[str]:
+    """What is left in the folder of that parent by whoever is killed while that file is written."""
+    before = set(os.listdir(folder / "4711"))
+    ran = subprocess.run([sys.executable, "-c", KILLED_IN_ITS_WRITE, str(folder), mark], check=False)
+    assert ran.returncode == -signal.SIGXFSZ
+    return sorted(set(os.listdir(folder / "4711")) - before)
 
 
 def test_what_else_is_in_the_folder_stays(folder: Path) -> None:
