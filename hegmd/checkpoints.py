@@ -84,7 +84,9 @@ class Checkpoints:
         # Of a job that goes on, it stands only for what CRIU writes: what the driver has put into its memory, too.
         with_it_bytes = plan.size_bytes if not leave_running else _driven_bytes(plan)
         size_bytes = looked.criu_bytes + with_it_bytes
+        whole_bytes = looked.criu_bytes + plan.size_bytes
         plan = with_image(plan, snapshot.rates, size_bytes=size_bytes, leave_running=leave_running)
+        plan = plan.replace(hazards=(*plan.hazards, _told_size(whole_bytes, path)))
         wish = _wish(path, rights, looked, leave_running=leave_running)
         return await self._operations.carry_out(plan, snapshot, asked, handoff=wish)
 
@@ -113,6 +115,7 @@ class Checkpoints:
             raise refusal(reasons)
         size_bytes = plan.size_bytes + looked.criu_bytes
         plan = with_image(plan, self._paces.rates(), size_bytes=size_bytes, leave_running=False)
+        plan = plan.replace(hazards=(*plan.hazards, _told_size(size_bytes, path)))
         return await self._operations.hand_over(op, _wish(path, rights, looked), plan, asked)
 
     async def restore(self, wish: Wished, rights: Rights, asked: Asked) -> Answer:
@@ -223,6 +226,10 @@ async def reading(op_id: str, size_bytes: int, emit: Emit) -> AsyncGenerator[Cal
             tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure
+
+
+def _told_size(size_bytes: int, path: str) -> str:
+    return f"the image takes about {math.ceil(size_bytes / (1 << 20))} MiB in {path}, and no room for zeros"
 
 
 def _driven_bytes(plan: Plan) -> int:

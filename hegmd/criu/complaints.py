@@ -71,6 +71,12 @@ _TABLE: tuple[_Row, ...] = (
         "end what has it (ps -eo pid,pgid,sid), or restore in a fresh pid namespace: unshare --pid --fork --mount-proc",
     ),
     _Row(
+        r"Unable to create a thread: -17",
+        "the number of one of the job's threads is taken by another thread or process",
+        "restore it again: such numbers come and go; or restore in a fresh pid namespace: "
+        "unshare --pid --fork --mount-proc",
+    ),
+    _Row(
         r"Can't handle non-regular mapping on (?P<pid>\d+)'s map",
         "process {pid} has device memory mapped, which CRIU cannot dump",
         "forked children keep their parent's GPU mappings unless hegmd's agent drops them: use `hegmctl run`",
@@ -191,6 +197,11 @@ def _bare(line: str) -> str:
 def first_error(log: str) -> str | None:
     """The first thing that CRIU calls an error; None when there is none."""
     return next((_bare(line) for line in log.splitlines() if _is_error(line)), None)
+
+
+def had_numbers_taken(log: str) -> bool:
+    """Whether a restore has failed because somebody had one of the job's numbers by then."""
+    return re.search(r"Unable to create a thread: -17|Can't fork for \d+: File exists", log) is not None
 
 
 def had_left_overs(log: str) -> bool:

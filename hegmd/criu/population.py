@@ -20,7 +20,17 @@ from pathlib import Path
 
 from hegmd.processes.procfs import Scarce, Unreadable, Vanished, read_start
 
-__all__ = ["Holder", "Population", "ask", "end_all", "holders_of", "let_go", "population_of", "wait_until_free"]
+__all__ = [
+    "Holder",
+    "Population",
+    "ask",
+    "end_all",
+    "holders_of",
+    "let_go",
+    "population_of",
+    "wait_for_thread_numbers",
+    "wait_until_free",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +99,20 @@ def wait_until_free(numbers: Collection[int], limit_s: float = _REAPED_WITHIN_S)
     while True:
         found = holders_of(numbers)
         if not found or not all(each.is_zombie for each in found) or time.monotonic() >= end:
+            return found
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def wait_for_thread_numbers(numbers: Collection[int], limit_s: float = _REAPED_WITHIN_S) -> tuple[int, int] | None:
+    """Wait for some time until nobody's thread has any of these numbers; one that is had then, and the process. Blocks.
+
+    Strangers take numbers in their turn, mostly for moments, and there is no other way to hear that one is free.
+    """
+    end = time.monotonic() + limit_s
+    while True:
+        held = ((number, _status_field(number, "Tgid")) for number in numbers)
+        found = next(((number, int(process)) for number, process in held if process is not None), None)
+        if found is None or time.monotonic() >= end:
             return found
         time.sleep(_LOOK_AGAIN_S)
 

@@ -18,10 +18,11 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ import anyio.lowlevel
 
 from hegmd.apart import start_apart
 from hegmd.concert import accompanied
-from hegmd.criu.complaints import failure, had_left_overs
+from hegmd.criu.complaints import failure, had_left_overs, had_numbers_taken
 from hegmd.criu.guise import Guise
 from hegmd.criu.needs import Needs
 from hegmd.criu.orders import (
@@ -45,7 +46,15 @@ from hegmd.criu.orders import (
     place_of,
     restore_order,
 )
-from hegmd.criu.population import Population, ask, end_all, let_go, population_of, wait_until_free
+from hegmd.criu.population import (
+    Population,
+    ask,
+    end_all,
+    let_go,
+    population_of,
+    wait_for_thread_numbers,
+    wait_until_free,
+)
 from hegmd.criu.program import Criu
 from hegmd.detached import run_detached
 from hegmd.errors import HegmError, Refused
@@ -143,26 +152,35 @@ async def restore(  # noqa: PLR0913 - what it takes, each by its name
     goes into `log_dir_fd`. Raises HegmError, and then nothing of the tree is left; the same on cancellation.
 
     A CRIU that was killed leaves files in the places of the job's deleted ones. The next fails for them, and takes them
-    away as it ends: so it is tried once more then.
+    away as it ends: so it is tried once more then. So it is where a number of the job's was taken just before CRIU came
+    to it.
     """
     files = {key: place_of(fd) for key, fd in (outlets or {}).items()}
     words = [*folder(IMAGES_FD, images_dir_fd), *folder(LOGS_FD, log_dir_fd), *_worn(guise), *opened(needs, files)]
     words += ["--", *restore_order(criu.path, needs, as_user=guise is not None)]
-    once = partial(_restore_once, words, needs, log_dir_fd, unit_name, description, deadline_s)
+    thread_numbers = await run_detached(lambda _: _threads_in(images_dir_fd, needs.pids), name="look at the image")
+    once = partial(_restore_once, words, needs, thread_numbers, log_dir_fd, unit_name, description, deadline_s)
     try:
         return await once()
-    except HegmError:
-        if not had_left_overs(_log(log_dir_fd, RESTORE_LOG)):
+    except HegmError as error:
+        log = _log(log_dir_fd, RESTORE_LOG)
+        if not had_left_overs(log) and not had_numbers_taken(log):
             raise
-        logger.info("a restore that was cut off had left files, which are gone by now; once more")
+        logger.info("CRIU's restore failed for what may be gone by now, and is tried once more: %s", error.message)
         return await once()
 
 
 async def _restore_once(
-    words: Sequence[str], needs: Needs, log_dir_fd: int, unit_name: str | None, description: str, deadline_s: float
+    words: Sequence[str],
+    needs: Needs,
+    thread_numbers: Sequence[int],
+    log_dir_fd: int,
+    unit_name: str | None,
+    description: str,
+    deadline_s: float,
 ) -> Revived:
     started = time.monotonic()
-    await _take_numbers(needs)
+    await _take_numbers(needs, thread_numbers)
     root = str(needs.pids[0])
     attendant = Population({})
     if unit_name is not None:
@@ -238,8 +256,20 @@ async def _restore_in_unit(
         raise
 
 
-async def _take_numbers(needs: Needs) -> None:
-    """Wait until the job's numbers are free of those who only wait to be reaped. Raises Refused if they are not."""
+def _threads_in(images_dir_fd: int, pids: Collection[int]) -> tuple[int, ...]:
+    """The numbers of its threads but for the first of each process: CRIU makes each under its own."""
+    try:
+        cores = [re.fullmatch(r"core-(\d+)\.img", name) for name in os.listdir(images_dir_fd)]
+    except OSError:  # CRIU will say what is wrong with it
+        return ()
+    return tuple(sorted({int(core[1]) for core in cores if core} - {*pids}))
+
+
+async def _take_numbers(needs: Needs, thread_numbers: Sequence[int]) -> None:
+    """Wait until the job's numbers are free of those who only wait to be reaped, and those of its threads of anybody.
+
+    Raises Refused if they are not.
+    """
     held = await run_detached(lambda _: wait_until_free(needs.pids), name="wait for free numbers")
     if held:
         first = held[0]
@@ -247,6 +277,13 @@ async def _take_numbers(needs: Needs) -> None:
         raise Refused(
             f"the job had the number {first.number}, which is taken as the {first.what} of {whom}",
             "end what has it (ps -eo pid,pgid,sid,stat,args), or restore in a fresh pid namespace: "
+            "unshare --pid --fork --mount-proc",
+        )
+    taken = await run_detached(lambda _: wait_for_thread_numbers(thread_numbers), name="wait for free numbers")
+    if taken is not None:
+        raise Refused(
+            f"a thread of the job had the number {taken[0]}, which one of process {taken[1]} has",
+            "end what has it (ps -eLo pid,tid,args), or restore in a fresh pid namespace: "
             "unshare --pid --fork --mount-proc",
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hegmd.criu.complaints import failure, first_error
+from hegmd.criu.complaints import failure, first_error, had_numbers_taken
 
 NOISE = """\
 (00.000116) Version: 4.2.1 (gitid 0)
@@ -40,6 +40,11 @@ AFTER = "(00.072246) Error (criu/cr-restore.c:2331): Restoring FAILED.\n"
             "(00.07) Error (criu/cr-restore.c:1237): Can't fork for 1448: File exists",
             "the process number 1448 is taken",
             "unshare --pid",
+        ),
+        (
+            "(00.38) pie: 4534: Error (criu/pie/restorer.c:2185): Unable to create a thread: -17",
+            "the number of one of the job's threads is taken",
+            "restore it again",
         ),
         (
             "(00.07) Error (criu/proc_parse.c:116): Can't handle non-regular mapping on 33's map 7f00",
@@ -90,6 +95,12 @@ def test_no_reason_at_all() -> None:
 def test_what_it_says_instead_of_a_log_counts_too() -> None:
     error = failure("dump", "", "Error (criu/util.c:1): Can't create log: No space left on device\n", 1)
     assert "no room left" in error.message
+
+
+def test_a_number_that_was_taken_just_before_criu_came_to_it_is_worth_another_try() -> None:
+    for line in ("Unable to create a thread: -17", "Can't fork for 1448: File exists"):
+        assert had_numbers_taken(f"{NOISE}(00.07) Error (criu/x.c:1): {line}\n{AFTER}")
+    assert not had_numbers_taken(NOISE + AFTER)
 
 
 def test_the_first_error_is_the_first_that_says_something() -> None:

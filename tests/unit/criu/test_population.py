@@ -16,7 +16,16 @@ from pathlib import Path
 import pytest
 
 from hegmd.criu.guise import CAP_SYS_RESOURCE
-from hegmd.criu.population import Population, dumpers_of, end_all, holders_of, let_go, population_of, wait_until_free
+from hegmd.criu.population import (
+    Population,
+    dumpers_of,
+    end_all,
+    holders_of,
+    let_go,
+    population_of,
+    wait_for_thread_numbers,
+    wait_until_free,
+)
 
 # Whose tree the dumpers of these tests dump: of this very process, since others run the same tests beside it.
 ROOT = os.getpid()
@@ -140,6 +149,20 @@ def test_a_number_is_held_by_processes_groups_and_sessions_and_by_zombies() -> N
         assert wait_until_free([process.pid], limit_s=0) != ()
         end_all(population_of(each.pid for each in holders_of([process.pid]) if not each.is_zombie))
     assert [each for each in holders_of([process.pid]) if not each.is_zombie] == []
+
+
+def test_a_restore_failed_because_a_stranger_had_the_number_of_one_of_its_threads() -> None:
+    """CRIU said: Unable to create a thread: -17. Nobody had looked at the numbers of threads."""
+    begun, ended = threading.Event(), threading.Event()
+    stranger = threading.Thread(target=lambda: (begun.set(), ended.wait()))
+    stranger.start()
+    begun.wait()
+    number = stranger.native_id
+    assert number is not None
+    assert wait_for_thread_numbers([1 << 22, number], limit_s=0) == (number, os.getpid())
+    ended.set()
+    assert wait_for_thread_numbers([number], limit_s=30) is None
+    stranger.join()
 
 
 @pytest.mark.parametrize(
