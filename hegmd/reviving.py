@@ -23,7 +23,6 @@ from hegmd.criu import runs
 from hegmd.criu.credentials import beyond, credentials_in
 from hegmd.criu.guise import Guise, to_restore
 from hegmd.criu.orders import unit_name_for
-from hegmd.criu.population import population_of
 from hegmd.criu.program import Criu
 from hegmd.criu.runs import Revived
 from hegmd.detached import run_detached
@@ -42,6 +41,7 @@ from hegmd.migration.operation import Operation
 from hegmd.objections import Objections, Scrutiny
 from hegmd.pool import Key, Pool
 from hegmd.pool_memory import Memory
+from hegmd.processes.procfs import start_ticks_of
 from hegmd.protocol.images import ImageWorker, Manifest
 from hegmd.workers import Worker, Workers
 
@@ -235,7 +235,12 @@ class Reviving:
 
 
 async def until_there(
-    workers: Workers, wanted: Sequence[ImageWorker], ticks: Mapping[int, int], within_s: float = ATTENDS_WITHIN_S
+    workers: Workers,
+    wanted: Sequence[ImageWorker],
+    ticks: Mapping[int, int],
+    *,
+    within_s: float = ATTENDS_WITHIN_S,
+    look_again_s: float = _LOOK_AGAIN_S,
 ) -> None:
     """Wait until the agents of those processes, which have these start times, attend, parked. Raises HegmError."""
 
@@ -244,8 +249,8 @@ async def until_there(
 
     with anyio.move_on_after(within_s):
         while pids := missing():
-            await _require_alive(pids)
-            with anyio.move_on_after(_LOOK_AGAIN_S):  # nobody tells of the end of a process whose agent never came
+            _require_alive(pids, ticks)  # nothing is awaited from the look at who is missing to the wait for news
+            with anyio.move_on_after(look_again_s):  # nobody tells of the end of a process whose agent never came
                 await workers.news.wait()
         return
     late = missing()
@@ -257,12 +262,16 @@ async def until_there(
     )
 
 
-async def _require_alive(pids: Sequence[int]) -> None:
-    """Raise HegmError for one that nobody has to wait for any more."""
-    alive = await run_detached(lambda _: population_of(pids).start_ticks, name="hegmd-restore")
-    if ended := [pid for pid in pids if pid not in alive]:
-        message = f"process {ended[0]} has ended before its agent came back"
-        raise HegmError(NOT_FOUND, message, "the image is whole; see the log of the job, and restore it again")
+def _require_alive(pids: Sequence[int], ticks: Mapping[int, int]) -> None:
+    """Raise HegmError for one that nobody has to wait for any more; one that cannot be seen now is waited for."""
+    for pid in pids:
+        try:
+            found = start_ticks_of(pid)
+        except HegmError:
+            continue
+        if found is None or found != ticks.get(pid, found):
+            message = f"process {pid} has ended before its agent came back"
+            raise HegmError(NOT_FOUND, message, "the image is whole; see the log of the job, and restore it again")
 
 
 def _is_there(worker: Worker | None, token: str | None, start_ticks: int | None) -> bool:

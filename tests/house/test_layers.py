@@ -204,6 +204,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.half_revived": (*GROUND, "hegmd.criu", "hegmd.detached", "hegmd.pool", "hegmd.units"),
     "hegmd.reviving": (
         *(*MOVING, *IMAGED, "hegmd.half_revived", "hegmd.helper.mark", "hegmd.objections", "hegmd.pool_memory"),
+        "hegmd.processes.procfs",
     ),
     "hegmd.outlets": ("hegmd.criu.ends", "hegmd.errors"),
     "hegmd.checkpoints": (

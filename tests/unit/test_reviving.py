@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from hegmd.criu.needs import Needs, needs_of
@@ -228,6 +230,29 @@ async def test_a_job_that_was_killed_as_it_came_back_was_waited_for_as_if_its_ag
     (gone,) = FREE.pids
     with pytest.raises(HegmError, match=f"process {gone} has ended before its agent came back"):
         await until_there(Workers(start_ticks), [_wanted(gone)], {gone: 7}, within_s=10.0)
+
+
+async def test_whoever_had_the_number_of_a_job_that_was_killed_as_it_came_back_was_taken_for_it() -> None:
+    me = os.getpid()
+    with pytest.raises(HegmError, match=f"process {me} has ended before its agent came back"):
+        await until_there(Workers(start_ticks), [_wanted(me)], {me: 7}, within_s=10.0)
+
+
+async def test_an_agent_that_came_while_it_was_looked_whether_its_process_lives_was_seen_at_the_next_look(
+    process: subprocess.Popen[bytes],
+) -> None:
+    """A job stood for up to half a second more after its restore."""
+    workers, ticks = Workers(start_ticks), population_of([process.pid]).start_ticks
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(workers.run)
+        agent = ModelAgent(workers, process.pid)
+        agent.parked = True
+        wait = partial(until_there, workers, [_wanted(process.pid)], ticks, within_s=10.0, look_again_s=3600.0)
+        async with anyio.create_task_group() as waits:
+            waits.start_soon(wait)
+            await anyio.lowlevel.checkpoint()  # it has begun to wait
+            await agent.attend(tasks)
+        tasks.cancel_scope.cancel()
 
 
 def test_criu_has_the_rights_of_the_image_and_of_who_asks_and_none_besides(tmp_path: Path) -> None:
