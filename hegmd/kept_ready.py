@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from hegmd.errors import TIMEOUT, HegmError
+from hegmd.errors import DISCONNECTED, TIMEOUT, HegmError
 from hegmd.events import EventLog
 from hegmd.methods.readying import ALWAYS, Readying
 from hegmd.news import News
@@ -175,7 +175,7 @@ class KeptReady:
                     self._note_fallen(kept, worker)
             except HegmError as error:
                 logger.debug("nothing is kept ready for process %d: %s", worker.pid, error.message)
-                if error.code != TIMEOUT:
+                if error.code not in (DISCONNECTED, TIMEOUT):  # the agent refuses it, as one of an earlier release
                     return
             else:
                 self._news.tell()

@@ -121,6 +121,11 @@ class Supervisor:
         if pidfd >= 0:
             os.close(pidfd)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps one ready for whatever restart may come, or is about to, by its last word."""
+        return self._keeps
+
     def serves(self, operation: str) -> bool:
         """Whether it waits for that operation, or has started its command from there."""
         return self.offer.operation == operation
@@ -209,7 +214,8 @@ class Supervisor:
             return
         if report.result == READY:
             self.ready_pid = report.pid
-            self.lacks_kept = report.pid is None if self._is_on_kept else self.lacks_kept
+            if self._is_on_kept:
+                self._keeps, self.lacks_kept = report.pid is not None, report.pid is None
             self.readied.set()
         if report.result == ENDED:
             self.status = report.status

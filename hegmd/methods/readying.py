@@ -93,12 +93,13 @@ class Readying:
     async def keep(self, supervisor: Supervisor, worker: Worker) -> bool:
         """Have one wait for whatever restart may come, with the surroundings of the job as it is, for its memory.
 
-        One that waits already looks at its files once more, and imports what the job has imported since. False where
-        the node lacks the memory. Raises HegmError where its agent or its supervisor cannot be told.
+        One that waits already, and has its memory, looks at its files once more and imports what the job has imported
+        since. False where there is none and the node lacks the memory. Raises HegmError where its agent or its
+        supervisor cannot be told.
         """
         await worker.order("beforehand")
         available_bytes = self._available_bytes()
-        if available_bytes is not None and available_bytes < LEAST_AVAILABLE_BYTES:
+        if available_bytes is not None and available_bytes < LEAST_AVAILABLE_BYTES and not supervisor.keeps:
             return False
         if worker.imports:
             await supervisor.tell("ready", "", imports=worker.imports, path=worker.path)

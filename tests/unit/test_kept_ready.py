@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
-from hegmd.agent_orders import LIMITED, answered_within_s
+from hegmd.agent_orders import LIMITED, AgentAway, answered_within_s
 from hegmd.errors import TIMEOUT, HegmError
 from hegmd.events import EventLog
 from hegmd.kept_ready import ANSWERS_WITHIN_S, KeptReady, Patience
@@ -28,14 +28,15 @@ PID = os.getpid()
 
 
 class Deaf(Readying):
-    """Whose agents do not answer for so many times."""
+    """Whose agents do not answer for so many times, for that reason."""
 
     deaf_times = 0
+    why = HegmError(TIMEOUT, "no answer", "ask again")
 
     async def keep(self, supervisor: Supervisor, worker: Worker) -> bool:
         if self.deaf_times:
             self.deaf_times -= 1
-            raise HegmError(TIMEOUT, "no answer", "ask again")
+            raise self.why
         return await super().keep(supervisor, worker)
 
 
@@ -50,6 +51,7 @@ class Node:
         uid: int = 0,
         answers: bool = True,
         deaf_times: int = 0,
+        why: HegmError = Deaf.why,
         patience: Patience | None = None,
     ) -> None:
         self.uid, self.answers = uid, answers
@@ -60,7 +62,7 @@ class Node:
         readying = Deaf(
             self.supervisors, lambda _subject, _place: {}, Ready(when), available_bytes=lambda: self.available_bytes
         )
-        readying.deaf_times = deaf_times
+        readying.deaf_times, readying.why = deaf_times, why
         self.in_hand = False
         self.kept = KeptReady(
             self.supervisors,
@@ -200,9 +202,10 @@ async def test_one_job_that_did_not_answer_kept_all_others_from_being_asked(othe
             tasks.cancel_scope.cancel()
 
 
-async def test_whoever_did_not_answer_is_asked_again_later() -> None:
-    """As a job that was stopped when it was asked, and goes on."""
-    node = Node(ALWAYS, deaf_times=2, patience=Patience(first_s=0.0))
+@pytest.mark.parametrize("why", [Deaf.why, AgentAway(PID, "it left")], ids=["stopped", "away"])
+async def test_whoever_did_not_answer_is_asked_again_later(why: HegmError) -> None:
+    """As a job that was stopped when it was asked, and goes on; one whose agent was away was asked no more."""
+    node = Node(ALWAYS, deaf_times=2, why=why, patience=Patience(first_s=0.0))
     async with node.running():
         assert [order.do for order in node.told] == ["ready"]
 
@@ -291,6 +294,23 @@ async def test_one_that_was_made_ready_long_ago_had_files_of_long_ago() -> None:
             await node.until_told(2)
         assert {(order.do, order.operation) for order in node.told} == {("ready", "")}
         assert not node.events.remembered(kinds=("process.next-fell",))
+
+
+async def test_one_that_waited_on_a_node_short_of_memory_was_said_to_have_ended() -> None:
+    """Every ten minutes, with another to be made; and nobody looked at its files."""
+    node = Node(ALWAYS, patience=Patience(first_s=3600.0, longest_s=0.001))
+    async with node.running():
+        node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=7))
+        node.available_bytes = LEAST_AVAILABLE_BYTES - 1
+        told = len(node.told)
+        await node.until_told(told + 2)
+        assert not node.events.remembered(kinds=("process.next-fell",))
+        supervisor = node.supervisors.find(0, "run")
+        assert supervisor is not None
+        node.supervisors.report("supervisor", SuperviseReport(result="ready", pid=None))
+        await anyio.wait_all_tasks_blocked()
+        assert not supervisor.keeps
+    assert node.events.remembered(kinds=("process.next-fell",))
 
 
 def test_an_agent_that_does_not_say_what_it_has_imported_is_not_waited_for_without_end() -> None:
