@@ -39,6 +39,8 @@ from hegmd.pool_memory import Memory
 from hegmd.protocol.images import Manifest
 
 _LOOK_AGAIN_S = 0.05
+# Of so many operations it is remembered whom CRIU has had.
+_MOST_REMEMBERED = 64
 
 
 class Dumping:
@@ -62,11 +64,16 @@ class Dumping:
 
     def known_from(self, op: Operation, manifest: Manifest) -> None:
         """An earlier daemon has dumped those who are in that image."""
-        self._dumped[op.id] = Population(start_ticks_in(manifest))
+        self._remember(op, Population(start_ticks_in(manifest)))
 
-    def dumped(self, op: Operation) -> Population:
-        """Whom CRIU has had, each told of once: they stand, and whose parent has ended is in no tree any more."""
-        return self._dumped.pop(op.id, Population({}))
+    def dumped(self, op: Operation) -> Population | None:
+        """Whom CRIU has had: they stand, and whose parent has ended is in no tree any more. None where nobody knows."""
+        return self._dumped.get(op.id)
+
+    def _remember(self, op: Operation, people: Population) -> None:
+        self._dumped[op.id] = people
+        for oldest in tuple(self._dumped)[:-_MOST_REMEMBERED]:
+            del self._dumped[oldest]
 
     async def look_at_tree(self, op: Operation, wish: Wish) -> tuple[Tree, Needs]:
         """The processes that go along, and what they need, but for their agents' connections. Raises HegmError."""
@@ -87,7 +94,7 @@ class Dumping:
         attending = {member.pid: self._agents.told(member) for member in op.live}
         if guise != await self._looks.at(lambda _: guise_for(tree, needs, rights_of(wish)), name="hegmd-guise"):
             raise Refused("the job has got other rights meanwhile", "ask again when it starts no programs")
-        self._dumped[op.id] = Population({member.pid: member.start_ticks for member in tree.members})
+        self._remember(op, Population({member.pid: member.start_ticks for member in tree.members}))
         node = await self._write_side_by_side(op, wish, lent, criu, (tree, needs, guise), on_progress)
         dumped = await run_detached(lambda _: dumped_processes(lent.criu_dir_fd), name="hegmd-dumped")
         require_no_more(dumped, tree, rights_of(wish))

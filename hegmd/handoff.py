@@ -22,7 +22,7 @@ import anyio
 from hegmd.concert import Progress, in_concert, parts_of
 from hegmd.criu.guise import Guise, rights_missing
 from hegmd.criu.needs import needs_of
-from hegmd.criu.population import population_of
+from hegmd.criu.population import Population, population_of
 from hegmd.criu.program import Criu
 from hegmd.criu.tree import Tree
 from hegmd.detached import Looks, run_detached
@@ -56,6 +56,9 @@ from hegmd.protocol.operations import Reason
 from hegmd.workers import Workers
 
 logger = logging.getLogger(__name__)
+
+# An image on a disk that does not answer keeps nobody from ending.
+_LOOKS_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +226,7 @@ class Handoff:
     async def _go_on(self, op: Operation, wish: Wish) -> None:
         """Whoever was left stopped goes on, and the agents come back, as far as they are there. Raises nothing."""
         with anyio.CancelScope(shield=True):
-            dumped = self._dumping.dumped(op)
+            dumped = self._dumping.dumped(op) or Population({})
             await run_detached(lambda _: let_all_go(wish, dumped), name="hegmd-let-go")
             await self._agents.call_back(op, wish)
 
@@ -275,8 +278,15 @@ class Handoff:
         except HegmError as error:  # the image is whole, and so the job ends all the same
             logger.error("no lock file tells of operation %s: %s; %s", op.id, error.message, error.hint)
         await self._agents.leave_places(op, wish)  # they are stopped, and will not look there any more
-        dumped = self._dumping.dumped(op)
+        dumped = await self._dumped(op, wish)
         await run_detached(lambda _: end_tree(wish, member, dumped), name="hegmd-end")
+
+    async def _dumped(self, op: Operation, wish: Wish) -> Population:
+        """Whom CRIU has had: where another daemon has seen that, by the image, as far as that is to be read."""
+        if self._dumping.dumped(op) is None:
+            with contextlib.suppress(HegmError), anyio.move_on_after(_LOOKS_WITHIN_S):
+                self._dumping.known_from(op, await self._require_whole(op, wish))
+        return self._dumping.dumped(op) or Population({})
 
     def _tell_controllers(self, op: Operation, wish: Wish) -> None:
         """While its parent can still be told; of ranks, the first that ends takes the whole tree with it. Blocks."""

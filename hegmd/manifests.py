@@ -23,6 +23,7 @@ from hegmd.protocol.snapshots import Gpu
 _NOT_READ = "the image was written by another version of hegmd; restore it with that one"
 
 
+_MOST_PID = 1 << 22
 _OF_A_DRIVER = "GPU-"  # as NVIDIA's UUIDs begin
 
 
@@ -86,7 +87,8 @@ def composed(  # noqa: PLR0913 - what it is composed of, each by its name
 def start_ticks_in(manifest: Manifest) -> dict[int, int]:
     """Who was dumped: the processes by number, with their start times of then; nobody in an image of an older hegmd."""
     pairs = [as_list(each) or () for each in as_list((manifest.more or {}).get("start_ticks")) or ()]
-    return {pid: ticks for pid, ticks in (map(_whole, pair) for pair in pairs if len(pair) == 2) if pid and ticks}
+    known = [(_whole(pair[0]) or 0, _whole(pair[1]) or 0) for pair in pairs if len(pair) == 2]
+    return {pid: ticks for pid, ticks in known if 0 < pid <= _MOST_PID and ticks > 0}
 
 
 def _gpu(gpu: Gpu) -> ImageGpu:

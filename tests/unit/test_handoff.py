@@ -348,3 +348,15 @@ async def test_an_image_that_is_scrapped_after_its_daemon_is_swept_away(tmp_path
     shelf = Shelf()
     await handoff_with(shelf, tmp_path).scrap(wished(paused, leave_running=True, begun=True, written=True))
     assert shelf.swept == ["/images/one"]
+
+
+async def test_a_child_of_a_job_that_was_killed_as_its_daemon_was_stood_for_ever(tmp_path: Path, paused: int) -> None:
+    """The next daemon knew that the image was whole, and asked nobody who is in it."""
+    ticks = population_of([paused]).start_ticks[paused]
+    op = wished(1 << 22, root_ticks=1, begun=True, whole=True)
+    more = {"operation": op.id, "asked_utc": op.created_utc, "start_ticks": [[1 << 22, 1], [paused, ticks]]}
+    handoff = handoff_with(Shelf(Manifest(more=more)), tmp_path)
+    await handoff.end(op, op.workers[0])
+    assert population_of([paused]).start_ticks == {}
+    await handoff.end(op, op.workers[0])
+    await handoff_with(Shelf(), tmp_path).end(op, op.workers[0])  # of an image that was taken away nobody knows

@@ -56,7 +56,7 @@ def test_the_operation_of_a_job_that_came_back_is_a_suspended_one_with_all_it_ta
 
 def test_who_was_dumped_is_known_by_number_and_start_time() -> None:
     assert start_ticks_in(manifest()) == {member.pid: member.start_ticks for member in TREE.members}
-    strange = manifest().replace(more={"start_ticks": [[1], [2, "3"], "45", [6, 7]]})
+    strange = manifest().replace(more={"start_ticks": [[1], [2, "3"], "45", [6, 7], [-1, 8], [1 << 40, 9]]})
     assert start_ticks_in(strange) == {6: 7}
     assert start_ticks_in(manifest().replace(more=None)) == {}
 
