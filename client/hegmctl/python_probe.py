@@ -14,6 +14,7 @@ from contextlib import suppress
 from errno import ENOENT, ENOTDIR
 
 from hegmctl.become import places_of
+from hegmd.protocol.supervision import ALONE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,10 +22,14 @@ if TYPE_CHECKING:
 
 WITHIN_S = 5.0
 _MARK = "hegm-python"
-_ASK = f"import sys; print('{_MARK}', sys.implementation.name, '.'.join(map(str, sys.version_info[:3])))"
-_ANSWER = re.compile(rf"{_MARK} ([a-z]+ [0-9]+(?:\.[0-9]+)+)")
-# Its own words alone: without the environment's modules, and without what site-packages would run at a start.
-_WORDS = ("-I", "-S", "-c", _ASK)
+_ASK = (
+    f"import sys; print('{_MARK}', sys.implementation.name, '.'.join(map(str, sys.version_info[:3])), "
+    f"*['{ALONE}'] * sys.flags.ignore_environment)"
+)
+_ANSWER = re.compile(rf"{_MARK} ([a-z]+ [0-9]+(?:\.[0-9]+)+(?: {ALONE})?)")
+# Without what site-packages would run at a start, such as the agent. No -I: whether a script that passes its words on to
+# a Python adds one is to be seen.
+_WORDS = ("-S", "-c", _ASK)
 _MOST_BYTES = 1 << 14
 _LONGEST_LINE = 200
 

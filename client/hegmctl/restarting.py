@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 5.0
 TRIES = 2
+# By which the agent comes: its folder is the first there, see `running.prepare`.
+_PATHS = "PYTHONPATH"
 _PYTHON = re.compile(r"python[0-9.]*t?$")
 
 
@@ -246,7 +248,15 @@ class DaemonDesk:
         """The command and the environment of a start by that order, but for its state."""
         kept = {name: value for name, value in self._environ.items() if name not in order.unset}
         command = self._command if order.python is None else (order.python, *self._command[1:])
-        return command, {**kept, **order.set}
+        return command, {**kept, **order.set, **self._way_of_agent(order)}
+
+    def _way_of_agent(self, order: SupervisorOrder) -> dict[str, str]:
+        """PYTHONPATH where that order changes it: without the agent's folder the script would begin from its start."""
+        folder = self._environ.get(_PATHS, "").partition(os.pathsep)[0]
+        if not folder or (_PATHS not in order.set and _PATHS not in order.unset):
+            return {}
+        wanted = order.set.get(_PATHS, "")
+        return {_PATHS: folder + os.pathsep + wanted if wanted else folder}
 
     def _ask(self, order: SupervisorOrder) -> None:
         """Ask the program that the command is to be started with what it is."""

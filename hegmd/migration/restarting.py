@@ -20,6 +20,7 @@ from hegmd.migration.wording import gigabytes, listed, named
 from hegmd.pieces import NEXT_TO_NOTHING_BYTES, whole_size
 from hegmd.places import CPU, gpus_of, place_of
 from hegmd.protocol.operations import PlannedProcess, Reason
+from hegmd.protocol.supervision import ALONE
 
 STEPS = (
     "take room and pool; stop at a boundary; save the state; let the process leave; start it again; put the state "
@@ -33,6 +34,11 @@ UNSEEN = "not looked at: "
 MOST_RANKS = 15
 # The agent, and what finds a script's loops.
 OLDEST_PYTHON = (3, 9)
+# What every start has from hegmctl run and from hegmd: without these nobody would know whose the process is.
+_OWN = frozenset(
+    ("HEGM_RUN", "HEGM_JOB", "HEGM_SOCKET", "HEGM_IMAGES", "HEGM_MSGPACK", "HEGM_READY_FD", "HEGM_READY_TELL")
+) | {"HEGM_STATE", "HEGM_STATE_FD", "HEGM_STATE_LOCK_FD", "HEGM_STATES", "HEGM_RESTART"}
+_GPUS = frozenset(("HEGM_GPU", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
 _DIRECT = "have whatever starts it become it (in a shell: exec python3 train.py), or name it to hegmctl run directly"
 _SUPERVISED = "start the job with: hegmctl run --allow-restart -- COMMAND"
 
@@ -75,6 +81,7 @@ def place(draft: Draft, candidate: Candidate) -> None:
         hint = "leave --python out, or start the job with: hegmctl run --allow-restart -- PYTHON SCRIPT"
         draft.against(REFUSED, f"the command of process {pid} does not begin with a Python", hint, pid=pid)
     _judge_python(draft, candidate)
+    _judge_variables(draft, pid)
     if to == CPU and source != CPU and agent.state_bytes is not None:
         _judge_memory(draft, pid, agent.state_bytes)
     if len(draft.reasons) == before:
@@ -86,7 +93,8 @@ def _judge_python(draft: Draft, candidate: Candidate) -> None:
     python, said = draft.request.respawn.python, candidate.other_python
     if python is None or not (said or candidate.no_python):
         return
-    kind, _, version = said.partition(" ")
+    kind, _, version = said.removesuffix(f" {ALONE}").partition(" ")
+    alone = said.endswith(f" {ALONE}")
     numbers = tuple([int(number) for number in version.split(".")[:2] if number.isdecimal()])
     if candidate.no_python:
         hint = "name one that the job's user can run there: PYTHON -c 'import sys; print(sys.version)'"
@@ -95,6 +103,21 @@ def _judge_python(draft: Draft, candidate: Candidate) -> None:
         oldest = ".".join(map(str, OLDEST_PYTHON))
         hint = f"name a CPython of {oldest} or newer, with the job's packages"
         draft.against(REFUSED, f"{python} is {said}, in which no state can be put back", hint, pid=candidate.pid)
+    elif alone:
+        message = f"{python} is {kind} {version} with -E or -I, which shut the agent out: it would begin anew"
+        draft.against(REFUSED, message, "name one that reads PYTHONPATH", pid=candidate.pid)
+
+
+def _judge_variables(draft: Draft, pid: int) -> None:
+    """Some of its environment is not for anybody to change: where it is, whose it is, and where its state is."""
+    respawn = draft.request.respawn
+    names = (*respawn.set, *respawn.unset)
+    if own := sorted(_OWN.intersection(names)):
+        hint = "leave it out: every start has it from hegmctl run"
+        draft.against(REFUSED, f"{listed(tuple(own))} cannot be changed: hegmd knows the job by it", hint, pid=pid)
+    if places := sorted(_GPUS.intersection(names)):
+        message = f"{listed(tuple(places))} cannot be changed: it is set to where --to has the job go"
+        draft.against(REFUSED, message, "leave it out, and name the GPU, or cpu, with --to", pid=pid)
 
 
 def _judge_memory(draft: Draft, pid: int, state_bytes: int) -> None:

@@ -60,6 +60,12 @@ def test_a_python_says_which_it_is(tmp_path: Path) -> None:
     assert (wrapped.is_python, wrapped.text) == (True, found.text)
 
 
+def test_a_script_that_starts_a_python_without_its_environment_is_seen(tmp_path: Path) -> None:
+    for word in ("-I", "-E", "-sE"):
+        found = said(_script(tmp_path, f'#!/bin/sh\nexec {sys.executable} {word} "$@"\n'))
+        assert found.text == f"{sys.implementation.name} {platform.python_version()} alone"
+
+
 def test_a_program_that_is_no_python_was_taken_for_one(tmp_path: Path) -> None:
     """The job had left by then, and came back from its state after a start that could not be."""
     assert said("true").text == "asked for its version, it says nothing"

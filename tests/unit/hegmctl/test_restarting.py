@@ -351,6 +351,22 @@ def test_what_was_different_for_a_start_that_went_well_stays_so(attended: Attend
     assert (again.command[0], again.environ["EXTRA"], again.environ["HEGM_GPU"]) == ("/opt/python3", "1", "gpu1")
 
 
+@pytest.mark.parametrize(
+    ("changed", "path"),
+    [({"set": {"PYTHONPATH": "/mine"}}, "/agent:/mine"), ({"unset": ["PYTHONPATH"]}, "/agent"), ({}, "/agent:/before")],
+)
+def test_a_path_of_modules_that_was_asked_for_had_the_script_begin_anew_without_the_agent(
+    tmp_path: Path, changed: dict[str, Any], path: str
+) -> None:
+    """`--env PYTHONPATH=...` took the place of the folder that the agent comes from: its losses began a second time."""
+    one = Attended(tmp_path / "socket", tmp_path, PYTHONPATH="/agent:/before")
+    with one.listen():
+        one.attend()
+        one.expect()
+        assert one.start(**changed).environ["PYTHONPATH"] == path
+        one.desk.close()
+
+
 def test_while_it_waits_it_can_be_given_up(attended: Attended) -> None:
     attended.attend()
     attended.expect()

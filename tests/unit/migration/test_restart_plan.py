@@ -121,6 +121,25 @@ def test_a_program_that_is_no_python_was_found_out_by_the_start() -> None:
     assert any("the Python /bin/true:" in hazard for hazard in plan_of(planned(node(), other)).hazards)
 
 
+def test_variables_that_would_have_cost_it_its_state_or_its_place_were_changed() -> None:
+    """With `--to gpu1 --env HEGM_GPU=gpu0` it was on gpu0, and with another HEGM_SOCKET nobody ever heard of it again."""
+    for changed in ({"set": {"HEGM_SOCKET": "/nowhere"}}, {"unset": ("HEGM_RUN",)}):
+        other = ask("gpu2", via=RESTART, respawn=Respawn(**changed))
+        assert "cannot be changed: hegmd knows the job by it" in said(planned(node(), other))
+    other = ask("gpu2", via=RESTART, respawn=Respawn(set={"HEGM_GPU": "gpu0"}, unset=("CUDA_VISIBLE_DEVICES",)))
+    refused = said(planned(node(), other))
+    assert "CUDA_VISIBLE_DEVICES and HEGM_GPU cannot be changed: it is set to where --to has the job go" in refused
+    harmless = Respawn(set={"HEGM_EXIT_CODE": "7", "PYTHONPATH": "/x"})
+    plan_of(planned(node(), ask("gpu2", via=RESTART, respawn=harmless)))
+
+
+def test_a_python_that_never_looks_for_the_agent_had_the_script_begin_anew() -> None:
+    """Such as a script that starts one with -I: nobody put the state back, and its losses began a second time."""
+    other = ask("gpu2", via=RESTART, respawn=Respawn(python="/opt/python"))
+    refused = said(planned(node(other_python="cpython 3.12.4 alone"), other))
+    assert "/opt/python is cpython 3.12.4 with -E or -I, which shut the agent out" in refused
+
+
 def on_cpu(agent: dict[str, Any] | None = None, **candidate: Any) -> Snapshot:
     return node({"size_bytes": 0, **(agent or {})}, **{"gpus": (), "on_cpu": True, "vram_bytes": None, **candidate})
 
