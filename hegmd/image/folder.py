@@ -21,6 +21,7 @@ import errno
 import os
 import re
 import secrets
+import shlex
 import stat
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 MANIFEST, SEAL, LOCK, CRIU, BYTES = "manifest.json", "seal", "lock", "criu", "bytes"
 KNOWN = frozenset((MANIFEST, SEAL, LOCK, CRIU, BYTES))
 NEW, OLD = "hegm-new", "hegm-old"
+LONGEST_NAME_BYTES = 200
 
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -337,7 +339,7 @@ def told(path: str, what: str) -> Generator[None]:
         message, facts = f"{path} cannot be {what}: {reason}", {"path": path, "errno": error.errno}
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise Refused(
-                message, f"free space or quota there (df -h {os.path.dirname(path)}), or name another place", facts
+                message, f"free space or quota there (df -h {shlex.quote(os.path.dirname(path))}), or name another place", facts
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise HegmError(DENIED, message, "name a directory that you may write", facts) from error
@@ -355,7 +357,10 @@ def told(path: str, what: str) -> Generator[None]:
 def split(path: str) -> tuple[str, str]:
     """Its parent and its name. Raises Refused for what cannot be an image's path."""
     parent, name = os.path.split(os.path.normpath(path))
-    if not os.path.isabs(path) or "\0" in path or name in ("", "..") or len(os.fsencode(name)) > 200:
+    if (length_bytes := len(os.fsencode(name))) > LONGEST_NAME_BYTES:
+        message = f"the name {name!r:.60} has {length_bytes} bytes, and that of an image has {LONGEST_NAME_BYTES} at most"
+        raise Refused(message, "give a shorter name: while it is written its directory has a longer one")
+    if not os.path.isabs(path) or "\0" in path or name in ("", ".."):
         raise Refused(f"{path!r:.200} cannot be the directory of an image", "give a whole path with a name at its end")
     return parent, name
 
@@ -378,7 +383,7 @@ def _require_free(parent_fd: int, name: str, path: str) -> None:
 def _taken(path: str) -> Refused:
     return Refused(
         f"{path} is there already, and is not an empty directory",
-        f"name a directory that is not there; `hegmctl images rm {path}` removes an image",
+        f"name a directory that is not there; `hegmctl images rm {shlex.quote(path)}` removes an image",
         {"path": path},
     )
 

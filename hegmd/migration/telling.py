@@ -6,6 +6,7 @@ docs/operations.md explains.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -57,7 +58,7 @@ def description(
 def _note(op: Operation) -> str | None:
     """What is to be known of it at its end beside that."""
     if op.phase == LOST and op.handoff is not None and op.handoff.whole:
-        return f"its image is whole, and brings it back: hegmctl restore {op.handoff.path}"
+        return f"its image is whole, and brings it back: hegmctl restore {shlex.quote(op.handoff.path)}"
     member = next((member for member in op.workers if member.finished and not member.saved), None)
     if member is None or op.phase not in TERMINAL:
         return None

@@ -173,11 +173,22 @@ def test_nothing_that_is_there_is_written_over(tmp_path: Path) -> None:
         assert "is there already" in refused_making(tmp_path / name, REFUSED)
     refused_making(tmp_path / "nowhere" / "image", NOT_FOUND)
     refused_making(tmp_path / "file" / "image", REFUSED)
-    for path in ("image", "", "/", str(tmp_path / ("x" * 201))):
+    for path in ("image", "", "/"):
         assert "cannot be the directory of an image" in refused_making(path, REFUSED)
     assert sorted(os.listdir(tmp_path)) == ["empty", "file", "image", "link", "loop"]
     built(tmp_path / "empty")
     shelf.verify(str(tmp_path / "empty"), ignore)
+
+
+def test_what_is_to_be_typed_removed_another_directory_where_the_name_had_a_space(tmp_path: Path) -> None:
+    (tmp_path / "old train").write_text("")
+    with pytest.raises(HegmError) as refused:
+        make(str(tmp_path / "old train"))
+    assert f"`hegmctl images rm '{tmp_path}/old train'`" in refused.value.hint
+
+
+def test_a_name_that_was_too_long_was_said_to_be_no_whole_path(tmp_path: Path) -> None:
+    assert "has 201 bytes, and that of an image has 200 at most" in refused_making(tmp_path / ("x" * 201), REFUSED)
 
 
 def test_an_image_within_another_left_that_one_damaged(tmp_path: Path) -> None:
