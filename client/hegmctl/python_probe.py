@@ -27,8 +27,8 @@ _ASK = (
     f"*['{ALONE}'] * sys.flags.ignore_environment)"
 )
 _ANSWER = re.compile(rf"{_MARK} ([a-z]+ [0-9]+(?:\.[0-9]+)+(?: {ALONE})?)")
-# Without what site-packages would run at a start, such as the agent. No -I: whether a script that passes its words on to
-# a Python adds one is to be seen.
+# Without what site-packages would run at a start, such as the agent. No -I: whether a script that passes its words on
+# to a Python adds one is to be seen.
 _WORDS = ("-S", "-c", _ASK)
 _MOST_BYTES = 1 << 14
 _LONGEST_LINE = 200

@@ -339,7 +339,9 @@ def told(path: str, what: str) -> Generator[None]:
         message, facts = f"{path} cannot be {what}: {reason}", {"path": path, "errno": error.errno}
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise Refused(
-                message, f"free space or quota there (df -h {shlex.quote(os.path.dirname(path))}), or name another place", facts
+                message,
+                f"free space or quota there (df -h {shlex.quote(os.path.dirname(path))}), or name another place",
+                facts,
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise HegmError(DENIED, message, "name a directory that you may write", facts) from error
@@ -358,7 +360,9 @@ def split(path: str) -> tuple[str, str]:
     """Its parent and its name. Raises Refused for what cannot be an image's path."""
     parent, name = os.path.split(os.path.normpath(path))
     if (length_bytes := len(os.fsencode(name))) > LONGEST_NAME_BYTES:
-        message = f"the name {name!r:.60} has {length_bytes} bytes, and that of an image has {LONGEST_NAME_BYTES} at most"
+        message = (
+            f"the name {name!r:.60} has {length_bytes} bytes, and that of an image has {LONGEST_NAME_BYTES} at most"
+        )
         raise Refused(message, "give a shorter name: while it is written its directory has a longer one")
     if not os.path.isabs(path) or "\0" in path or name in ("", ".."):
         raise Refused(f"{path!r:.200} cannot be the directory of an image", "give a whole path with a name at its end")

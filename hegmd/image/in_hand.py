@@ -181,7 +181,9 @@ class Image(InHand):
         """Have those bytes in that memory, every chunk found right; how many. Several at once are fine."""
         file = next((file for file in self.manifest.byte_files if file.name == name), None)
         if file is None:
-            raise Refused(f"{self.path} has no bytes called {name!r:.140}", f"see `hegmctl images show {shlex.quote(self.path)}`")
+            raise Refused(
+                f"{self.path} has no bytes called {name!r:.140}", f"see `hegmctl images show {shlex.quote(self.path)}`"
+            )
         args = {"name": name, "size_bytes": file.size_bytes, "sum": file.sum, "id": self.manifest.id}
         began = time.monotonic()
         await self._hand.call("read", args, fds=[into_fd], on_progress=_so_far(on_progress))

@@ -122,7 +122,7 @@ def test_a_program_that_is_no_python_was_found_out_by_the_start() -> None:
 
 
 def test_variables_that_would_have_cost_it_its_state_or_its_place_were_changed() -> None:
-    """With `--to gpu1 --env HEGM_GPU=gpu0` it was on gpu0, and with another HEGM_SOCKET nobody ever heard of it again."""
+    """With `--to gpu1 --env HEGM_GPU=gpu0` it was on gpu0; with another HEGM_SOCKET nobody ever heard of it again."""
     for changed in ({"set": {"HEGM_SOCKET": "/nowhere"}}, {"unset": ("HEGM_RUN",)}):
         other = ask("gpu2", via=RESTART, respawn=Respawn(**changed))
         assert "cannot be changed: hegmd knows the job by it" in said(planned(node(), other))
