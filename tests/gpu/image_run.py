@@ -60,13 +60,22 @@ TMPFS_BYTES_PER_S = 2.0e9
 
 @dataclass(frozen=True)
 class Case:
-    """One way of one training. `use` tells trainings of a kind apart: what the driver took once is not shown again."""
+    """One way of one training. `use` tells trainings of a kind apart: what the driver took once is not shown again.
+    `passes` are how often its bytes go to the place or come from it: written, read back, and read for the restore."""
 
     name: str
     kind: Kind
     place: str
     run: Callable[[Rounds, Job, Place], None]
     use: str = ""
+    passes: int = 3
+
+
+def needed_s(case: Case, bytes_per_s: float) -> float:
+    """What it takes, about, in a place that is so fast; by the driver the bytes go out and in beside that."""
+    size_bytes = case.kind.size_gib * GIB
+    by_driver_s = size_bytes / DRIVER_BYTES_PER_S if case.use == DRIVER else 0.0
+    return CASE_S + case.passes * size_bytes / bytes_per_s + by_driver_s
 
 
 def cases_of(sizes: list[int], repeat: int) -> dict[str, Case]:
@@ -75,7 +84,7 @@ def cases_of(sizes: list[int], repeat: int) -> dict[str, Case]:
     cases: list[Case] = []
     for count in range(1, repeat + 1):
         again = f".{count}" if count > 1 else ""
-        stays = partial(Rounds.left_running, back=False)
+        stays, comes_back = partial(Rounds.left_running, back=False), partial(Rounds.left_running, back=True)
         by_driver = partial(Rounds.there_and_back, carrier=DRIVER)
         cases += [Case(f"back-{size}-tmpfs{again}", Kind(size), "tmpfs", Rounds.there_and_back) for size in sizes]
         if count == 1:
@@ -83,13 +92,13 @@ def cases_of(sizes: list[int], repeat: int) -> dict[str, Case]:
             cases += [Case("workers", with_workers, "tmpfs", Rounds.there_and_back)]
             cases += [Case("taken", least, "tmpfs", Rounds.somebody_elses)]
         for size in sizes:  # that a job comes back from such an image is seen once: the way is the same for any size
-            left = partial(Rounds.left_running, back=True) if (count, size) == (1, least.size_gib) else stays
-            cases += [Case(f"left-{size}-tmpfs{again}", Kind(size), "tmpfs", left)]
+            left, passes = (comes_back, 3) if (count, size) == (1, least.size_gib) else (stays, 2)
+            cases += [Case(f"left-{size}-tmpfs{again}", Kind(size), "tmpfs", left, passes=passes)]
         cases += [Case(f"driver-{size}-tmpfs{again}", Kind(size), "tmpfs", by_driver, DRIVER) for size in few]
         cases += [Case(f"back-{size}-disk{again}", Kind(size), "disk", Rounds.there_and_back) for size in sizes]
         driven = [size for size in sizes if size in few or count == 1]
         cases += [Case(f"driver-{size}-disk{again}", Kind(size), "disk", by_driver, DRIVER) for size in driven]
-        cases += [Case(f"left-{size}-disk{again}", Kind(size), "disk", stays) for size in reversed(sizes)]
+        cases += [Case(f"left-{size}-disk{again}", Kind(size), "disk", stays, passes=2) for size in reversed(sizes)]
     return {case.name: case for case in cases}
 
 
@@ -131,15 +140,11 @@ class Run:
         return ""
 
     def needed_s(self, case: Case) -> float:
-        """What it took before, or about: written, read back, and read again; by the driver out and in beside that."""
+        """What it took before, or about."""
         before_s = self.record.took_s(case.name)
         if before_s is not None:
             return before_s
-        if on_stub():
-            return CASE_S
-        size_bytes = case.kind.size_gib * GIB
-        rate = min(self._rates[case.place], TMPFS_BYTES_PER_S)
-        return CASE_S + 3 * size_bytes / rate + (size_bytes / DRIVER_BYTES_PER_S if case.use == DRIVER else 0)
+        return CASE_S if on_stub() else needed_s(case, min(self._rates[case.place], TMPFS_BYTES_PER_S))
 
     def _one(self, case: Case, place: Place) -> None:
         began, wrong = time.monotonic(), ""

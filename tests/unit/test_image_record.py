@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.gpu.image_record import DRIVER, HOST, Figure, Record, beside
-from tests.gpu.image_run import cases_of
+from tests.gpu.image_run import TMPFS_BYTES_PER_S, cases_of, needed_s
 
 GB = 1e9
 
@@ -47,6 +47,9 @@ def test_one_call_has_every_size_on_both_places_beside_the_driver_alone_and_what
     wanted += ["driver-1-disk", "driver-8-disk", "driver-32-disk"]
     assert sorted(cases) == sorted(wanted)
     assert cases.index("driver-32-disk") < cases.index("left-32-disk") < cases.index("left-1-disk")
+    rates = {"tmpfs": TMPFS_BYTES_PER_S, "disk": 1.5e9}
+    taken_s = sum(needed_s(case, rates[case.place]) for case in cases_of([1, 8, 32], 1).values())
+    assert taken_s < 540, "some of it is left for another call for certain"
     record = Record(tmp_path / "state")
     record.note("back-1-tmpfs", "", 5.0)
     assert Record(tmp_path / "state").is_done("back-1-tmpfs")
