@@ -119,9 +119,10 @@ class Attendance:
     async def count(self, worker: Worker, limit_s: float = SURVEY_LIMIT_S) -> None:
         """Have a worker count its storages, and put it on a GPU when it turns out to train. Raises nothing.
 
-        Over the limit it says how far it is, and what it holds is as it was last told.
+        Over the limit it says how far it is, and what it holds is as it was last told; so it is while it is asked what
+        a restart would carry.
         """
-        if self._in_hand(worker.pid) or worker.parked or worker.held_bytes:
+        if self._in_hand(worker.pid) or worker.parked or worker.held_bytes or worker.weighing.locked():
             return
         try:
             await worker.order("survey", limit_s=limit_s)

@@ -30,8 +30,9 @@ FRESH_S = 0.0
 # are given a little less, so that it is they who say that no boundary came.
 SURVEY_S = 1.0
 AGENT_SHARE = 0.8
-# What its state comes to is looked at in the job's own thread, between two batches: that may take a batch.
-WEIGH_S = 5.0
+# What its state comes to is looked at in the job's own thread, between two batches: that takes a batch, within the
+# limit of the request. One that is seen to be stopped twice meanwhile, so long after one another, is not waited for.
+_STOPPED_FOR_S = 1.0
 # How long a program may take to say which Python it is: what a supervisor gives it, and a little for the way.
 ASK_S = 6.0
 # Looking at a process from outside waits for it; one that does not let itself be looked at in time stays unknown.
@@ -78,19 +79,24 @@ class Lookout:
         self._supervisors = supervisors
 
     async def snapshot(
-        self, pids: Collection[int], *, may: May = nobody, weighed: bool = False, respawn: Respawn | None = None
+        self,
+        pids: Collection[int],
+        *,
+        may: May = nobody,
+        weighed_within_s: float | None = None,
+        respawn: Respawn | None = None,
     ) -> Snapshot:
         """The node for a plan on those processes, with what they hold now as far as they say so in time.
 
         Only those of users for whom `may` says so are asked anything. It is asked at that moment, since a pid that
         nobody knew when the plan was wanted may attend while others are waited for, and be another user's.
 
-        `weighed`, they say as well what a restart would carry, where one is possible. Where they are to be started with
-        another Python that one says which it is.
+        With a limit for it, they say as well what a restart would carry, where one is possible. Where they are to be
+        started with another Python that one says which it is.
         """
         await self._survey(pids, may)
-        if weighed:
-            await self._weigh(pids, may)
+        if weighed_within_s is not None:
+            await self._weigh(pids, may, weighed_within_s)
         pythons = {} if respawn is None or respawn.python is None else await self._ask_python(pids, may, respawn)
         node = await self._inventory.settled()
         running, pool = self._running(), self._pool()  # before anything is waited for: of the same moment
@@ -134,16 +140,16 @@ class Lookout:
                     if worker.connected and (worker.pid in pids or is_one) and may(worker.identity.uid):
                         tasks.start_soon(self._count, worker, SURVEY_S * AGENT_SHARE)
 
-    async def _weigh(self, pids: Collection[int], may: May) -> None:
-        """Have the supervised among them, and the other ranks of theirs, say what a restart would carry, at a boundary
-        soon."""
+    async def _weigh(self, pids: Collection[int], may: May, within_s: float) -> None:
+        """Have the supervised among them, and the other ranks of theirs, say what a restart would carry, at their next
+        boundary."""
         jobs = self._jobs(pids)
         async with anyio.create_task_group() as tasks:
             for worker in self._workers:
                 is_one = worker.pid in pids or (worker.about.rank is not None and _job(worker) in jobs)
                 is_one = is_one and may(worker.identity.uid)
                 if is_one and worker.connected and not worker.parked and self._supervised(worker):
-                    tasks.start_soon(_weigh_one, worker)
+                    tasks.start_soon(_weigh_one, worker, within_s)
 
     def _jobs(self, pids: Collection[int]) -> set[tuple[int, str] | None]:
         return {_job(worker) for worker in self._workers if worker.pid in pids} - {None}
@@ -287,19 +293,32 @@ def _told(worker: Worker) -> AgentSurvey:
     )
 
 
-async def _weigh_one(worker: Worker) -> None:
+async def _weigh_one(worker: Worker, within_s: float) -> None:
     """Raises nothing: one that cannot say has a reason, which is one against its restart."""
-    worker.state_bytes, worker.refusals, worker.begin_anew, worker.imports = None, (), None, ()
-    worker.unweighed = None
-    try:
-        await worker.order("weigh", limit_s=WEIGH_S)
-    except HegmError as error:
-        worker.unweighed = (error.message, error.hint)
-        if is_stopped(worker.pid):  # looked at now: one that was for a moment, as by a profiler, has answered
-            message = (
-                f"process {worker.pid} is stopped by a signal or a debugger, and cannot say what it would take along"
-            )
-            worker.unweighed = (message, f"let it go on first: kill -CONT {worker.pid}")
+    async with worker.weighing, anyio.create_task_group() as tasks:
+        worker.state_bytes, worker.refusals, worker.begin_anew, worker.imports = None, (), None, ()
+        worker.unweighed = None
+        tasks.start_soon(_watch_for_a_stop, worker.pid, tasks.cancel_scope)
+        try:
+            await worker.order("weigh", limit_s=within_s)
+        except HegmError as error:
+            worker.unweighed = (error.message, error.hint)
+        tasks.cancel_scope.cancel()
+    # Looked at now: one that was stopped for a moment, as by a profiler, has answered.
+    if (tasks.cancel_scope.cancelled_caught or worker.unweighed is not None) and is_stopped(worker.pid):
+        message = f"process {worker.pid} is stopped by a signal or a debugger, and cannot say what it would take along"
+        worker.unweighed = (message, f"let it go on first: kill -CONT {worker.pid}")
+
+
+async def _watch_for_a_stop(pid: int, scope: anyio.CancelScope) -> None:
+    """Cancel that once the process is seen to be stopped twice."""
+    was_stopped = False
+    while True:
+        await anyio.sleep(_STOPPED_FOR_S)
+        stopped = is_stopped(pid)
+        if stopped and was_stopped:
+            scope.cancel()
+        was_stopped = stopped
 
 
 def _sum(sizes: Sequence[int | None]) -> int | None:

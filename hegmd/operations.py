@@ -259,8 +259,8 @@ class Operations:
         if not request.pids:
             raise HegmError(BAD_REQUEST, f"{request.kind} was asked of no process", "name one or more pids")
         request = request.replace(pids=self._named(request.pids))
-        weighed = request.allow_restart
-        snapshot = await self.look(asked, request.pids, weighed=weighed, respawn=request.respawn)
+        within_s = limits_of(asked.limit_s).park_s if request.allow_restart else None
+        snapshot = await self.look(asked, request.pids, weighed_within_s=within_s, respawn=request.respawn)
         return await self.carry_out(plan_or_raise(planned(snapshot, request)), snapshot, asked, spill=spill)
 
     async def carry_out(
@@ -325,14 +325,19 @@ class Operations:
     # -- who may -------------------------------------------------------------------------------------------------------
 
     async def look(
-        self, asked: Asked, pids: Sequence[int], *, weighed: bool = False, respawn: Respawn | None = None
+        self,
+        asked: Asked,
+        pids: Sequence[int],
+        *,
+        weighed_within_s: float | None = None,
+        respawn: Respawn | None = None,
     ) -> Snapshot:
         """The node for a plan on those processes. Raises DENIED where the caller may not act on one of them.
 
         One that nobody knew before may be known by the end of this, and is the caller's then or is told nothing of.
         """
         self.check(asked, pids)
-        snapshot = await self._lookout.snapshot(pids, may=asked.may, weighed=weighed, respawn=respawn)
+        snapshot = await self._lookout.snapshot(pids, may=asked.may, weighed_within_s=weighed_within_s, respawn=respawn)
         self.check(asked, pids)
         return snapshot
 

@@ -91,6 +91,8 @@ class Worker:
         self.cuda: CudaFacts | None = None
         #: Why the last image that was to be taken of it was not made; whoever takes them writes it.
         self.image_missed: str | None = None
+        #: Held while it is asked what its state comes to: another question would take the place of that one.
+        self.weighing = anyio.Lock()
         self._link: Link | None = None
         #: Counts its agent's connections, so that an order can be meant for one of them and no later one.
         self.connection = 0

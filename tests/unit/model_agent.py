@@ -38,6 +38,8 @@ class ModelAgent:
         self.resting = False
         self.entrusted = False
         self.seen: list[str] = []
+        #: The limits that came with orders, the last of each kind.
+        self.limits_s: dict[str, float | None] = {}
         #: What it refuses, with these words.
         self.refuses: dict[str, str] = {}
         #: Orders that it does not answer before `go_on` is set.
@@ -82,6 +84,7 @@ class ModelAgent:
         assert self._tasks is not None
         await anyio.lowlevel.checkpoint()  # a connection takes its turn first
         self.seen.append(order.do)
+        self.limits_s[order.do] = order.limit_s
         copies = [os.dup(fd) for fd in fds]
         self._tasks.start_soon(self._obey, self._key, order, copies)
 

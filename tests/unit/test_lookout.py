@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hegmd.asking import Restarting
 from hegmd.errors import DENIED, HegmError
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 from tests.unit.model_agent import ModelAgent
-from tests.unit.moving_node import running
+from tests.unit.moving_node import Node, running
 
 Child = subprocess.Popen[bytes]
 
@@ -160,20 +161,35 @@ async def test_a_dry_run_says_that_its_job_is_stopped(tmp_path: Path, process: C
         process.send_signal(signal.SIGCONT)
 
 
-async def test_a_restart_of_a_stopped_job_was_refused_with_advice_about_its_script(
-    tmp_path: Path, process: Child
-) -> None:
-    """ "The agent has not answered a weigh within 6.8 s; say how with hegm.keep": all that it took was `kill -CONT`."""
-    line, wanted = object(), Restarting(via="restart")
+@contextlib.asynccontextmanager
+async def supervised(tmp_path: Path, pid: int) -> AsyncIterator[tuple[Node, ModelAgent]]:
+    """A node, and the agent of a process that can be started again."""
     async with running(tmp_path) as node:
         supervisors = node.moving.supervisors
 
         async def hear(_order: SupervisorOrder, _fds: Sequence[int]) -> None: ...
 
-        agent = await node.attend(process.pid, run="1")
-        offer = Supervise(run="1", python=True, pid=process.pid)
-        node.tasks.start_soon(supervisors.attend, line, os.getpid(), os.getuid(), offer, hear)
+        agent = await node.attend(pid, run="1")
+        offer = Supervise(run="1", python=True, pid=pid)
+        node.tasks.start_soon(supervisors.attend, object(), os.getpid(), os.getuid(), offer, hear)
         await anyio.wait_all_tasks_blocked()
+        try:
+            yield node, agent
+        finally:
+            supervisors.close()
+
+
+async def refusal_of_restart(node: Node, pid: int, limit_s: float | None = None) -> HegmError:
+    with pytest.raises(HegmError) as refused:
+        await node.operations.migrate([pid], "gpu1", node.asked(limit_s=limit_s), Restarting(via="restart"))
+    return refused.value
+
+
+async def test_a_restart_of_a_stopped_job_was_refused_with_advice_about_its_script(
+    tmp_path: Path, process: Child
+) -> None:
+    """ "The agent has not answered a weigh within 6.8 s; say how with hegm.keep": all that it took was `kill -CONT`."""
+    async with supervised(tmp_path, process.pid) as (node, agent):
         agent.refuses["weigh"] = "another order is under way"
         for number, why, hint in (
             (signal.SIGSTOP, f"process {process.pid} is stopped by a signal", f"kill -CONT {process.pid}"),
@@ -181,11 +197,47 @@ async def test_a_restart_of_a_stopped_job_was_refused_with_advice_about_its_scri
         ):
             process.send_signal(number)
             await anyio.to_thread.run_sync(os.waitpid, process.pid, os.WUNTRACED | os.WCONTINUED)
-            with pytest.raises(HegmError) as refused:
-                await node.operations.migrate([process.pid], "gpu1", node.asked(), wanted)
-            assert why in refused.value.message, refused.value
-            assert hint in refused.value.hint, refused.value
-        supervisors.close()
+            refused = await refusal_of_restart(node, process.pid)
+            assert why in refused.message, refused
+            assert hint in refused.hint, refused
+
+
+async def test_a_stopped_job_is_not_waited_for_as_long_as_its_batch_may_take(tmp_path: Path, process: Child) -> None:
+    async with supervised(tmp_path, process.pid) as (node, agent):
+        agent.slow.add("weigh")
+        process.send_signal(signal.SIGSTOP)
+        await anyio.to_thread.run_sync(os.waitpid, process.pid, os.WUNTRACED)
+        with anyio.fail_after(60):
+            refused = await refusal_of_restart(node, process.pid, limit_s=3600.0)
+        assert f"process {process.pid} is stopped by a signal" in refused.message
+        process.send_signal(signal.SIGCONT)
+        agent.go_on.set()
+
+
+async def test_a_job_whose_batches_take_long_could_not_be_restarted(tmp_path: Path, process: Child) -> None:
+    """It had five seconds to come to a boundary, and no option gave it more; what asked it again took that away."""
+    refusals: list[HegmError] = []
+    async with supervised(tmp_path, process.pid) as (node, agent):
+        agent.slow.add("weigh")
+        agent.refuses["weigh"] = "it was weighed"
+
+        async def ask() -> None:
+            refusals.append(await refusal_of_restart(node, process.pid, limit_s=300.0))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await agent.waiting.wait()
+            assert agent.limits_s["weigh"] == 300.0
+            tasks.start_soon(ask)
+            worker = node.workers.find(process.pid)
+            assert worker is not None
+            surveys = agent.seen.count("survey")
+            await node.moving.attendance.count(worker)
+            assert agent.seen.count("survey") == surveys
+            assert agent.seen.count("weigh") == 1
+            agent.go_on.set()
+        assert ["it was weighed" in refused.message for refused in refusals] == [True, True]
+        assert agent.seen.count("weigh") == 2
 
 
 async def test_a_plan_ran_the_callers_program_as_the_user_of_a_job_that_came_while_it_was_made(
