@@ -247,6 +247,11 @@ def test_one_that_was_kept_goes_on_elsewhere_with_what_was_imported_since(kept: 
     assert readied.look()
     own = Path("/proc/self/oom_score_adj").read_text().strip()
     assert Path(f"/proc/{readied.pid}/oom_score_adj").read_text() == "1000\n"
+    for _ in range(2):  # as every ten minutes: it is still what would be started
+        assert readied.is_to_serve(kept.expected())
+        heard_of(readied)
+        assert readied.look()
+        assert readied.waits
     what = differing(kept, HEGM_GPU=None, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="-1")
     assert readied.is_to_serve(what)
     assert not readied.waits
