@@ -5,8 +5,11 @@ What has to be true after each kill, and in the end, is in tests/chaos/campaign.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.chaos.campaign import Campaign, trainings
@@ -32,6 +35,7 @@ from tests.chaos.node import Node
 from tests.chaos.restart_campaign import RestartCampaign
 from tests.chaos.restart_cells import VICTIMS as OF_RESTARTS
 from tests.chaos.restart_cells import every_restart_cell, few_restart_cells
+from tests.chaos.restarted_job import RestartedJob
 from tests.e2e.real_criu import criu_or_skip
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("preloaded")]
@@ -99,3 +103,26 @@ def test_the_whole_run_kills_at_least_two_hundred_times_and_everywhere() -> None
     assert len({(cell.command, cell.state, cell.victim) for cell in cells}) == len(VICTIMS) * sum(
         map(len, STATES.values())
     )
+
+
+class _Dying(RestartedJob):
+    """A training that was killed and is seen for a while as if it lived; its supervisor has ended with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._output, self._errors, self.folder = folder / "output", folder / "errors", folder
+        self._output.write_text("7 0 0x1p+0\n")
+        self._errors.touch()
+        self._killed, self.looks = {7}, 0
+        self.supervisor = subprocess.Popen([sys.executable, "-S", "-c", ""])
+        self.supervisor.wait()
+
+    def process(self) -> psutil.Process | None:
+        self.looks += 1
+        return psutil.Process() if self.looks < 3 else None
+
+
+def test_a_killed_training_that_was_seen_dying_was_waited_for_as_if_it_trained(tmp_path: Path) -> None:
+    """«It made no step within 60 s», on a busy machine: whether it lives was asked once, before steps were awaited."""
+    job = _Dying(tmp_path)
+    assert job.await_steps_or_end(2) is None
+    assert job.looks == 3
