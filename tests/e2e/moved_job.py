@@ -39,6 +39,8 @@ MARK = "step"
 PACE_MS = 10
 # The same while an agent looks for its daemon, which it does every 5 s at least.
 SLOWLY_MS = 50
+# The same while something is refused, which is done many times in a row: the script is not to come to its end by that.
+WHILE_REFUSED_MS = 100
 
 
 def environment(socket_path: Path | None) -> dict[str, str]:
@@ -95,12 +97,12 @@ class Script:
         while len(self._steps()) < wanted:
             assert self._read(), f"it ended after {len(self.lines)} lines: {self._error_text()}"
 
-    def read_until(self, pidfd: int) -> None:
+    def read_until(self, pidfd: int, pace_ms: int = PACE_MS) -> None:
         """Read on, so that the script does, but not faster than it has to, until that process has ended."""
         end = select.poll()
         end.register(pidfd, select.POLLIN)
         while not end.poll(0):
-            self._read_on(PACE_MS)
+            self._read_on(pace_ms)
 
     def steps(self) -> list[str]:
         """Every line that tells of a step, once it has ended well."""
@@ -171,7 +173,7 @@ class MovedJob(Script):
 
     def refusal(self, *words: str) -> dict[str, Any]:
         """Why a command was refused, which it has to be: code, message and hint, one reason or several."""
-        ran = self._hegmctl(*words)
+        ran = self._hegmctl(*words, pace_ms=WHILE_REFUSED_MS)
         assert ran.returncode != 0, ran.stdout
         said: dict[str, Any] = json.loads(ran.stderr.splitlines()[-1])["error"]
         assert said["hint"], said
@@ -221,14 +223,14 @@ class MovedJob(Script):
         answer: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
         return answer
 
-    def _hegmctl(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def _hegmctl(self, *words: str, pace_ms: int = PACE_MS) -> subprocess.CompletedProcess[str]:
         self._daemon.read_notices()
         argv = [sys.executable, "-m", "hegmctl", *words, "--json"]
         with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
             with subprocess.Popen(argv, env=self.environ, stdout=said, stderr=errors) as command:
                 pidfd = os.pidfd_open(command.pid)
                 try:
-                    self.read_until(pidfd)
+                    self.read_until(pidfd, pace_ms)
                 finally:
                     os.close(pidfd)
                     command.kill()
