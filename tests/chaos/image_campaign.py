@@ -149,7 +149,7 @@ class ImageCampaign:
             new = [op for op in self._node.rest().values() if op.id not in known]
             if new and new[-1].phase in (*OVER, "suspended"):
                 return new[-1]
-            if not new and not self._node.at_work(job.pid) and not self._node.attendants(job.pid):
+            if not new and not self._node.under_way(job.pid):
                 return None
             assert monotonic() < until, f"{cell}: {new or 'what CRIU does'} does not come to rest"
             pause()

@@ -48,6 +48,10 @@ class ImageNode(Node):
         """Every CRIU that dumps that job or restores it."""
         return [*self._dumping(root), *self._restoring(root)]
 
+    def under_way(self, root: int) -> list[psutil.Process]:
+        """Whoever has to do with a restore of that job that no operation has, or holds its image."""
+        return [*self.at_work(root), *self.attendants(root), *self.hands()]
+
     def _dumping(self, root: int) -> Iterator[psutil.Process]:
         for one in psutil.process_iter():
             words = _words_of(one)
