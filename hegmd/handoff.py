@@ -59,6 +59,7 @@ logger = logging.getLogger(__name__)
 
 # An image on a disk that does not answer keeps nobody from ending.
 _LOOKS_WITHIN_S = 10.0
+_MOST_REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,8 @@ class Handoff:
         noted: Callable[[str, int, float], object] = lambda _direction, _size_bytes, _took_s: None,
     ) -> None:
         self._left: dict[str, Left] = {}
+        #: Operations whose processes go on, by what this daemon has seen to; the last ones.
+        self._gone_on: dict[str, None] = {}
         self._noted = noted
         self._locks = locks
         self._images = images
@@ -156,6 +159,7 @@ class Handoff:
     async def dump(self, op: Operation, on_progress: Progress) -> None:
         """Raises HegmError; there is no image then, and the job is as it was. Cancelled, the same."""
         wish = _wish_of(op)
+        self._gone_on.pop(op.id, None)
         lent: Lent | None = None
         began = anyio.current_time()
         try:
@@ -225,10 +229,26 @@ class Handoff:
 
     async def _go_on(self, op: Operation, wish: Wish) -> None:
         """Whoever was left stopped goes on, and the agents come back, as far as they are there. Raises nothing."""
+        self._gone_on[op.id] = None
+        for oldest in tuple(self._gone_on)[:-_MOST_REMEMBERED]:
+            del self._gone_on[oldest]
         with anyio.CancelScope(shield=True):
             dumped = self._dumping.dumped(op) or Population({})
             await run_detached(lambda _: let_all_go(wish, dumped), name="hegmd-let-go")
             await self._agents.call_back(op, wish)
+
+    async def abandon(self, op: Operation) -> None:
+        """See that nobody stands for an image that was given up, where this daemon has not done so. Raises nothing.
+
+        A dump that is given up is undone by whoever makes it; but that daemon may have been killed meanwhile, or the
+        dump have come to its end while it was written down that nobody waits for it.
+        """
+        if op.id in self._gone_on:
+            return
+        wish = _wish_of(op)
+        await self._go_on(op, wish)
+        with contextlib.suppress(HegmError), anyio.move_on_after(_LOOKS_WITHIN_S):
+            await self._images().sweep(wish.path, rights_of(wish))
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 

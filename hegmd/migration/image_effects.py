@@ -32,6 +32,12 @@ class ImageEffects:
         await (imager.find(op) if effect.find else imager.dump(op, tell))
         return events.Dumped(**effect.ending())
 
+    async def abandon(self, op: Operation, member: Member) -> None:
+        """Before anything is asked of a worker of it: an image that was begun and given up is to hold up nobody."""
+        image = op.handoff
+        if image is not None and image.begun and not (op.hands_over or image.written or image.whole):
+            await self._cast.imager_for(member).abandon(op)
+
     async def seal(self, op: Operation, member: Member, effect: effects.Seal, tell: Progress) -> Event:
         """It is written from the pool's memory; what carriers have ready beside that, on the job's own GPU, can go."""
         for each in op.workers:

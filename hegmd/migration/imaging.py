@@ -42,6 +42,11 @@ class Imager(Protocol):
         """See that the image is whole that was begun. Raises HegmError if not; what there was of it is gone then."""
         ...
 
+    async def abandon(self, op: Operation) -> None:
+        """See that nobody stands for an image that was given up: whoever was to do so may have been killed, or have been
+        through just then. Raises nothing."""
+        ...
+
     async def end(self, op: Operation, member: Member) -> None:
         """End a process that is in an image, and all that belong to it; wait until they have. Raises HegmError."""
         ...

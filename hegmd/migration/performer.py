@@ -70,6 +70,7 @@ class Performer:
         #: How fast bytes went, for the next estimate.
         self.paces = Paces() if paces is None else paces
         agents, images = AgentEffects(self._cast), ImageEffects(self._cast)
+        self._abandon = images.abandon
         self._do: dict[str, Callable[[Operation, Member, Any, Progress], Awaitable[Event]]] = {
             effects.TakeRoom.tag: self._take_room,
             effects.GiveRoom.tag: self._give_room,
@@ -133,6 +134,8 @@ class Performer:
         try:
             if member is None:
                 raise Bug(f"operation {op.id} has no worker {effect.worker}")
+            if effect.in_worker:
+                await self._abandon(op, member)
             is_order = effect.in_worker and member.has_agent and not isinstance(effect, effects.Inspect)
             # Who is started anew has no connection yet, and is no news of the one that has left.
             is_order = is_order and not (member.is_absent and isinstance(effect, effects.Restore))

@@ -360,3 +360,19 @@ async def test_a_child_of_a_job_that_was_killed_as_its_daemon_was_stood_for_ever
     assert population_of([paused]).start_ticks == {}
     await handoff.end(op, op.workers[0])
     await handoff_with(Shelf(), tmp_path).end(op, op.workers[0])  # of an image that was taken away nobody knows
+
+
+async def test_nobody_let_go_of_a_job_whose_dump_was_given_up_once_that_daemon_was_killed(
+    tmp_path: Path, stopped: int
+) -> None:
+    """Nor took away what it had written. One that stands later on does so for another reason."""
+    shelf, op = Shelf(), wished(stopped, begun=True)
+    op = op.replace(workers=(op.workers[0].replace(token="a" * 32),))
+    handoff = handoff_with(shelf, tmp_path)
+    place = MeetingPlaces(tmp_path / "hegmd.sock").hold("a" * 32)
+    await handoff.abandon(op)
+    assert (state(stopped) == "T", shelf.swept, os.path.lexists(place)) == (False, ["/images/one"], False)
+    os.kill(stopped, signal.SIGSTOP)
+    os.waitid(os.P_PID, stopped, os.WSTOPPED)
+    await handoff.abandon(op)
+    assert (state(stopped), shelf.swept) == ("T", ["/images/one"])

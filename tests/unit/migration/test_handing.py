@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from hegmd.errors import Refused
-from hegmd.migration import events
+from hegmd.migration import effects, events
 from hegmd.migration.operation import CHECKPOINT, Handoff, Operation
+from hegmd.migration.performer import Performer
 from hegmd.migration.telling import in_hand
+from hegmd.workers import Workers
 from tests.unit.migration.operations import Drive, operation, worker
 
 
@@ -262,3 +264,35 @@ def test_an_image_that_is_late_leads_back() -> None:
     assert drive.op.heading == "back"
     assert drive.op.failure is not None
     assert "not through with handing within" in drive.op.failure.message
+
+
+class Letting:
+    """Makes images; of that it is only known whose dump was given up."""
+
+    def __init__(self) -> None:
+        self.abandoned: list[str] = []
+
+    async def abandon(self, op: Operation) -> None:
+        self.abandoned.append(op.phase)
+
+
+async def test_a_job_stood_whose_dump_was_given_up_by_a_daemon_that_was_killed_then() -> None:
+    """Or that was through just then. Its agent, which stands aside, was waited for; nobody called it back."""
+    imager: Any = Letting()
+    performer = Performer(Workers(), {}, {}, start_ticks=lambda _pid: None, imager=imager)
+    drive = Drive(checkpoint()).until("handing")
+
+    async def look() -> None:
+        look_at = effects.Inspect(number=99, worker="a", cause=1)
+        assert (await performer.perform(drive.op, look_at, lambda _: None, None)).tag == "worker-gone"
+
+    await look()
+    assert imager.abandoned == [], "it is to be written, or looked for"
+    drive.feed(events.CancelAsked(by="somebody"))
+    await look()
+    assert imager.abandoned == ["restoring"]
+    drive = Drive(checkpoint()).until("ending")
+    await look()
+    drive = Drive(checkpoint(leave_running=True)).until("restoring")
+    await look()
+    assert imager.abandoned == ["restoring"], "nobody has given that up"
