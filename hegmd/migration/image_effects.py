@@ -33,7 +33,7 @@ class ImageEffects:
         return events.Dumped(**effect.ending())
 
     async def abandon(self, op: Operation, member: Member) -> None:
-        """Before anything is asked of a worker of it: an image that was begun and given up is to hold up nobody."""
+        """Before anything is asked of a worker, or given back that one had: nobody stands for an image given up."""
         image = op.handoff
         if image is not None and image.begun and not (op.hands_over or image.written or image.whole):
             await self._cast.imager_for(member).abandon(op)

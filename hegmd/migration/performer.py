@@ -134,7 +134,7 @@ class Performer:
         try:
             if member is None:
                 raise Bug(f"operation {op.id} has no worker {effect.worker}")
-            if effect.in_worker:
+            if effect.in_worker or member.gone:
                 await self._abandon(op, member)
             is_order = effect.in_worker and member.has_agent and not isinstance(effect, effects.Inspect)
             # Who is started anew has no connection yet, and is no news of the one that has left.

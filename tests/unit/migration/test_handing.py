@@ -296,3 +296,8 @@ async def test_a_job_stood_whose_dump_was_given_up_by_a_daemon_that_was_killed_t
     drive = Drive(checkpoint(leave_running=True)).until("restoring")
     await look()
     assert imager.abandoned == ["restoring"], "nobody has given that up"
+    drive = Drive(checkpoint()).until("handing")
+    drive.feed(events.WorkerGone(worker="a", why="it was killed"))
+    give_pool = effects.GivePool(number=99, worker="a", cause=1)
+    await performer.perform(drive.op, give_pool, lambda _: None, None)
+    assert imager.abandoned == ["restoring", "tidying"], "its children stand"
