@@ -294,8 +294,22 @@ def _told(worker: Worker) -> AgentSurvey:
 
 
 async def _weigh_one(worker: Worker, within_s: float) -> None:
-    """Raises nothing: one that cannot say has a reason, which is one against its restart."""
-    async with worker.weighing, anyio.create_task_group() as tasks:
+    """Raises nothing: one that cannot say has a reason, which is one against its restart.
+
+    One that somebody else has asked is waited for no longer either: their limit may be a longer one.
+    """
+    with anyio.move_on_after(within_s) as waiting:
+        await worker.weighing.acquire()
+    if waiting.cancelled_caught:
+        return
+    try:
+        await _ask_weight(worker, within_s)
+    finally:
+        worker.weighing.release()
+
+
+async def _ask_weight(worker: Worker, within_s: float) -> None:
+    async with anyio.create_task_group() as tasks:
         worker.state_bytes, worker.refusals, worker.begin_anew, worker.imports = None, (), None, ()
         worker.unweighed = None
         tasks.start_soon(_watch_for_a_stop, worker.pid, tasks.cancel_scope)

@@ -43,8 +43,10 @@ class Imager(Protocol):
         ...
 
     async def abandon(self, op: Operation) -> None:
-        """See that nobody stands for an image that was given up: whoever was to do so may have been killed, or have been
-        through just then. Raises nothing."""
+        """See that nobody stands for an image that was given up. Raises nothing.
+
+        Whoever was to do so may have been killed, or have been through with the dump just then.
+        """
         ...
 
     async def end(self, op: Operation, member: Member) -> None:

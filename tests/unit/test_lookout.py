@@ -235,6 +235,8 @@ async def test_a_job_whose_batches_take_long_could_not_be_restarted(tmp_path: Pa
             await node.moving.attendance.count(worker)
             assert agent.seen.count("survey") == surveys
             assert agent.seen.count("weigh") == 1
+            impatient = await refusal_of_restart(node, process.pid, limit_s=0.05)
+            assert "is not known" in impatient.message, "it waited for as long as somebody else would"
             agent.go_on.set()
         assert ["it was weighed" in refused.message for refused in refusals] == [True, True]
         assert agent.seen.count("weigh") == 2
