@@ -192,17 +192,24 @@ class _Launched:
         while count is None or len(self.lines) < count:
             if not select.select([self._process.stdout], [], [], max(0.0, ends_s - monotonic()))[0]:
                 return False
-            part = os.read(self._process.stdout.fileno(), 1 if count is not None else 1 << 16)
-            if not part:
+            if not self._read(1 if count is not None else 1 << 16):
                 return count is None
-            self._heard += part
-            whole, newline, self._heard = self._heard.rpartition(b"\n")
-            if newline:
-                self.lines += _batches(whole.decode())
         return True
 
+    def _read(self, most: int) -> bool:
+        """Read what there is, so much at most; whether it was not the end."""
+        assert self._process.stdout is not None
+        part = os.read(self._process.stdout.fileno(), most)
+        whole, newline, self._heard = (self._heard + part).rpartition(b"\n")
+        if newline:
+            self.lines += _batches(whole.decode())
+        return bool(part)
+
     def take_lock(self) -> bool:
-        """Wait for the lock and take it away, as a controller does; what is printed meanwhile is read."""
+        """Wait for the lock and take it away, as a controller does; what is printed meanwhile is read.
+
+        Not until the next batch: a Trainer's log was its last line before it left, and another line was waited for.
+        """
         lock = self._folder / str(self._process.pid) / "lock"
         assert self._process.stdout is not None
         ends_s = monotonic() + LATEST_S
@@ -210,7 +217,7 @@ class _Launched:
             if monotonic() > ends_s or self._process.poll() is not None:
                 return False
             if select.select([self._process.stdout], [], [], 0.02)[0]:
-                self.read_until(len(self.lines) + 1)
+                self._read(1)
         lock.unlink()
         return True
 
