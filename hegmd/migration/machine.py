@@ -64,6 +64,7 @@ from hegmd.migration.effects import Effect, Seal
 from hegmd.migration.events import Ending, Event
 from hegmd.migration.operation import Operation
 from hegmd.migration.stages import STAGES
+from hegmd.migration.wording import resuming
 
 __all__ = ["EVENTS", "PHASES", "TABLE", "TERMINAL", "Event", "Operation", "Result", "Row", "handle", "row_for"]
 
@@ -80,7 +81,7 @@ Result = tuple[Operation, tuple[Effect, ...]]
 class Row:
     """What becomes of an event in a phase. `why` is what a person is told where nothing becomes of it.
 
-    In `hint`, {id} stands for the operation and {pid} for a process of it.
+    In `hint`, {id} stands for the operation and {resume} for what brings it back once it is suspended.
     """
 
     verdict: str
@@ -97,7 +98,7 @@ def handle(op: Operation, event: Event, now: float) -> Result:
     """
     row = TABLE[op.phase, event.tag]
     if row.verdict == REFUSE:
-        hint = row.hint.format(id=op.id, pid=next(op.live, op.workers[0]).pid)
+        hint = row.hint.format(id=op.id, resume=resuming(op))
         raise Refused(f"operation {op.id} is {op.phase}: {row.why}", hint)
     if row.action is None:
         return op, ()
@@ -159,7 +160,7 @@ def _put_requests(put: Put) -> None:
     put("cancel-asked", ["sealing"], Row(MOVE, "the image is not wanted any more", actions.drop_image))
     put("cancel-asked", open_phases, Row(MOVE, "back, unless past return or on its way back", actions.cancel))
     put("cancel-asked", settled, Row(REFUSE, "what it was for has been done", hint=_WATCH + "; it ends by itself"))
-    resume_it = "resume it with: hegmctl resume {pid}"
+    resume_it = "resume it with: {resume}"
     put("cancel-asked", [SUSPENDED], Row(REFUSE, "there is nothing under way to cancel", hint=resume_it))
     put("cancel-asked", TERMINAL, Row(REFUSE, "it is over", hint="see the others with: hegmctl ops"))
 

@@ -77,7 +77,7 @@ def can_be_stopped(draft: Draft, candidate: Candidate) -> bool:
         if op.phase == HOLDING and draft.request.kind != QUIESCE:
             continue  # it holds its job for whoever wants it next
         if any(worker.pid == candidate.pid for worker in op.live):
-            draft.against(BUSY, *in_hand(op, candidate.pid), pid=candidate.pid)
+            draft.against(BUSY, *in_hand(op, candidate.pid, draft.request.kind), pid=candidate.pid)
             return False  # where it is and what it holds is that operation's doing, and no reason of its own
         is_its = candidate.job is not None and candidate.uid == op.owner_uid
         if is_its and any(worker.restarts and worker.run == candidate.job for worker in op.live):

@@ -21,7 +21,7 @@ from hegmd.migration.forecast import expected
 from hegmd.migration.members import NVIDIA, can_be_stopped, members_named
 from hegmd.migration.operation import BY_DRIVER, CHECKPOINT, QUIESCE, RESTART, RESUME, SUSPEND, Operation, Worker
 from hegmd.migration.outlook import DRIVER, SIMULATED
-from hegmd.migration.wording import gigabytes, listed, named
+from hegmd.migration.wording import gigabytes, listed, named, resuming
 from hegmd.pieces import CONTEXT_BYTES, whole_size
 from hegmd.places import gpus_of, place_of
 from hegmd.protocol.operations import PlannedProcess, Reason
@@ -81,7 +81,15 @@ def planned_resume(snapshot: Snapshot, request: Request, op: Operation) -> Plan 
         held = {worker.pid: worker.rooms for worker in op.live}
         kept = {planned.pid: held[planned.pid].get(planned.to or "", 0) for planned in draft.workers}
         _judge_room(draft, room_needed(draft, kept))
-    return tuple(draft.reasons) or _plan(draft, RESUME, tuple(members))
+    if draft.reasons:
+        return tuple(draft.reasons)
+    plan = _plan(draft, RESUME, tuple(members))
+    absent = [worker for worker in op.live if worker.is_absent]
+    return plan.replace(hazards=(*plan.hazards, _started_by(op))) if absent else plan
+
+
+def _started_by(op: Operation) -> str:
+    return f"it takes the hegmctl run that started it, if that is there still and waits; else: {resuming(op)}"
 
 
 def planned_return(snapshot: Snapshot, suspended: Plan, to: str) -> Plan | tuple[Reason, ...]:

@@ -15,8 +15,9 @@ from hegmd.migration import events
 from hegmd.migration.course import LOST, SETTLING, SUSPENDED, TERMINAL, UNDONE
 from hegmd.migration.events import Event
 from hegmd.migration.machine import HOLDING, READYING
-from hegmd.migration.operation import BACK, FOR_AGENT, FORWARD, HOLD, RESTART, Operation
+from hegmd.migration.operation import BACK, CHECKPOINT, FOR_AGENT, FORWARD, HOLD, RESTART, Operation
 from hegmd.migration.operation import Worker as Member
+from hegmd.migration.wording import resuming
 from hegmd.protocol import operations as told
 
 
@@ -108,11 +109,8 @@ def waiting(op: Operation, trouble: HegmError | None = None, stopped: Sequence[i
             why=f"its job stands at a boundary, and goes on by itself {within}", next=f"hegmctl resume {pid}"
         )
     if op.phase == SUSPENDED:
-        first = next(op.live, None)
         why = "it is suspended" if op.failure is None else f"its job stands: {op.failure.message}"
-        if first is not None and first.is_absent:
-            return told.Wait(why=why, next=f"hegmctl run --allow-restart --resume {op.id} -- COMMAND")
-        return told.Wait(why=why, next=f"hegmctl resume {None if first is None else first.pid}")
+        return told.Wait(why=why, next=resuming(op))
     if op.tries > 1:
         return told.Wait(
             why=f"{op.phase} has not come to its end in {op.tries} attempts; the next is made by itself",
@@ -145,13 +143,19 @@ def _stands_for_image(op: Operation) -> bool:
     return op.handoff is not None and op.handoff.begun and op.phase in (SETTLING.phase, "handing", "ending")
 
 
-def in_hand(op: Operation, pid: int) -> tuple[str, str]:
-    """What is said to whoever wants that process of it for something else, and the next step."""
+def in_hand(op: Operation, pid: int, kind: str | None = None) -> tuple[str, str]:
+    """What is said to whoever wants that process of it for something else, such as that kind, and the next step."""
     if op.phase == "sealing":
         message = f"the image of process {pid} is being written while it trains, which is operation {op.id}'s"
         return message, f"wait for its end: hegmctl op {op.id} --follow; or give the image up: hegmctl cancel {op.id}"
-    see = f"hegmctl resume {pid}" if op.phase == SUSPENDED else f"hegmctl op {op.id}"
-    return f"operation {op.id} ({op.kind}, {op.phase}) has process {pid} already", f"see: {see}"
+    message = f"operation {op.id} ({op.kind}, {op.phase}) has process {pid} already"
+    if op.phase != SUSPENDED:
+        return message, f"see: hegmctl op {op.id}"
+    if any(member.is_absent for member in op.live):
+        return message, f"see: {resuming(op)}"
+    if kind == CHECKPOINT:
+        return message, f"have it in an image as it stands: hegmctl handoff {pid} DIR; or first: hegmctl resume {pid}"
+    return message, f"see: hegmctl resume {pid}"
 
 
 def process_of(member: Member) -> told.OperationProcess:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hegmd.migration.candidates import Candidate
+    from hegmd.migration.operation import Operation
 
 
 def gigabytes(size_bytes: int) -> str:
@@ -28,3 +29,11 @@ def listed(names: Sequence[str]) -> str:
 def named(candidate: Candidate) -> str:
     """What people know the process by."""
     return candidate.name or str(candidate.pid)
+
+
+def resuming(op: Operation) -> str:
+    """What brings a suspended job back: a process that stands goes on, and one that has left is started again."""
+    first = next(op.live, op.workers[0])
+    return (
+        f"hegmctl run --allow-restart --resume {op.id} -- COMMAND" if first.is_absent else f"hegmctl resume {first.pid}"
+    )

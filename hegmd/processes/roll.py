@@ -10,12 +10,12 @@ did ten seconds ago cost a comparison each and no allocation, and whoever compar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hegmd.devices.base import ProcessUse
 from hegmd.processes.lookups import Lookups, Wanted
-from hegmd.processes.table import Presence, ProcessFacts, ProcessTable
+from hegmd.processes.table import NOTE_ENDED, NOTE_HELD, Presence, ProcessFacts, ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse, Way
 from hegmd.ways import Candidate, Ground, ways_of
 
@@ -164,7 +164,7 @@ class Roster:
             held_bytes=held_bytes,
             agent=agent,
             ways=self._ways_of(facts, agent, uses, call),
-            note="; ".join(note for note in (facts.note, command_note) if note is not None) or None,
+            note="; ".join(note for note in (_note(facts, uses), command_note) if note is not None) or None,
         )
         if line is not None and line.record == record:
             record = line.record
@@ -193,6 +193,11 @@ class Roster:
         """Give the table's descriptors back."""
         self._table.close()
         self._lines.clear()
+
+
+def _note(facts: ProcessFacts, uses: Sequence[ProcessUse]) -> str | None:
+    """One that is on no GPU is listed by no driver, but for what is held of it."""
+    return NOTE_HELD if facts.note == NOTE_ENDED and not uses else facts.note
 
 
 def stand_in(call: RollCall, before: Roll) -> Roll:

@@ -46,6 +46,7 @@ _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 _GONE = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
 
 NOTE_ENDED = "it has ended, and the driver still lists it"
+NOTE_HELD = "it has ended, and what it had is held; see: hegmctl ops"
 NOTE_OTHER_NAMESPACE = "it runs in a pid namespace that hegmd cannot see into; run hegmd in the node's own"
 NOTE_HIDDEN = "/proc hides it from hegmd's user; run hegmd as root, or in the group of the mount option gid="
 NOTE_GONE_OR_HIDDEN = "it is not in /proc: it has ended, or is hidden from hegmd's user"

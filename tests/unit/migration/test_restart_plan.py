@@ -189,6 +189,8 @@ def test_a_state_that_is_held_goes_on_on_the_cpu_and_nothing_else_does() -> None
     resume = Request(kind=RESUME, pids=(7,), to="cpu")
     plan = plan_of(planned_resume(snapshot, resume, op.replace(phase="suspended", workers=(left,))))
     assert (plan.workers[0].to, plan.room_needed_bytes) == ("cpu", {})
+    # The dry run said that it would go on, and nobody was there to start it.
+    assert "if that is there still and waits; else: hegmctl run --allow-restart --resume 1" in plan.hazards[-1]
     driven = left.replace(method="driver", saved=False)
     assert "cannot go on on the CPU" in said(
         planned_resume(snapshot, resume, op.replace(phase="suspended", workers=(driven,)))

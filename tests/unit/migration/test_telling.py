@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.migration import events
-from hegmd.migration.operation import CHECKPOINT, SUSPEND, Handoff
-from hegmd.migration.telling import HAPPENINGS, Happening, description, happenings, waiting
+from hegmd.migration.operation import CHECKPOINT, RESTART, SUSPEND, Handoff
+from hegmd.migration.telling import HAPPENINGS, Happening, description, happenings, in_hand, waiting
 from tests.unit.migration.operations import Drive, operation, tags, worker
 
 
@@ -126,6 +126,16 @@ def test_a_suspended_job_names_the_command_that_brings_it_back() -> None:
     waits = waiting(Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op)
     assert waits is not None
     assert waits.next == "hegmctl resume 197"
+
+
+def test_a_suspended_job_was_to_be_resumed_and_stopped_again_for_an_image() -> None:
+    op = Drive(operation(worker(to=None), kind=SUSPEND)).until("suspended").op
+    assert in_hand(op, 197, CHECKPOINT)[1].startswith("have it in an image as it stands: hegmctl handoff 197 DIR")
+    assert in_hand(op, 197)[1] == "see: hegmctl resume 197"
+    saved = op.workers[0].replace(method=RESTART, saved=True, at=None)
+    for kind in (CHECKPOINT, None):  # «hegmctl resume» of one that has left found nobody to start it
+        hint = in_hand(op.replace(workers=(saved,)), 197, kind)[1]
+        assert hint == f"see: hegmctl run --allow-restart --resume {op.id} -- COMMAND"
 
 
 def test_a_job_that_is_held_says_why() -> None:

@@ -15,7 +15,7 @@ from hegmd.devices.base import ProcessUse
 from hegmd.processes.lookups import NOTE_UNREAD
 from hegmd.processes.procfs import read_command
 from hegmd.processes.roll import MOST_KINDS, NOTE_NOT_LOOKED_AT, Roll, RollCall, Roster, stand_in
-from hegmd.processes.table import NOTE_ENDED, NOTE_NO_PID, ProcessTable
+from hegmd.processes.table import NOTE_ENDED, NOTE_HELD, NOTE_NO_PID, ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, GpuProcess, GpuUse
 from hegmd.ways import Candidate, GpuTraits, Ground, NodeMeans
 from tests.unit.processes.pretended_proc import Start
@@ -140,6 +140,8 @@ def test_an_ended_process_is_listed_while_the_driver_does_and_marked() -> None:
         pytest.skip("elsewhere a pid without a process is one of another namespace")
     roll = call_roll(Roster(table), CALL)
     assert (only(roll).note, roll.ended) == (NOTE_ENDED, {ME})
+    held = call_roll(Roster(table), replace(CALL, uses=(), held_bytes={ME: 1}))
+    assert only(held).note == NOTE_HELD  # a restart's state was said to be listed by the driver
 
 
 def test_processes_that_left_are_not_in_the_roll(roster: Roster) -> None:
