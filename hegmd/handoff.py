@@ -201,18 +201,21 @@ class Handoff:
                     raise
                 await self._leave_none(wish, error)
             return
+        what = f"the image in {wish.path} was not written, and is removed"
         try:
             progress_of = parts_of(on_progress)
             out = [partial(self._dumping.write_bytes, op, each, left.lent, progress_of(each.name)) for each in left.out]
             await in_concert(*out)
+            what = f"the image for {wish.path} was not finished, and nothing is left of it"
             manifest = await left.lent.finish(left.manifest, on_progress)
         except BaseException as error:
             with anyio.CancelScope(shield=True):
                 await left.lent.discard()
             if not isinstance(error, HegmError):
                 raise
-            message = f"the image for {wish.path} was not finished, and nothing is left of it: {error.message}"
-            raise HegmError(error.code, message, f"the job goes on; {error.hint}", error.facts) from error
+            raise HegmError(
+                error.code, f"{what}: {error.message}", f"the job goes on; {error.hint}", error.facts
+            ) from error
         self._noted(LEFT, sum(file.size_bytes for file in manifest.criu_files), left.took_s)
 
     async def scrap(self, op: Operation) -> None:
