@@ -214,6 +214,18 @@ async def test_a_stopped_job_is_not_waited_for_as_long_as_its_batch_may_take(tmp
         agent.go_on.set()
 
 
+async def test_a_job_that_was_stopped_once_it_had_answered_was_taken_for_one_that_cannot(
+    tmp_path: Path, process: Child
+) -> None:
+    """The watch that ends with the answer counted as one that had seen it stopped."""
+    async with supervised(tmp_path, process.pid) as (node, _):
+        process.send_signal(signal.SIGSTOP)
+        await anyio.to_thread.run_sync(os.waitpid, process.pid, os.WUNTRACED)
+        refused = await refusal_of_restart(node, process.pid)
+        assert f"what the state of process {process.pid} comes to is not known" in refused.message
+        process.send_signal(signal.SIGCONT)
+
+
 async def test_a_job_whose_batches_take_long_could_not_be_restarted(tmp_path: Path, process: Child) -> None:
     """It had five seconds to come to a boundary, and no option gave it more; what asked it again took that away."""
     refusals: list[HegmError] = []
