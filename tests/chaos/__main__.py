@@ -9,7 +9,6 @@ the operation ended, and in the end the figures.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -72,44 +71,41 @@ def main() -> int:
         *(asked.gpus or [SIMULATED]),
         *(asked.memory or [NAMELESS]),
     }:
-        _play_restarts(
-            [
-                cell
-                for cell in restarts
-                if cell.victim in (asked.victim or [cell.victim]) and cell.state in (asked.state or [cell.state])
-            ]
-        )
+        _play_restarts([cell for cell in restarts if _is_wanted(cell, RESTART, asked)])
     for memory in (NAMED, NAMELESS):
         if SIMULATED in (asked.gpus or [SIMULATED]) and memory in (asked.memory or [memory]):
-            _play_images([cell for cell in images if _is_wanted(cell, asked)], nameless=memory == NAMELESS)
+            _play_images(
+                [cell for cell in images if _is_wanted(cell, cell.command, asked)], nameless=memory == NAMELESS
+            )
     for (gpus, memory), all_victims in VICTIMS_OF.items():
         victims = [victim for victim in all_victims if not asked.victim or victim in asked.victim]
         if gpus not in (asked.gpus or [gpus]) or memory not in (asked.memory or [memory]):
             continue
-        cells = [
-            cell
-            for cell in every_cell(victims)
-            if cell.state in (asked.state or [cell.state]) and cell.command in (asked.command or [cell.command])
-        ]
+        cells = [cell for cell in every_cell(victims) if _is_wanted(cell, cell.command, asked)]
         if cells:
             began = monotonic()
             tally = _played(cells, gpus, nameless=memory == NAMELESS)
-            killed = ", ".join(f"{victim} {count}" for victim, count in tally.kills.items())
-            ends = ", ".join(f"{end} {count}" for end, count in tally.ends.items())
             print(
-                f"{gpus}, {memory}: {tally.rounds} rounds, {tally.kills.total()} killed or struck ({killed}) in"
-                f" {monotonic() - began:.0f} s; {ends}; {tally.steps} steps, each as in an undisturbed run"
+                f"{gpus}, {memory}: {_in_all(tally, 'killed or struck', monotonic() - began)};"
+                f" {tally.steps} steps, each as in an undisturbed run"
             )
     return 0
 
 
-def _is_wanted(cell: ImageCell, asked: argparse.Namespace) -> bool:
+def _is_wanted(cell: Cell | ImageCell | RestartCell, command: str, asked: argparse.Namespace) -> bool:
     """By what was asked for, where anything was."""
     return (
         cell.victim in (asked.victim or [cell.victim])
         and cell.state in (asked.state or [cell.state])
-        and cell.command in (asked.command or [cell.command])
+        and command in (asked.command or [command])
     )
+
+
+def _in_all(tally: Tally, what_was_done: str, took_s: float) -> str:
+    """Whom it hit how often, and how operations ended."""
+    killed = ", ".join(f"{victim} {count}" for victim, count in tally.kills.items() if count)
+    ends = ", ".join(f"{end} {count}" for end, count in tally.ends.items())
+    return f"{tally.rounds} rounds, {tally.kills.total()} {what_was_done} ({killed}) in {took_s:.0f} s; {ends}"
 
 
 def _play_images(cells: Sequence[ImageCell], *, nameless: bool) -> None:
@@ -117,60 +113,51 @@ def _play_images(cells: Sequence[ImageCell], *, nameless: bool) -> None:
     if not cells or isinstance(criu, str):
         print(f"images: nothing was played: {criu if cells else 'nothing of them is asked for'}")
         return
-    folder = Path(tempfile.mkdtemp(prefix="hegm-", dir="/tmp"))
     began = monotonic()
-    try:
-        with ImageNode(folder, criu, nameless=nameless) as node:
+    with _folder() as folder:
+        with ImageNode(Path(folder), criu, nameless=nameless) as node:
             tally = ImageCampaign(node, say=partial(print, flush=True)).run(cells)
         print(f"{NAMELESS if nameless else NAMED}, {image_summary(tally, monotonic() - began)}")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def image_summary(tally: ImageTally, took_s: float) -> str:
     """What a campaign of images came to, in a line."""
-    killed = ", ".join(f"{victim} {count}" for victim, count in tally.kills.items() if count)
-    ends = ", ".join(f"{end} {count}" for end, count in tally.ends.items())
     return (
-        f"images: {tally.rounds} rounds, {tally.kills.total()} killed ({killed}) in {took_s:.0f} s; {ends};"
+        f"images: {_in_all(tally, 'killed', took_s)};"
         f" {tally.whole} whole images, {tally.restored} jobs brought back, {tally.ended_jobs} trainings ended;"
         f" {tally.steps} steps, each as in an undisturbed run"
     )
 
 
 def _play_restarts(cells: Sequence[RestartCell]) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="hegm-", dir="/tmp"))
     began = monotonic()
-    try:
-        with Node(folder, nameless=True) as node:
-            print(summary(RestartCampaign(node, say=print).run(cells), monotonic() - began))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with _folder() as folder, Node(Path(folder), nameless=True) as node:
+        print(summary(RestartCampaign(node, say=print).run(cells), monotonic() - began))
 
 
 def summary(tally: RestartTally, took_s: float) -> str:
     """What a campaign of restarts came to, in a line."""
-    killed = ", ".join(f"{victim} {count}" for victim, count in tally.kills.items() if count)
-    ends = ", ".join(f"{end} {count}" for end, count in tally.ends.items())
     return (
-        f"restarts: {tally.rounds} rounds, {tally.kills.total()} killed ({killed}) in {took_s:.0f} s; {ends};"
+        f"restarts: {_in_all(tally, 'killed', took_s)};"
         f" {tally.resumed} gone on from a state that was held, {tally.ended_jobs} trainings ended; {tally.steps} steps,"
         " each as in an undisturbed run, and never by two processes at once"
     )
 
 
 def _played(cells: Sequence[Cell], gpus: str, *, nameless: bool) -> Tally:
-    folder = Path(tempfile.mkdtemp(prefix="hegm-", dir="/tmp"))
-    try:
+    with _folder() as folder:
         if gpus == SIMULATED:
-            with Node(folder, nameless=nameless) as node:
+            with Node(Path(folder), nameless=nameless) as node:
                 return Campaign(node, trainings(node, with_torch=3, by_hand=1), say=print).run(cells)
-        with GpuNode(folder, nameless=nameless) as driven:
+        with GpuNode(Path(folder), nameless=nameless) as driven:
             around = [cell for cell in cells if cell.victim not in OF_THE_HELPER]
             within = for_both_kinds(cell for cell in cells if cell.victim in OF_THE_HELPER)
             return Campaign(driven, driven.programs(with_agent=2, without=2), say=print).run([*around, *within])
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """For a node; short, since sockets lie in it."""
+    return tempfile.TemporaryDirectory(prefix="hegm-", dir="/tmp", ignore_cleanup_errors=True)
 
 
 if __name__ == "__main__":

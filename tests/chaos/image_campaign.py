@@ -12,10 +12,9 @@ import json
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 from hegmd.criu.population import Population, end_all, population_of
 from hegmd.criu.tree import read_tree
 from hegmd.protocol.operations import Operation
-from tests.chaos.campaign import Say
+from tests.chaos.campaign import HALT_LIMIT_S, Say, Tally
 from tests.chaos.cells import DAEMON
 from tests.chaos.halts import BEGUN, Trap
 from tests.chaos.image_cells import AT_CRIU, CHECKPOINT, LEFT, READING, RESTORE, REVIVED, WORKER, ImageCell
@@ -33,22 +32,17 @@ from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob
 from tests.e2e.moved_job import environment
 from tests.looks import pause
 
-HALT_LIMIT_S = 60.0
 #: More than any campaign takes; its schedule goes by it, so it is one number for all.
 STEPS = 1_000_000
 
 
 @dataclass(slots=True)
-class ImageTally:
-    """What was done, and how it ended."""
+class ImageTally(Tally):
+    """The same of images."""
 
-    rounds: int = 0
-    kills: Counter[str] = field(default_factory=Counter[str])
-    ends: Counter[str] = field(default_factory=Counter[str])
     whole: int = 0
     restored: int = 0
     ended_jobs: int = 0
-    steps: int = 0
 
 
 class ImageCampaign:

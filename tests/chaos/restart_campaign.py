@@ -7,16 +7,15 @@ killed itself ends a job, and only as long as nothing of it was saved. At the en
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
 from hegmctl.connection import Connection
 from hegmd.errors import HegmError
 from hegmd.protocol.operations import Operation
-from tests.chaos.campaign import Say
+from tests.chaos.campaign import HALT_LIMIT_S, Say, Tally
 from tests.chaos.cells import DAEMON
 from tests.chaos.halts import BEGUN, Trap
 from tests.chaos.node import OVER, REST_LIMIT_S, Client, Node
@@ -33,17 +32,11 @@ from tests.chaos.restart_cells import (
 from tests.chaos.restarted_job import RestartedJob
 from tests.looks import pause
 
-HALT_LIMIT_S = 60.0
-
 
 @dataclass(slots=True)
-class RestartTally:
-    """What was done, and how it ended."""
+class RestartTally(Tally):
+    """The same of restarts."""
 
-    rounds: int = 0
-    kills: Counter[str] = field(default_factory=Counter[str])
-    ends: Counter[str] = field(default_factory=Counter[str])
-    steps: int = 0
     resumed: int = 0
     ended_jobs: int = 0
 
