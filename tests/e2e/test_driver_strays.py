@@ -97,6 +97,15 @@ def test_a_process_that_somebody_left_checkpointed_comes_back_where_it_was_with_
             assert str(watched.pid) not in strays_of(connection)
 
 
+def _come_back_without_a_journal(node: DrivenNode, watched: Watched) -> None:
+    """Start a daemon that knows of no operation, and hear from it of that process."""
+    (node.folder / "state" / "operations.journal").unlink()
+    node.daemon.start()
+    with node.connect() as connection:
+        told_of = (event for event in connection.events(follow=True) if event.kind == "pool.stray")
+        next(event for event in told_of if event.facts["kind"] == "process" and event.pid == watched.pid)
+
+
 def test_one_of_whom_nobody_knows_where_it_was_waits_for_room_on_every_gpu(tmp_path: Path) -> None:
     with DrivenNode(tmp_path, gpu_bytes=4 * GIB) as node, node.program(0) as program, node.connect() as connection:
         watched = Watched(program)
@@ -142,11 +151,7 @@ def test_a_job_with_its_bytes_in_the_pool_and_its_journal_gone_was_parked_for_go
         with node.connect() as connection:
             connection.call(Suspend(pids=(watched.pid,), carrier="host"), OperationReply)
         node.daemon.stop()
-        (node.folder / "state" / "operations.journal").unlink()
-        node.daemon.start()
-        with node.connect() as connection:
-            told_of = (event for event in connection.events(follow=True) if event.kind == "pool.stray")
-            next(event for event in told_of if event.facts["kind"] == "process" and event.pid == watched.pid)
+        _come_back_without_a_journal(node, watched)
         with node.connect() as connection:
             assert {stray.kind for stray in strays_of(connection).values() if stray.pid == watched.pid} == {
                 "bytes",
@@ -174,11 +179,7 @@ def test_bytes_in_video_memory_of_a_job_without_a_journal_were_only_listed(
         with gate.open("w"):
             node.daemon.stop(signal.SIGKILL)
             node.cuda.mend()
-        (node.folder / "state" / "operations.journal").unlink()
-        node.daemon.start()
-        with node.connect() as connection:
-            told_of = (event for event in connection.events(follow=True) if event.kind == "pool.stray")
-            next(event for event in told_of if event.facts["kind"] == "process" and event.pid == watched.pid)
+        _come_back_without_a_journal(node, watched)
         with node.connect() as connection:
             (found,) = [stray for stray in strays_of(connection).values() if stray.kind == "bytes"]
             assert (found.pid, found.where) == (watched.pid, "video memory of gpu1")
