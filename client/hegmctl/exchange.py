@@ -18,7 +18,7 @@ import anyio
 import anyio.abc
 
 from hegmctl.failures import broken, gone, not_offered, refused_hello, with_versions
-from hegmctl.wire import MAX_FDS, RECEIVE_BYTES, Descriptors
+from hegmctl.wire import MAX_FDS, NO_DESCRIPTORS, RECEIVE_BYTES, Descriptors
 from hegmd.errors import BAD_REQUEST, BUSY, DISCONNECTED, HegmError, PeerError
 from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progress, ProtocolBroken
 from hegmd.protocol.messages import Cancel, Request, Welcome
@@ -116,7 +116,7 @@ class Exchange:
         under_way = self._waiters.pop(waiter.id, None) is not None and self._ended is None
         if under_way and self.welcome is not None:  # an unanswered hello is given up with its connection
             _cancel_id, frame = self._protocol.request(Cancel(request=waiter.id))
-            self._put_in_line(frame, Descriptors())
+            self._put_in_line(frame, NO_DESCRIPTORS)
 
     def close(self) -> None:
         """Close the socket and every descriptor that nobody took. The two tasks have to have ended."""
@@ -209,6 +209,8 @@ class Exchange:
         waiter.put((said, descriptors))
 
     def _claim(self, count: int) -> Descriptors:
+        if count == 0:
+            return NO_DESCRIPTORS
         if count > len(self._received):
             raise ProtocolBroken(
                 PeerError(BAD_REQUEST, f"{count} descriptors were named, {len(self._received)} came", "try again")

@@ -6,7 +6,7 @@ import fcntl
 import os
 from time import monotonic
 
-from hegmctl.wire import Descriptors, Wire
+from hegmctl.wire import NO_DESCRIPTORS, Descriptors, Wire
 from hegmd import __version__
 from hegmd.protocol.connection import Answer, ClientConnection, Failure, Progress
 from hegmd.protocol.messages import SUPPORTED_VERSIONS, Hello, Request, Supervise, SupervisorOrder
@@ -67,7 +67,7 @@ class Line:
             if self.declined or said.id is None or self._protocol.welcome is None:
                 raise said.error
             return
-        with self._wire.take(said.fds) or Descriptors() as fds:
+        with self._wire.take(said.fds) or NO_DESCRIPTORS as fds:
             if isinstance(said, Progress) and isinstance(said.event, SupervisorOrder):
                 hear(said.event, fds)
             elif said.id == self._offered:

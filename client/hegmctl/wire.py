@@ -62,6 +62,11 @@ class Descriptors:
         self.close()
 
 
+#: What comes with nearly every answer. One for all: Ctrl-C in the moment in which Python code finalizes an object is
+#: told of and lost, and with one for each answer there was such a moment after each.
+NO_DESCRIPTORS = Descriptors()
+
+
 class Wire:
     """A connected socket. One owner; closing twice is fine."""
 
@@ -137,6 +142,8 @@ class Wire:
 
     def take(self, count: int) -> Descriptors | None:
         """The next descriptors in the order in which they came; None when fewer came."""
+        if count == 0:
+            return NO_DESCRIPTORS
         if count > len(self._received):
             return None
         taken, self._received = self._received[:count], self._received[count:]

@@ -7,6 +7,7 @@ import fcntl
 import os
 import resource
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,18 @@ def soon() -> float:
 
 def _inode(fd: int) -> int:
     return os.fstat(fd).st_ino
+
+
+def test_an_interrupt_was_lost_after_an_answer_without_descriptors(ends: tuple[Wire, socket.socket]) -> None:
+    """What is raised where Python code finalizes an object is ignored, and each answer brought such an object."""
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        ends[0].take(0)
+    finally:
+        sys.setprofile(None)
+    assert called[:1] == ["take"]
+    assert "__del__" not in called
 
 
 def test_descriptors_go_both_ways_and_are_not_inherited(ends: tuple[Wire, socket.socket]) -> None:
