@@ -37,6 +37,7 @@ from hegmd.migration.operation import Worker as Member
 from hegmd.pool import Key, Pool
 from hegmd.pool_memory import Memory
 from hegmd.protocol.images import Manifest
+from hegmd.standing_notes import StandingNotes
 
 _LOOK_AGAIN_S = 0.05
 # Of so many operations it is remembered whom CRIU has had.
@@ -44,7 +45,10 @@ _MOST_REMEMBERED = 64
 
 
 class Dumping:
-    """Writes images. `look` sees the node, `in_unit` runs CRIU as a unit of systemd's."""
+    """Writes images. `look` sees the node, `in_unit` runs CRIU as a unit of systemd's.
+
+    `notes` has whom CRIU has had, for a daemon that comes after one that was killed.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,9 @@ class Dumping:
         look: Callable[[], Awaitable[NodeSnapshot]],
         looks: Looks,
         in_unit: bool,
+        notes: StandingNotes,
     ) -> None:
+        self._notes = notes
         self._agents = agents
         self._pool = pool
         self._look = look
@@ -66,9 +72,17 @@ class Dumping:
         """An earlier daemon has dumped those who are in that image."""
         self._remember(op, Population(start_ticks_in(manifest)))
 
-    def dumped(self, op: Operation) -> Population | None:
+    async def dumped(self, op: Operation) -> Population | None:
         """Whom CRIU has had: they stand, and whose parent has ended is in no tree any more. None where nobody knows."""
+        if op.id not in self._dumped:
+            noted = await run_detached(lambda _: self._notes.people(op.id), name="hegmd-note")
+            if noted is not None:
+                self._remember(op, noted)
         return self._dumped.get(op.id)
+
+    async def none_stands(self, op: Operation) -> None:
+        """Whom CRIU has had go on, or have ended. Raises nothing."""
+        await run_detached(lambda _: self._notes.forget(op.id), name="hegmd-note")
 
     def _remember(self, op: Operation, people: Population) -> None:
         self._dumped[op.id] = people
@@ -94,7 +108,9 @@ class Dumping:
         attending = {member.pid: self._agents.told(member) for member in op.live}
         if guise != await self._looks.at(lambda _: guise_for(tree, needs, rights_of(wish)), name="hegmd-guise"):
             raise Refused("the job has got other rights meanwhile", "ask again when it starts no programs")
-        self._remember(op, Population({member.pid: member.start_ticks for member in tree.members}))
+        people = Population({member.pid: member.start_ticks for member in tree.members})
+        self._remember(op, people)
+        await run_detached(lambda _: self._notes.note(op.id, people), name="hegmd-note")
         node = await self._write_side_by_side(op, wish, lent, criu, (tree, needs, guise), on_progress)
         dumped = await run_detached(lambda _: dumped_processes(lent.criu_dir_fd), name="hegmd-dumped")
         require_no_more(dumped, tree, rights_of(wish))

@@ -53,6 +53,7 @@ from hegmd.migration.paces import LEFT, OUT
 from hegmd.pool import Pool
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import Reason
+from hegmd.standing_notes import StandingNotes
 from hegmd.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class Handoff:
         look: Callable[[], Awaitable[NodeSnapshot]],
         in_unit: bool,
         locks: LockFiles,
+        notes: StandingNotes,
         hangs_up_within_s: float = HANGS_UP_WITHIN_S,
         noted: Callable[[str, int, float], object] = lambda _direction, _size_bytes, _took_s: None,
     ) -> None:
@@ -114,7 +116,7 @@ class Handoff:
         self._is_stopping = False
         self._looks = Looks()
         self._agents = HandedAgents(places, workers, pool, hangs_up_within_s=hangs_up_within_s)
-        self._dumping = Dumping(self._agents, pool, look=look, looks=self._looks, in_unit=in_unit)
+        self._dumping = Dumping(self._agents, pool, look=look, looks=self._looks, in_unit=in_unit, notes=notes)
 
     def stop(self) -> None:
         """The daemon ends: what is cancelled from now on is not unwanted, and the next one finds it."""
@@ -234,8 +236,9 @@ class Handoff:
         for oldest in tuple(self._gone_on)[:-_MOST_REMEMBERED]:
             del self._gone_on[oldest]
         with anyio.CancelScope(shield=True):
-            dumped = self._dumping.dumped(op) or Population({})
+            dumped = await self._dumping.dumped(op) or Population({})
             await run_detached(lambda _: let_all_go(wish, dumped), name="hegmd-let-go")
+            await self._dumping.none_stands(op)
             await self._agents.call_back(op, wish)
 
     async def abandon(self, op: Operation) -> None:
@@ -301,13 +304,14 @@ class Handoff:
         await self._agents.leave_places(op, wish)  # they are stopped, and will not look there any more
         dumped = await self._dumped(op, wish)
         await run_detached(lambda _: end_tree(wish, member, dumped), name="hegmd-end")
+        await self._dumping.none_stands(op)
 
     async def _dumped(self, op: Operation, wish: Wish) -> Population:
         """Whom CRIU has had: where another daemon has seen that, by the image, as far as that is to be read."""
-        if self._dumping.dumped(op) is None:
+        if await self._dumping.dumped(op) is None:
             with contextlib.suppress(HegmError), anyio.move_on_after(_LOOKS_WITHIN_S):
                 self._dumping.known_from(op, await self._require_whole(op, wish))
-        return self._dumping.dumped(op) or Population({})
+        return await self._dumping.dumped(op) or Population({})
 
     def _tell_controllers(self, op: Operation, wish: Wish) -> None:
         """While its parent can still be told; of ranks, the first that ends takes the whole tree with it. Blocks."""

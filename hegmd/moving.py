@@ -70,6 +70,7 @@ from hegmd.resting import ASKED, Resting
 from hegmd.reviving import Reviving
 from hegmd.rooms import Rooms
 from hegmd.sequences import Sequences
+from hegmd.standing_notes import StandingNotes
 from hegmd.strays import DistrustedStrays, PieceStrays, Source, StandingStrays, Strays
 from hegmd.supervisors import SupervisorAway, Supervisors
 from hegmd.vram import VideoMemory
@@ -268,7 +269,8 @@ class Moving:
         parts = (self._opened_images, self.places, self._workers, self.pool)
         by: dict[str, Any] = {"criu": self._criu, "look": self._look, "in_unit": self._images_by.in_unit}
         locks = LockFiles(self._images_by.lock_dir)
-        self._handoff = Handoff(*parts, **by, locks=locks, noted=self._paces.note_image)
+        self._standing_notes = StandingNotes(self._state_dir)
+        self._handoff = Handoff(*parts, **by, locks=locks, notes=self._standing_notes, noted=self._paces.note_image)
         return self._handoff, Reviving(
             *parts, **by, simulated=simulated, notes=self._half_revived, by_owner=self._images_by.by_owner
         )
@@ -332,7 +334,9 @@ class Moving:
         await anyio.to_thread.run_sync(self.runner.open)
         self._images = Images(self._state_dir, in_unit=self._images_by.in_unit, key_file=self._images_by.key_file)
         self.places.open()
-        forget_claims(self._state_dir, [op.id for op in self.runner.operations() if op.phase not in TERMINAL])
+        unended = [op.id for op in self.runner.operations() if op.phase not in TERMINAL]
+        forget_claims(self._state_dir, unended)
+        self._standing_notes.keep_only(unended)
         findings = await find_pieces(self.pool.keep, self.memory.adopt)
         self.pool.enter(findings.pieces, self._owned)
         begun = self.runner.operations()

@@ -189,13 +189,15 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *(*GROUND, "hegmd.agent_orders", "hegmd.criu.tree", "hegmd.detached", "hegmd.meeting", "hegmd.migration"),
         *("hegmd.pool", "hegmd.workers"),
     ),
+    "hegmd.standing_notes": (*GROUND, "hegmd.criu.population"),
     "hegmd.dumping": (
         *(*GROUND, "hegmd.concert", "hegmd.criu", "hegmd.detached", "hegmd.external", "hegmd.handed_agents"),
         *("hegmd.handed_tree", "hegmd.helper.mark", "hegmd.image.in_hand", "hegmd.inventory", "hegmd.manifests"),
-        *("hegmd.migration", "hegmd.pool", "hegmd.pool_memory"),
+        *("hegmd.migration", "hegmd.pool", "hegmd.pool_memory", "hegmd.standing_notes"),
     ),
     "hegmd.handoff": (
         *(*MOVING, *IMAGED, "hegmd.dumping", "hegmd.handed_agents", "hegmd.handed_tree", "hegmd.lock_files"),
+        "hegmd.standing_notes",
     ),
     "hegmd.objections": (
         *(*GROUND, "hegmd.criu", "hegmd.detached", "hegmd.external", "hegmd.image.images", "hegmd.manifests"),

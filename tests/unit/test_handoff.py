@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,22 +15,33 @@ import pytest
 
 from hegmd.agent_orders import AgentAway
 from hegmd.criu.population import population_of
-from hegmd.criu.program import Criu
 from hegmd.dumping import require_unmarked
-from hegmd.errors import NOT_FOUND, REFUSED, TIMEOUT, UNAVAILABLE, HegmError, Refused
+from hegmd.errors import REFUSED, TIMEOUT, UNAVAILABLE, HegmError, Refused
 from hegmd.external import Rights
 from hegmd.handoff import Handoff
 from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
 from hegmd.lock_files import LockFiles
 from hegmd.meeting import MeetingPlaces
-from hegmd.migration.operation import CHECKPOINT, Operation
+from hegmd.migration.operation import CHECKPOINT
 from hegmd.migration.operation import Handoff as Wish
 from hegmd.pool import Key, Pool
 from hegmd.pool_memory import Memory
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.messages import Order
+from hegmd.standing_notes import StandingNotes
 from hegmd.workers import Workers
-from tests.unit.migration.operations import operation, worker
+from tests.unit.handed import (
+    Borrowed,
+    HangingUp,
+    Shelf,
+    attended,
+    handoff_with,
+    none,
+    some_criu,
+    state,
+    wished,
+)
+from tests.unit.migration.operations import operation
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import start_ticks
 
@@ -50,36 +61,6 @@ class SlowDisk:
         return []
 
 
-async def _none() -> NoReturn:
-    raise AssertionError
-
-
-def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-@pytest.fixture
-def stopped() -> Iterator[int]:
-    """A process that stands still, as after a dump."""
-    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True) as job:
-        try:
-            os.kill(job.pid, signal.SIGSTOP)
-            os.waitid(os.P_PID, job.pid, os.WSTOPPED)
-            yield job.pid
-        finally:
-            job.kill()
-
-
-@pytest.fixture
-def paused() -> Iterator[int]:
-    """A process that waits for a signal."""
-    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True) as job:
-        try:
-            yield job.pid
-        finally:
-            job.kill()
-
-
 @pytest.mark.parametrize("is_stopping", [True, False], ids=["the daemon ends", "somebody cancels"])
 async def test_a_job_ran_on_beyond_its_whole_image_when_the_daemon_was_stopped_again(
     is_stopping: bool, stopped: int, tmp_path: Path
@@ -87,7 +68,7 @@ async def test_a_job_ran_on_beyond_its_whole_image_when_the_daemon_was_stopped_a
     """The next daemon found the image whole and ended the job, with files grown that the image has the sizes of."""
     disk: Any = SlowDisk()
     parts = (lambda: disk, MeetingPlaces(tmp_path / "hegmd.sock"), Workers(), Pool(1 << 20))
-    handoff = Handoff(*parts, criu=_none, look=_none, in_unit=False, locks=LockFiles(None))
+    handoff = Handoff(*parts, criu=none, look=none, in_unit=False, locks=LockFiles(None), notes=StandingNotes(tmp_path))
     ticks = population_of([stopped]).start_ticks[stopped]
     wish = Wish(path="/images/one", uid=os.geteuid(), gid=os.getegid(), root_pid=stopped, root_ticks=ticks)
     op = operation(kind=CHECKPOINT, handoff=wish)
@@ -103,57 +84,6 @@ async def test_a_job_ran_on_beyond_its_whole_image_when_the_daemon_was_stopped_a
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-class Shelf:
-    """Images of which there is one, or none that is whole; it has room for so much."""
-
-    def __init__(self, found: Manifest | None = None, why: HegmError | None = None) -> None:
-        self.found, self.why = found, why
-        self.swept: list[str] = []
-
-    async def open(self, path: str, _rights: Rights) -> Shelf:
-        if self.found is None:
-            raise HegmError(NOT_FOUND, f"{path} is no image", "see what is there")
-        return self
-
-    @property
-    def manifest(self) -> Manifest:
-        assert self.found is not None
-        return self.found
-
-    async def end(self) -> None:
-        """Let go of it."""
-
-    async def sweep(self, path: str, _rights: Rights) -> list[str]:
-        self.swept.append(path)
-        return []
-
-    async def require_room(self, _path: str, _rights: Rights, **_how: object) -> None:
-        if self.why is not None:
-            raise self.why
-
-
-def handoff_with(
-    shelf: object,
-    folder: Path,
-    criu: Callable[[], Awaitable[Criu]] = _none,
-    *,
-    workers: Workers | None = None,
-    pool: Pool | None = None,
-) -> Handoff:
-    """With as little patience as there can be."""
-    images: Any = shelf
-    places = MeetingPlaces(folder / "hegmd.sock")
-    parts = (lambda: images, places, workers or Workers(), pool or Pool(1 << 20))
-    return Handoff(*parts, criu=criu, look=_none, in_unit=False, locks=LockFiles(None), hangs_up_within_s=0.01)
-
-
-def wished(pid: int, **values: Any) -> Operation:
-    """A checkpoint of that process, which has got so far."""
-    ticks = population_of([pid]).start_ticks.get(pid, 0)
-    plain = {"path": "/images/one", "uid": os.geteuid(), "gid": os.getegid(), "root_pid": pid, "root_ticks": ticks}
-    return operation(worker(pid=pid), kind=CHECKPOINT, handoff=Wish(**{**plain, **values}))
-
-
 async def _no_criu() -> NoReturn:
     raise HegmError(UNAVAILABLE, "there is no CRIU", "install one")
 
@@ -167,10 +97,7 @@ async def test_no_criu_and_no_room_are_told_before_anybody_is_stopped(tmp_path: 
 
 
 async def test_a_job_that_has_ended_is_in_no_image(tmp_path: Path, paused: int) -> None:
-    async def criu() -> Criu:
-        return Criu("/usr/sbin/criu", "4.2")
-
-    handoff = handoff_with(Shelf(), tmp_path, criu)
+    handoff = handoff_with(Shelf(), tmp_path, some_criu)
     for gone in (wished(1 << 22), wished(paused, root_ticks=1)):  # it is no more, or its number is another's
         with pytest.raises(HegmError, match=r"process \d+ has ended"):
             await handoff.dump(gone, lambda _: None)
@@ -194,23 +121,10 @@ def test_bytes_that_are_elsewhere_by_their_mark_are_put_in_no_image() -> None:
 
 
 async def test_an_agent_that_is_not_there_cannot_step_aside(tmp_path: Path, paused: int) -> None:
-    async def criu() -> Criu:
-        return Criu("/usr/sbin/criu", "4.2")
-
     lent = Borrowed()
     with pytest.raises(AgentAway, match="it cannot be told to step aside"):
-        await handoff_with(lent, tmp_path, criu).dump(wished(paused), lambda _: None)
+        await handoff_with(lent, tmp_path, some_criu).dump(wished(paused), lambda _: None)
     assert lent.ends == ["discarded"]
-
-
-async def _some_criu() -> Criu:
-    return Criu("/usr/sbin/criu", "4.2")
-
-
-def attended(pid: int, **values: Any) -> Operation:
-    """A checkpoint of that process, whose agent is a model one."""
-    op = wished(pid)
-    return op.replace(workers=(op.workers[0].replace(token="a" * 32, **values),))
 
 
 async def test_an_agent_that_does_not_hang_up_is_told_of_and_the_job_goes_on(tmp_path: Path, paused: int) -> None:
@@ -219,7 +133,7 @@ async def test_an_agent_that_does_not_hang_up_is_told_of_and_the_job_goes_on(tmp
         await tasks.start(workers.run)
         agent = ModelAgent(workers, paused)
         await agent.attend(tasks)
-        handoff = handoff_with(lent, tmp_path, _some_criu, workers=workers)
+        handoff = handoff_with(lent, tmp_path, some_criu, workers=workers)
         with pytest.raises(HegmError, match=f"the agent of process {paused} did not hang up") as refused:
             await handoff.dump(attended(paused), lambda _: None)
         assert refused.value.code is TIMEOUT
@@ -240,7 +154,7 @@ async def test_bytes_that_would_be_lost_with_the_daemon_are_no_agents_to_step_as
             await tasks.start(workers.run)
             agent = ModelAgent(workers, paused)
             await agent.attend(tasks)
-            handoff = handoff_with(lent, tmp_path, _some_criu, workers=workers, pool=pool)
+            handoff = handoff_with(lent, tmp_path, some_criu, workers=workers, pool=pool)
             with pytest.raises(Refused, match=f"the bytes of process {paused} are held by hegmd alone"):
                 await handoff.dump(op, lambda _: None)
             assert (agent.seen, lent.ends) == ([], ["discarded"])
@@ -249,8 +163,8 @@ async def test_bytes_that_would_be_lost_with_the_daemon_are_no_agents_to_step_as
         await pool.give(Key(op.id, "a"))
 
 
-class Guarding(ModelAgent):
-    """Steps aside as it is told; by then its process keeps its memory from its own user."""
+class Guarding(HangingUp):
+    """By then its process keeps its memory from its own user."""
 
     def __init__(self, workers: Workers, job: subprocess.Popen[str]) -> None:
         super().__init__(workers, job.pid)
@@ -263,10 +177,6 @@ class Guarding(ModelAgent):
         self.job.stdin.write("hide\n")
         self.job.stdin.flush()
         assert self.job.stdout.readline() == "hidden\n"
-
-    def _report(self, key: object, order: Order, result: str, **values: object) -> None:
-        super()._report(key, order, result, **values)
-        self._scope.cancel()  # it hangs up
 
 
 HIDES = "import ctypes, sys\nprint('ready', flush=True)\nsys.stdin.readline()\nctypes.CDLL(None).prctl(4, 0)\n"
@@ -303,33 +213,11 @@ async def test_a_job_that_gets_other_rights_while_it_steps_aside_is_in_no_image(
             await agent.attend(tasks)
 
         tasks.start_soon(come_back)
-        handoff = handoff_with(lent, tmp_path, _some_criu, workers=workers)
+        handoff = handoff_with(lent, tmp_path, some_criu, workers=workers)
         with pytest.raises(Refused, match="the job has got other rights meanwhile"):
             await handoff.dump(attended(hiding.pid), lambda _: None)
         assert lent.ends == ["discarded"]
         tasks.cancel_scope.cancel()
-
-
-class Borrowed(Shelf):
-    """An image that is being written, and its shelf; nothing comes of its reading back but that error."""
-
-    def __init__(self, error: HegmError | None = None) -> None:
-        super().__init__()
-        self.error = error
-        self.ends: list[str] = []
-        self.discarded = anyio.Event()
-
-    async def lend(self, _path: str, _rights: Rights, **_how: object) -> Borrowed:
-        return self
-
-    async def finish(self, manifest: Manifest, _on_progress: object = None) -> Manifest:
-        if self.error is not None:
-            raise self.error
-        return manifest
-
-    async def discard(self) -> None:
-        self.ends.append("discarded")
-        self.discarded.set()
 
 
 async def test_what_an_earlier_daemon_has_written_of_an_image_is_none(tmp_path: Path, paused: int) -> None:

@@ -1,0 +1,85 @@
+"""Who stands for an image is known to the daemon after the one that had them stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import anyio
+import pytest
+
+from hegmd.criu.population import Population, population_of
+from hegmd.criu.program import Criu
+from hegmd.errors import HegmError, Refused
+from hegmd.standing_notes import StandingNotes
+from hegmd.workers import Workers
+from tests.unit.handed import Borrowed, HangingUp, Shelf, attended, handoff_with, state, wished
+from tests.unit.moving_node import start_ticks
+
+
+@pytest.mark.parametrize("how", ["abandon", "find"])
+async def test_a_child_of_a_job_that_was_killed_with_its_daemon_before_the_image_was_whole_stood_for_ever(
+    how: str, tmp_path: Path, stopped: int
+) -> None:
+    """Only the daemon that was killed knew that it had stopped it; in the job's tree it is no more."""
+    people = Population({1 << 22: 1, **population_of([stopped]).start_ticks})
+    op = wished(1 << 22, root_ticks=1, begun=True)
+    StandingNotes(tmp_path).note(op.id, people)
+    handoff = handoff_with(Shelf(), tmp_path)
+    if how == "abandon":
+        await handoff.abandon(op)
+    else:
+        with pytest.raises(Refused, match="hegmd was stopped before the image in /images/one was whole"):
+            await handoff.find(op)
+    assert state(stopped) != "T"
+    assert StandingNotes(tmp_path).people(op.id) is None
+
+
+LOOKS = "#!/bin/sh\ncp {note} {seen}\nexit 1\n"
+
+
+async def test_whom_criu_stops_is_on_disk_from_before_that_until_they_go_on(tmp_path: Path, paused: int) -> None:
+    program, op = tmp_path / "criu", attended(paused)
+    program.write_text(LOOKS.format(note=tmp_path / "standing" / op.id, seen=tmp_path / "seen"))
+    program.chmod(0o755)
+
+    async def criu() -> Criu:
+        return Criu(str(program), "4.2")
+
+    lent, workers = Borrowed(), Workers(start_ticks)
+    lent.criu_dir_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(workers.run)
+        agent = HangingUp(workers, paused)
+        await agent.attend(tasks)
+
+        async def come_back() -> None:
+            await lent.discarded.wait()
+            await agent.attend(tasks)
+
+        tasks.start_soon(come_back)
+        with pytest.raises(HegmError, match="CRIU"):
+            await handoff_with(lent, tmp_path, criu, workers=workers).dump(op, lambda _: None)
+        tasks.cancel_scope.cancel()
+    os.close(lent.criu_dir_fd)
+    assert json.loads((tmp_path / "seen").read_text())["start_ticks"] == {str(paused): start_ticks(paused)}
+    assert list((tmp_path / "standing").iterdir()) == []
+
+
+async def test_notes_of_operations_that_are_over_and_of_another_boot_are_of_nobody(tmp_path: Path) -> None:
+    notes = StandingNotes(tmp_path)
+    notes.keep_only(())
+    for op_id in ("1", "2"):
+        notes.note(op_id, Population({7: 70}))
+    notes.keep_only(("2",))
+    assert (notes.people("1"), notes.people("2")) == (None, Population({7: 70}))
+    note = tmp_path / "standing" / "2"
+    note.write_text(json.dumps({**json.loads(note.read_text()), "boot": "another"}))
+    assert notes.people("2") is None
+
+
+def test_nobody_is_stopped_who_cannot_be_noted(tmp_path: Path) -> None:
+    (tmp_path / "standing").write_text("a file")
+    with pytest.raises(HegmError, match="the note of who is to stand for the image cannot be written"):
+        StandingNotes(tmp_path).note("1", Population({7: 70}))
