@@ -20,7 +20,9 @@ from hegmcompat import held_state, private_files, workers
 from hegmcompat.surroundings import COMMAND, REFUSED, Surroundings
 from hegmcompat.terminal import warn
 from hegmctl import claim_notes
+from hegmctl.agentless import HINT, Lookout
 from hegmctl.endpoint import find_endpoint
+from hegmctl.isolation import leaves_out
 from hegmctl.readying import LOCK_FD
 from hegmctl.running import OF_ONE_START, prepare
 from hegmctl.supervising import GiveUp, Start
@@ -55,6 +57,9 @@ class Launcher:
         self._next: Start | GiveUp | None = None
         #: Where a worker that is to go on from a state notes that it has it back.
         self._claim: int | None = None
+        #: Who looks out for one that has begun anew in its place, and what that has found.
+        self._lookout = Lookout()
+        self._found = ""
         #: What a worker has in its environment, but for the state that it is to go on from.
         self.environ = self._prepared(environ)
 
@@ -71,6 +76,7 @@ class Launcher:
                 self._put_aside(aside)
                 warn(f"{self._state} is of another command: it is kept as {aside}, and the training begins anew")
             else:
+                self._require_agent()
                 warn(f"the training goes on from {self._state}")
         try:
             private_files.write(command_path, own)
@@ -82,10 +88,9 @@ class Launcher:
     # ---- for the supervisor -----------------------------------------------------------------------------------------
 
     def turn(self, now: float, pid: int | None) -> float | None:
-        """While a lock is there: look at it every so often. Raises HegmError."""
-        del pid
+        """Look at a lock every so often, and at a worker until it has its state. Raises HegmError."""
         if self._held is None:
-            return None
+            return self._look_for_agentless(now, pid)
         if os.path.lexists(self._lock):
             return now + self._at.poll_interval_s
         held, self._held = self._held, None
@@ -129,6 +134,9 @@ class Launcher:
         self._debug(f"[Launcher] Worker exited with code {status}")
         now = private_files.identity(self._state)
         has_gone_on = self._take_word()
+        if self._found:
+            self._next = GiveUp(self._found, f"{HINT}; {self._state} is as it was")
+            return True
         if status == 0 and self.has_new_state():
             raise Refused(
                 f"{self.command[0]} ended with 0, and a training in it has left its state, {self._state}",
@@ -181,7 +189,18 @@ class Launcher:
             with suppress(OSError):
                 self._lock.unlink()
 
+    def _look_for_agentless(self, now: float, pid: int | None) -> float | None:
+        if self._claim is None or pid is None or self._found or claim_notes.is_back(self._claim):
+            return None
+        self._found = self._lookout.look(pid, now) or ""
+        return self._lookout.look_at
+
     # ---- its parts --------------------------------------------------------------------------------------------------
+
+    def _require_agent(self) -> None:
+        if (word := leaves_out(self.command)) is not None:
+            hint = f"leave it out; {self._state} is as it was"
+            raise Refused(f"`{word}` keeps hegmd's agent out of {self.command[0]}: it would begin anew", hint)
 
     def _look_at_state(self) -> None:
         try:

@@ -71,6 +71,10 @@ class HeldState:
         """Whether the process that has ended had put the state back. Ranks do not note it."""
         return self._lock is None or claim_notes.is_back(self._lock)
 
+    def is_taken_up(self) -> bool:
+        """Whether whom it is for has it: has put it back, or of ranks, have all trained on from theirs."""
+        return self.is_back() if self._ranks is None else self._ranks.are_past
+
     def is_past(self) -> bool:
         """Whether what was started has trained on from the state, so that its end is its own, if no daemon says so."""
         if self._ranks is not None:

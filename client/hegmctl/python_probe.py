@@ -14,6 +14,7 @@ from contextlib import suppress
 from errno import ENOENT, ENOTDIR
 
 from hegmctl.become import places_of
+from hegmctl.isolation import PATHS
 from hegmd.protocol.supervision import ALONE
 
 TYPE_CHECKING = False
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 
 WITHIN_S = 5.0
 _MARK = "hegm-python"
+# A script that passes its words on to a Python may take the environment from it as well.
 _ASK = (
-    f"import sys; print('{_MARK}', sys.implementation.name, '.'.join(map(str, sys.version_info[:3])), "
-    f"*['{ALONE}'] * sys.flags.ignore_environment)"
+    f"import os, sys; print('{_MARK}', sys.implementation.name, '.'.join(map(str, sys.version_info[:3])), "
+    f"*['{ALONE}'] * (sys.flags.ignore_environment "
+    f"or sys.argv[1] not in os.environ.get('{PATHS}', '').split(os.pathsep)))"
 )
 _ANSWER = re.compile(rf"{_MARK} ([a-z]+ [0-9]+(?:\.[0-9]+)+(?: {ALONE})?)")
 # Without what site-packages would run at a start, such as the agent. No -I: whether a script that passes its words on
@@ -131,10 +134,11 @@ def _started(python: str, environ: Mapping[str, str], output: int) -> int:
         (os.POSIX_SPAWN_DUP2, output, 1),
         (os.POSIX_SPAWN_DUP2, output, 2),
     ]
+    words = [*_WORDS, environ.get(PATHS, "").partition(os.pathsep)[0]]
     number = ENOENT
     for path in places_of(python, environ):
         try:
-            return os.posix_spawn(path, [path, *_WORDS], environ, file_actions=actions, setsigmask=())
+            return os.posix_spawn(path, [path, *words], environ, file_actions=actions, setsigmask=())
         except OSError as error:
             if error.errno not in (ENOENT, ENOTDIR):
                 number = error.errno or ENOENT

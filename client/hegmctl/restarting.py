@@ -9,10 +9,11 @@ state held.
 from __future__ import annotations
 
 import os
-import re
 from time import monotonic
 
+from hegmctl.agentless import HINT, Lookout
 from hegmctl.held_state import HeldState
+from hegmctl.isolation import PATHS, begins_with_python
 from hegmctl.readying import OPERATION, Beforehand
 from hegmctl.supervising import GAVE_UP_STATUS, NOT_ITS_TURN_STATUS, GiveUp, Start, left_status
 from hegmctl.supervision_line import Line
@@ -29,14 +30,6 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 5.0
 TRIES = 2
-# By which the agent comes: its folder is the first there, see `running.prepare`.
-_PATHS = "PYTHONPATH"
-_PYTHON = re.compile(r"python[0-9.]*t?$")
-
-
-def begins_with_python(command: Sequence[str]) -> bool:
-    """Whether another interpreter can take the place of its first word."""
-    return _PYTHON.match(os.path.basename(command[0])) is not None
 
 
 class DaemonDesk:
@@ -68,6 +61,9 @@ class DaemonDesk:
         self._order: SupervisorOrder | None = None
         self._key = ""
         self._held = HeldState()
+        #: Who looks out for a process that would begin anew, and what it has found.
+        self._lookout = Lookout()
+        self._found = ""
         #: How the command ended last, and whether it launches ranks.
         self._launches = False
         self._status = GAVE_UP_STATUS
@@ -99,8 +95,9 @@ class DaemonDesk:
                 self._line.read(self._hear)
             except (OSError, HegmError) as error:
                 self._hang_up(error)
-        look_at = self._look_at_probes(now)
-        return look_at if self._line is not None else self._again_at
+        looks = [self._look_at_probes(now), self._look_for_agentless(now)]
+        looks += [] if self._line is not None else [self._again_at]
+        return min((look for look in looks if look is not None), default=None)
 
     def ended(self, status: int, *, told: int | None) -> bool:
         """Whether a restart is expected, and nobody wanted the end of the command itself."""
@@ -122,6 +119,8 @@ class DaemonDesk:
         self._left = True
         if not was_started:
             self._report(SuperviseReport(result="ended", status=status))
+        elif self._found:
+            self._fail(self._found)
         elif status == 0:
             self._fail("its command ended with 0 and no training in it has gone on from its state")
         elif status == NOT_ITS_TURN_STATUS and self._was_ready and self._order is not None:
@@ -160,7 +159,7 @@ class DaemonDesk:
 
     def started(self, pid: int, *, was_ready: bool = False) -> None:
         """The command runs."""
-        self._pid, self._resumes, self._was_ready = pid, None, was_ready
+        self._pid, self._resumes, self._was_ready, self._found = pid, None, was_ready, ""
         self._expected = self._kept = None
         if self._order is not None:
             self._due, self._left, self._started = False, False, True
@@ -252,11 +251,11 @@ class DaemonDesk:
 
     def _way_of_agent(self, order: SupervisorOrder) -> dict[str, str]:
         """PYTHONPATH where that order changes it: without the agent's folder the script would begin from its start."""
-        folder = self._environ.get(_PATHS, "").partition(os.pathsep)[0]
-        if not folder or (_PATHS not in order.set and _PATHS not in order.unset):
+        folder = self._environ.get(PATHS, "").partition(os.pathsep)[0]
+        if not folder or (PATHS not in order.set and PATHS not in order.unset):
             return {}
-        wanted = order.set.get(_PATHS, "")
-        return {_PATHS: folder + os.pathsep + wanted if wanted else folder}
+        wanted = order.set.get(PATHS, "")
+        return {PATHS: folder + os.pathsep + wanted if wanted else folder}
 
     def _ask(self, order: SupervisorOrder) -> None:
         """Ask the program that the command is to be started with what it is."""
@@ -278,6 +277,15 @@ class DaemonDesk:
             result = "done" if said.is_python else "failed"
             self._report(SuperviseReport(order=number, result=result, message=said.text))
         return self._probes.deadline
+
+    def _look_for_agentless(self, now: float) -> float | None:
+        """End what has begun anew in the place of going on from its state; when to look again at the latest."""
+        if not self._started or self._pid is None or self._found or self._held.is_taken_up():
+            return None
+        self._found = self._lookout.look(self._pid, now) or ""
+        if self._found:
+            self._say(f"{self._found}; {HINT}")
+        return None if self._found else self._lookout.look_at
 
     def _settle(self, order: SupervisorOrder) -> None:
         """The surroundings of that start are the job's own from now on."""

@@ -16,7 +16,7 @@ from time import monotonic, sleep
 from hegmctl.become import become, require
 from hegmctl.endpoint import SYSTEM_SOCKET, Endpoint, find_endpoint, is_private, own_socket
 from hegmctl.grammar.moving import READY_WHEN
-from hegmd.errors import EXTERNAL, NO_DAEMON, NOT_FOUND, REFUSED, USAGE, HegmError
+from hegmd.errors import EXTERNAL, NO_DAEMON, NOT_FOUND, REFUSED, USAGE, HegmError, Refused
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ def run(session: Session) -> int:
         raise HegmError(USAGE, "run needs a command after `--`", "hegmctl run -- python3 train.py")
     images = periodic_images(arguments)
     require(command)
+    if supervised:
+        _require_agent(session, command)
     endpoint = find_endpoint(arguments.text("socket"))
     try:
         _look_at_daemon(session)
@@ -77,6 +79,19 @@ def _is_supervised(arguments: Arguments) -> bool:
     if ready not in (None, *READY_WHEN):  # the daemon would take it as if nothing had been said
         raise HegmError(USAGE, f"--ready {ready}: there is no such time", f"write one of: {', '.join(READY_WHEN)}")
     return allowed
+
+
+def _require_agent(session: Session, command: Sequence[str]) -> None:
+    """See that its words let the agent in. Raises Refused where it is to go on from a state."""
+    from hegmctl.isolation import leaves_out
+
+    word, operation = leaves_out(command), session.arguments.text("resume")
+    if word is None:
+        return
+    if operation is not None:
+        hint = f"leave it out: hegmctl run --allow-restart --resume {operation} -- COMMAND; the state is held still"
+        raise Refused(f"`{word}` keeps hegmd's agent out of {command[0]}: it would begin anew", hint)
+    session.sink.note(f"`{word}` keeps hegmd's agent out of {command[0]}: the job runs, and cannot be restarted")
 
 
 def _stay_with(session: Session, path: str, command: Sequence[str]) -> int:

@@ -104,7 +104,8 @@ def _judge_python(draft: Draft, candidate: Candidate) -> None:
         hint = f"name a CPython of {oldest} or newer, with the job's packages"
         draft.against(REFUSED, f"{python} is {said}, in which no state can be put back", hint, pid=candidate.pid)
     elif alone:
-        message = f"{python} is {kind} {version} with -E or -I, which shut the agent out: it would begin anew"
+        why = "which is started with -E or -I, or drops PYTHONPATH: without the agent it would begin anew"
+        message = f"{python} is {kind} {version}, {why}"
         draft.against(REFUSED, message, "name one that reads PYTHONPATH", pid=candidate.pid)
 
 

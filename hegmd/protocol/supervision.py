@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # there is a byte for each rank, or for the one process, that has trained on from its state while no daemon was there.
 BACK, OVER, PAST = b"back", b"over", b"+"
 PAST_AT = len(BACK + OVER)
-# What follows the version of a Python that is started with -E or -I, and so never looks for the agent.
+# What follows the version of a Python that is started with -E or -I, or without PYTHONPATH, and so finds no agent.
 ALONE = "alone"
 
 
@@ -113,7 +113,7 @@ class SuperviseReport(Request, op="supervise.report", reply=Noted):
     starts: int = field("failed, ended: how often it was started from that state by now", default=0)
     message: str = field(
         "failed: what and why; of ask: which Python it is, with `alone` after its version if it reads nothing of its "
-        "environment, or why it is none",
+        "environment or is not given it, or why it is none",
         default="",
     )
     hint: str = field("failed: the next step", default="")

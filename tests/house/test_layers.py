@@ -240,7 +240,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmctl.images": (*GROUND, "hegmctl", "hegmd.image"),
     # HeGM's outside, kept: programs of their own, which need no daemon
     "hegmcompat": (
-        *("hegmd.errors", "hegmctl.become", "hegmctl.claim_notes", "hegmctl.endpoint", "hegmctl.running"),
+        *("hegmd.errors", "hegmctl.agentless", "hegmctl.become", "hegmctl.claim_notes", "hegmctl.endpoint"),
+        *("hegmctl.isolation", "hegmctl.running"),
         *("hegmctl.readying", "hegmctl.restarting", "hegmctl.supervising"),
     ),
     # Manual pages and completions, written when a package is built: from the tables of both programs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hegmcompat.launcher import normalized
+from tests.unit.hegmctl.test_agentless import TRAINS
 
 PATIENCE_S = 20.0
 # Leaves its state at the first turn, and says what it was given at the next.
@@ -223,6 +225,35 @@ def test_a_worker_that_ended_well_without_its_state_took_the_file_with_it(tmp_pa
     assert status == 98
     assert f"no training in it has gone on from {path}" in errors
     assert path.read_text() == "the state\n"
+
+
+def test_a_worker_that_began_anew_without_the_agent_is_ended_and_its_state_stays(tmp_path: Path) -> None:
+    torch, trains = tmp_path / "libtorch_cpu.so", tmp_path / "trains.py"
+    torch.write_bytes(bytes(4096))
+    trains.write_text(TRAINS)
+    leaves, _, _ = LEAVES_ONCE.partition("printf")
+    path = tmp_path / "state.pt"
+    script = f"{leaves}sleep 1000 | {sys.executable} -I {trains} {torch}"
+    with launched(tmp_path, script, "--debug", HEGM_CHECKPOINT_PATH=str(path)) as launcher:
+        launcher.lines_until("Waiting for controller")
+        (tmp_path / "lock").unlink()
+        launcher.lines_until("mapped")
+        status, errors = launcher.end()
+    assert status == 98
+    assert "has begun anew: the option -I leaves hegmd's agent out" in errors
+    assert path.read_text() == "the state\n"
+
+
+def test_a_command_that_keeps_the_agent_out_does_not_begin_where_a_state_is(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    path.write_text("the state")
+    words = [sys.executable, "-I", "t.py"]
+    (tmp_path / "command").write_text(json.dumps([str(Path.cwd()), *words]))
+    with launched(tmp_path, words[-1], program=(words[0], words[1]), HEGM_CHECKPOINT_PATH=str(path)) as launcher:
+        status, errors = launcher.end()
+    assert status == 6
+    assert f"`-I` keeps hegmd's agent out of {sys.executable}" in errors
+    assert path.read_text() == "the state"
 
 
 def test_a_folder_in_the_place_of_the_lock_is_told_of_and_starts_nothing(tmp_path: Path) -> None:

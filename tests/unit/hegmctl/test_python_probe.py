@@ -17,7 +17,7 @@ from hegmctl.python_probe import NoPython, Probe, Said
 from tests.unit.hegmctl.offspring import children, reap
 
 PATIENCE_S = 20.0
-ENVIRON = {"PATH": "/usr/bin:/bin"}
+ENVIRON = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/agent:/mine"}
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +56,15 @@ def _script(folder: Path, text: str) -> str:
 def test_a_python_says_which_it_is(tmp_path: Path) -> None:
     found = said(sys.executable)
     assert (found.is_python, found.text) == (True, f"{sys.implementation.name} {platform.python_version()}")
-    wrapped = said(_script(tmp_path, f'#!/bin/sh\necho welcome\nexec {sys.executable} "$@"\n'))
+    more = 'echo welcome\nexport PYTHONPATH="$PYTHONPATH:/more"\n'
+    wrapped = said(_script(tmp_path, f'#!/bin/sh\n{more}exec {sys.executable} "$@"\n'))
     assert (wrapped.is_python, wrapped.text) == (True, found.text)
 
 
 def test_a_script_that_starts_a_python_without_its_environment_is_seen(tmp_path: Path) -> None:
-    for word in ("-I", "-E", "-sE"):
-        found = said(_script(tmp_path, f'#!/bin/sh\nexec {sys.executable} {word} "$@"\n'))
+    """One that drops PYTHONPATH itself was not: the job began anew there."""
+    for words in ("exec {} -I", "exec {} -E", "exec {} -sE", "exec env -u PYTHONPATH {}", "PYTHONPATH=/more exec {}"):
+        found = said(_script(tmp_path, f'#!/bin/sh\n{words.format(sys.executable)} "$@"\n'))
         assert found.text == f"{sys.implementation.name} {platform.python_version()} alone"
 
 

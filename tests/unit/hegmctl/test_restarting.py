@@ -27,6 +27,7 @@ from hegmd.protocol.messages import Noted, Supervise, SuperviseReport, Superviso
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, saying
 from tests.unit.hegmctl.offspring import children, reap
+from tests.unit.hegmctl.test_agentless import TRAINS, running
 
 PATIENCE_S = 10.0
 COMMAND = ("python3", "train.py")
@@ -287,6 +288,27 @@ def test_the_end_of_a_command_that_never_had_its_state_back_is_none_of_the_train
     attended.until(lambda: attended.reports()[-1].result == "failed")
     assert "no training in it has gone on" in attended.reports()[-1].message
     assert attended.desk.wanted() is None
+
+
+def test_a_training_without_the_agent_began_anew_and_was_not_ended(attended: Attended, tmp_path: Path) -> None:
+    """As of `--resume 4 -- ./wrapper.sh`, which drops PYTHONPATH. It is not tried again: it would do so again."""
+    torch = tmp_path / "libtorch_cpu.so"
+    torch.write_bytes(bytes(4096))
+    attended.attend()
+    attended.expect()
+    attended.start()
+    with running(sys.executable, "-I", "-c", TRAINS, str(torch), path=None) as process:
+        attended.desk.started(process.pid)
+        os.pwrite(_lock(attended), b"back", 0)
+        assert attended.desk.turn(monotonic(), process.pid) is None  # one that has its state back is not looked at
+        os.ftruncate(_lock(attended), 0)
+        attended.desk.turn(monotonic(), process.pid)
+        assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
+    assert attended.desk.ended(-signal.SIGKILL, told=None)
+    assert attended.desk.wanted() is None
+    attended.until(lambda: attended.reports()[-1].result == "failed")
+    assert "has begun anew: the option -I leaves hegmd's agent out" in attended.reports()[-1].message
+    assert "start it without -E, -I and -S" in attended.said[-1]
 
 
 def test_a_job_with_an_exit_code_of_its_own_was_taken_for_ended(socket_path: Path, tmp_path: Path) -> None:

@@ -303,3 +303,20 @@ def test_a_time_to_be_ready_that_there_is_not_was_taken_as_none_at_all(daemon: F
     ran = hegmctl("run", "--allow-restart", "--ready", "sometimes", "--", "true", socket=daemon.path)
     assert ran.returncode == 2
     assert "write one of: in-turn, beforehand, always" in ran.stderr
+
+
+@pytest.mark.parametrize("words", [(sys.executable, "-I", "t.py"), ("env", "-i", sys.executable, "t.py")])
+def test_a_command_that_keeps_the_agent_out_began_anew_in_the_place_of_going_on(
+    daemon: FakeDaemon, words: tuple[str, ...]
+) -> None:
+    ran = hegmctl("run", "--allow-restart", "--resume", "4", "--", *words, socket=daemon.path)
+    assert ran.returncode == 6
+    assert "it would begin anew" in ran.stderr
+    assert "hegmctl run --allow-restart --resume 4 -- COMMAND" in ran.stderr
+    assert not daemon.asked
+
+
+def test_a_job_that_can_never_be_restarted_is_told_of_and_runs(daemon: FakeDaemon) -> None:
+    ran = hegmctl("run", "--allow-restart", "--", sys.executable, "-I", "-c", "print('ran')", socket=daemon.path)
+    assert (ran.returncode, ran.stdout) == (0, "ran\n")
+    assert "`-I` keeps hegmd's agent out" in ran.stderr

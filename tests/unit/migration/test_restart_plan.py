@@ -137,7 +137,7 @@ def test_a_python_that_never_looks_for_the_agent_had_the_script_begin_anew() -> 
     """Such as a script that starts one with -I: nobody put the state back, and its losses began a second time."""
     other = ask("gpu2", via=RESTART, respawn=Respawn(python="/opt/python"))
     refused = said(planned(node(other_python="cpython 3.12.4 alone"), other))
-    assert "/opt/python is cpython 3.12.4 with -E or -I, which shut the agent out" in refused
+    assert "/opt/python is cpython 3.12.4, which is started with -E or -I, or drops PYTHONPATH" in refused
 
 
 def on_cpu(agent: dict[str, Any] | None = None, **candidate: Any) -> Snapshot:

@@ -1,0 +1,128 @@
+"""Who trains below a command without hegmd's agent, while that was started to go on from a state: who would begin anew.
+
+Seen from outside, in /proc, and only for a process that has PyTorch mapped and in which no agent can be: it was started
+with an option of Python's that leaves the agent out, or its environment leads to none. PyTorch is mapped at the
+beginning of its import, so that such a process is ended before its first step. What is slow, or prepares something
+without PyTorch, is left be, and so is what cannot be read. Only children of this process and theirs are looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+
+from hegmctl.isolation import PATHS, begins_with_python, leads_to_agent, option_that_leaves_out
+
+LOOK_EVERY_S = 0.25
+_TORCH = b"/libtorch"
+_LONGEST_WORDS = 200
+# Position of the start time after the name, which may hold anything.
+_START_TICKS = 19
+HINT = "start it without -E, -I and -S, with the PYTHONPATH that it is given"
+
+
+class Lookout:
+    """Looks every so often, and ends all below a command in which it has found one."""
+
+    def __init__(self) -> None:
+        self.look_at = 0.0
+
+    def look(self, pid: int, now: float) -> str | None:
+        """What stands against the command that is that process, which was ended then; None where nothing does."""
+        if now < self.look_at:
+            return None
+        self.look_at = now + LOOK_EVERY_S
+        why = next(filter(None, map(_why_not_ours, _below(pid))), None)
+        if why is not None:
+            _end_all(pid)
+        return why
+
+
+def _why_not_ours(pid: int) -> str | None:
+    """Why that process trains without an agent; None where it may have one, or does not train."""
+    words, environ = _entries(pid, "cmdline"), _environ(pid)
+    option = option_that_leaves_out(words[1:]) if words is not None and _is_python(pid, words) else None
+    if option is None and (environ is None or leads_to_agent(environ)):
+        return None
+    if not words or _TORCH not in _read(pid, "maps"):
+        return None
+    why = f"the option {option}" if option is not None else f"its {PATHS}"
+    shown = " ".join(words)[:_LONGEST_WORDS]
+    return f"process {pid} ({shown}) has begun anew: {why} leaves hegmd's agent out; it was ended"
+
+
+def _is_python(pid: int, words: list[str]) -> bool:
+    try:
+        return begins_with_python([os.readlink(f"/proc/{pid}/exe")]) or begins_with_python(words)
+    except OSError:
+        return False
+
+
+def _environ(pid: int) -> dict[str, str] | None:
+    """What it was started with; None where that cannot be read, or it has written its title there."""
+    entries = _entries(pid, "environ")
+    if entries is None or not all("=" in entry for entry in entries):
+        return None
+    return dict(entry.split("=", 1) for entry in entries)
+
+
+def _entries(pid: int, name: str) -> list[str] | None:
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            said = file.read()
+    except OSError:
+        return None
+    return [os.fsdecode(entry) for entry in said[:-1].split(b"\0")] if said else []
+
+
+def _below(pid: int) -> list[int]:
+    """That process and what it has started, itself first; nobody where it is no child of this one."""
+    found = [pid] if pid in _children("self") else []
+    for parent in found:
+        found += [child for child in _children(str(parent)) if child not in found]
+    return found
+
+
+def _children(pid: str) -> list[int]:
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+    return [int(child) for task in tasks for child in _read(pid, f"task/{task}/children").split()]
+
+
+def _end_all(pid: int) -> None:
+    """Stop all of them first, so that nobody starts anybody meanwhile; and then end them."""
+    stopped: dict[int, int | None] = {}
+    while left := {one: _start_ticks(one) for one in _below(pid) if one not in stopped}:
+        for one, ticks in left.items():
+            _send(one, ticks, signal.SIGSTOP)
+        stopped.update(left)
+    for one, ticks in stopped.items():
+        _send(one, ticks, signal.SIGKILL)
+
+
+def _send(pid: int, ticks: int | None, number: int) -> None:
+    """To that very process."""
+    with suppress(OSError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            if _start_ticks(pid) == ticks:
+                signal.pidfd_send_signal(pidfd, number)
+        finally:
+            os.close(pidfd)
+
+
+def _start_ticks(pid: int) -> int | None:
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    return int(fields[_START_TICKS]) if len(fields) > _START_TICKS else None
+
+
+def _read(pid: int | str, name: str) -> bytes:
+    """Nothing where it has ended, or is not ours to read."""
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""

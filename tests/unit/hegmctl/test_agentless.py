@@ -1,0 +1,101 @@
+"""Who is ended for training without the agent, and who is left be, by real processes with a file of PyTorch's name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hegmctl.agentless import LOOK_EVERY_S, Lookout
+
+INJECT = "/opt/hegmd/agent/inject"
+# Maps each file that it is told of, and says so. `title`: writes over its own environment, as setproctitle does.
+TRAINS = """
+import mmap, sys
+if "title" in sys.argv:
+    fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+    begin, end = int(fields[47]), int(fields[48])
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(begin)
+        memory.write(bytes(end - begin))
+files = [open(path, "r+b") for path in sys.argv[1:] if "/" in path]
+maps = [mmap.mmap(file.fileno(), 4096) for file in files]
+print("mapped", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def running(*words: str, path: str | None) -> Iterator[subprocess.Popen[str]]:
+    environ = {"PATH": "/usr/bin:/bin", **({} if path is None else {"PYTHONPATH": path})}
+    with subprocess.Popen(words, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "mapped\n"
+            yield process
+        finally:
+            if process.poll() is None:
+                for one in psutil.Process(process.pid).children(recursive=True):
+                    one.kill()
+                process.kill()
+
+
+@pytest.fixture
+def torch(tmp_path: Path) -> str:
+    path = tmp_path / "libtorch_cpu.so"
+    path.write_bytes(bytes(4096))
+    return str(path)
+
+
+@pytest.mark.parametrize("word", ["-I", "-E", "-S"])
+def test_a_python_that_leaves_the_agent_out_began_anew_to_its_end(torch: str, word: str) -> None:
+    with running(sys.executable, word, "-c", TRAINS, torch, path=INJECT) as process:
+        found = Lookout().look(process.pid, 0.0)
+        assert found is not None
+        assert f"process {process.pid} (" in found
+        assert f"the option {word} leaves hegmd's agent out" in found
+        assert process.wait(timeout=10) == -9
+
+
+def test_a_wrapper_that_drops_the_environment_is_ended_with_what_it_started(torch: str) -> None:
+    script = 'env -u PYTHONPATH "$@"; echo again'
+    with running("sh", "-c", script, "sh", sys.executable, "-c", TRAINS, torch, path=INJECT) as process:
+        (training,) = psutil.Process(process.pid).children()
+        found = Lookout().look(process.pid, 0.0)
+        assert found is not None
+        assert found.startswith(f"process {training.pid} (")
+        assert "its PYTHONPATH leaves hegmd's agent out" in found
+        assert process.stdout is not None
+        assert process.stdout.read() == ""
+        assert training.wait(timeout=10) in (-9, None)
+
+
+@pytest.mark.parametrize("words", [("title",), ()])
+def test_who_may_have_the_agent_is_left_be(torch: str, words: tuple[str, ...]) -> None:
+    path = "/mine" if words else f"/mine:{INJECT}"
+    with running(sys.executable, "-c", TRAINS, torch, *words, path=path) as process:
+        assert Lookout().look(process.pid, 0.0) is None
+        assert process.poll() is None
+
+
+def test_who_prepares_something_without_pytorch_is_left_be_and_looked_at_again(torch: str) -> None:
+    lookout = Lookout()
+    with running(sys.executable, "-I", "-c", TRAINS, path=None) as process:
+        assert lookout.look(process.pid, 1.0) is None
+        assert lookout.look_at == 1.0 + LOOK_EVERY_S
+    with running(sys.executable, "-I", "-c", TRAINS, torch, path=None) as process:
+        assert lookout.look(process.pid, 1.0) is None
+        assert lookout.look(process.pid, lookout.look_at) is not None
+
+
+def test_nobody_elses_process_is_looked_at(torch: str) -> None:
+    words = ("sh", "-c", '"$@"; true', "sh", sys.executable, "-I", "-c", TRAINS, torch)
+    with running(*words, path=None) as process:
+        (other,) = psutil.Process(process.pid).children()
+        assert Lookout().look(other.pid, 0.0) is None
+        assert other.is_running()
