@@ -264,7 +264,10 @@ _FOUND_BY = {
     "restores_without_room": 367,
     "counts_the_old_figure": 124,
     "takes_a_lost_restore_for_over": 377,
-    "has_no_turns": 311,
+    "has_no_turns": 284,
+    "does_not_look_once_more": 22,
+    "forgets_what_is_suspended": 37,
+    "believes_success": 33,
     "looks_while_bytes_are_moving": 81,
 }
 _BROKEN_HANDLES = (
