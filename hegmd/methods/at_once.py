@@ -25,6 +25,9 @@ class AtOnce:
     def near(self, subject: Subject) -> Meanwhile | None:
         return None
 
+    async def gone_on(self, subject: Subject) -> None:
+        """Nothing is held beside it."""
+
     def settling(self, subject: Subject) -> AbstractAsyncContextManager[Meanwhile]:
         """They are where they may stay."""
         return nullcontext(Meanwhile())

@@ -27,6 +27,7 @@ __all__ = [
     "Meanwhile",
     "Carrier",
     "Left",
+    "Made",
     "Making",
     "Method",
     "NoRoom",
@@ -41,8 +42,11 @@ __all__ = [
 ]
 
 Progress = Callable[[int], object]
-#: A block in which storages are made. Its value is called when they are, and nobody is held still from then on.
-Making = Callable[[], AbstractAsyncContextManager[Callable[[], object]]]
+#: Called when storages are made: nobody is held still from then on. Whether there is so much room that what is held
+#: besides need not be given back before the process goes on.
+Made = Callable[[], bool]
+#: A block in which storages are made.
+Making = Callable[[], AbstractAsyncContextManager[Made]]
 
 
 class NoRoom(Refused):
@@ -115,6 +119,8 @@ class Subject:
     in_rounds: bool = False
     #: Whether the room on the GPU that it leaves is to be kept for the way back.
     keeps_room: bool = True
+    #: Whether it goes on as soon as it has its bytes, whatever becomes of others and of an image.
+    goes_on: bool = False
     #: UUIDs of all GPUs of the node on which it was taken off, its own first, where that was not this one.
     elsewhere: tuple[str, ...] = ()
     #: Whether nobody knows on which GPU the driver had it: it comes back there, and that may be any.
@@ -240,10 +246,11 @@ class Method(Protocol):
         """
         ...
 
-    def making(self, subject: Subject) -> AbstractAsyncContextManager[Callable[[], object]]:
+    def making(self, subject: Subject) -> AbstractAsyncContextManager[Made]:
         """In the block its storages are made: the room that is held for them on its GPU, until then, becomes its own.
 
-        Nobody else is to get it meanwhile, as far as that can be seen to, until the block's value is called.
+        Nobody else is to get it meanwhile, as far as that can be seen to, until the block's value is called. Of one
+        that goes on at once it may be held until `verify`, where there is room for both.
         """
         ...
 
@@ -330,5 +337,12 @@ class Carrier(Protocol):
         ...
 
     async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
-        """Have the bytes in the process again; how many. Its storages are made in blocks of `making` alone."""
+        """Have the bytes in the process again; how many. Its storages are made in blocks of `making` alone.
+
+        What is held beside one that goes on at once may be so until `gone_on`, where there is room for both.
+        """
+        ...
+
+    async def gone_on(self, subject: Subject) -> None:
+        """Its thread goes on: give back what was still held beside it. Raises nothing, and is fine where nothing is."""
         ...

@@ -81,6 +81,9 @@ class CopyingCarrier(AtOnce):
     async def passed(self, subject: Subject, route: Route, at_bytes: int) -> None:
         """Everything before that place in the space is in the process again."""
 
+    async def returned(self, subject: Subject, *, is_roomy: bool) -> None:
+        """All bytes are in the process again; `is_roomy` as it was said when its storages were made. Raises nothing."""
+
     # -- the contract --------------------------------------------------------------------------------------------------
 
     async def arm(self, subject: Subject) -> None:
@@ -126,10 +129,11 @@ class CopyingCarrier(AtOnce):
         while True:
             async with making() as made:
                 report = await subject.worker.order("make", size_bytes=most_bytes, packed=True)
-                made()
+                is_roomy = made()
                 note_short(subject, report)
                 done_bytes += await self._fill(subject, report, partial(_add, on_progress, done_bytes))
             if not report.left:
+                await self.returned(subject, is_roomy=is_roomy)
                 return done_bytes
 
     async def _fill(self, subject: Subject, report: AgentReport, on_progress: Progress) -> int:

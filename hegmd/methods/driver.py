@@ -23,20 +23,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Container, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 
 import anyio
-import anyio.abc
 
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost
-from hegmd.methods.base import Left, Outgrown, Standing, Subject
+from hegmd.methods.base import Left, Made, Outgrown, Standing, Subject
 from hegmd.methods.beside import beside
-from hegmd.methods.gpus import Gpus, Node, VideoMemory, pairs_from, rest_of, storages_of
+from hegmd.methods.gpus import Gpus, VideoMemory, pairs_from, rest_of
 from hegmd.methods.held_room import HeldRoom, no_room, unsafe
 from hegmd.methods.neighbours import Neighbours
 from hegmd.methods.steps import CHECKPOINTED, FAILED, LOCKED, QUICK_S, RUNNING, Steps, Untrue, longest_s
+from hegmd.methods.storage_room import StorageRoom, free_bytes_of, others_on
 from hegmd.pieces import CALM_BYTES, RESTORE_MARGIN_BYTES
 from hegmd.places import exchange, gpus_of, is_several, place_of
 
@@ -62,8 +62,7 @@ class DriverMethod:
         self._neighbours = neighbours
         self._in_hand: set[tuple[int, int]] = set()
         self._standing: set[tuple[int, int]] = set()
-        # Whose storages found no room beside the one that is held for them.
-        self._crowded: set[tuple[int, int]] = set()
+        self._making = StorageRoom(steps, self._room, gpus, neighbours, self._in_hand)
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -146,9 +145,14 @@ class DriverMethod:
     async def _see_it_gone(self, subject: Subject) -> int:
         """What is said to be done is looked at: by the driver's state, and by NVML, which shows when memory is free.
 
-        Beside that look room is kept where it was, before anybody else has it; gives how much.
+        Beside that look room is kept where it was, before anybody else has it; gives how much. One that goes to other
+        GPUs at once does not stand for the look, where that room was to be had.
         """
         await self._steps.expect(subject, "checkpoint", CHECKPOINTED)
+        if set(gpus_of(subject.goal)).isdisjoint(gpus_of(subject.gpu)) and subject.goal is not None:
+            room_bytes = await self._room.keep(subject)
+            if room_bytes:
+                return room_bytes
         kept: list[int] = []
 
         async def keep() -> None:
@@ -223,12 +227,12 @@ class DriverMethod:
         """
         self._room.require(subject, rooms, needs)
         node = await self._gpus.seen()
-        others = self._others(node, subject, rooms)
+        others = others_on(node, subject, rooms, self._steps.helper_pid)
         async with self._neighbours.held_still(others, but_for=self._in_hand, restored=subject.who) as going:
             # One of ours that is not locked yet goes on as well.
             loose = [*going, *(who for who in others if who in self._in_hand - self._standing)]
             spare_bytes = CALM_BYTES if loose else 0
-            free = _free_bytes(await self._gpus.seen() if loose else node)
+            free = free_bytes_of(await self._gpus.seen() if loose else node)
             for gpu in rooms:  # still held: nothing is risked by looking
                 free_bytes = free.get(gpu)
                 if free_bytes is None or free_bytes < spare_bytes:
@@ -272,66 +276,8 @@ class DriverMethod:
         changed = exchange(old, to)
         return [[uuid, changed.get(uuid, uuid)] for uuid in await self._steps.uuids()]
 
-    def _others(self, node: Node, subject: Subject, gpus: Container[str]) -> list[tuple[int, int]]:
-        """Who else computes on those GPUs, as far as it can be seen; the helper takes room there in its turn alone."""
-        return [
-            (process.pid, process.start_ticks)
-            for process in node.processes
-            if process.pid not in {subject.pid, self._steps.helper_pid} and process.start_ticks is not None
-            if any(use.gpu in gpus and use.kind == "compute" for use in process.gpus)
-        ]
-
-    @asynccontextmanager
-    async def making(self, subject: Subject) -> AsyncGenerator[Callable[[], object]]:
-        """Others there are held still, but not for long: an agent that is stopped in the block makes nobody stand.
-
-        Where as much is free besides, the storages are made beside the room that is held for them, and that is let go
-        of at the end of the block, in which they may be filled as well: the driver clears what is let go of, and what
-        is made or opened or copied meanwhile waits for that. Should it come to nothing, the next attempt has the room.
-        Otherwise it is let go of before, and who cannot be held still may be quicker. Then the bytes wait for the next
-        attempt, and none is lost.
-        """
-        made = anyio.Event()
-        if subject.gpu is None:
-            yield made.set
-            return
-        failure: HegmError | None = None
-        async with anyio.create_task_group() as tasks:
-            try:
-                await tasks.start(self._make_way, subject, subject.gpu, made)
-                yield made.set
-                await self._room.let_go_for_storages(subject, subject.gpu)
-                self._crowded.discard(subject.who)
-            except HegmError as error:  # past the group, which would put it into another
-                self._crowded.add(subject.who)
-                failure = error
-            finally:
-                made.set()
-        if failure is not None:
-            raise failure
-
-    async def _make_way(
-        self,
-        subject: Subject,
-        gpu: str,
-        made: anyio.Event,
-        *,
-        task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
-    ) -> None:
-        uuids = {name: await self._gpus.uuid_of(name) for name in gpus_of(gpu)}
-        async with self._gpus.turns(uuids):
-            held = self._memory.of(storages_of(subject))
-            node = await self._gpus.seen()
-            others = self._others(node, subject, [name for name, uuid in uuids.items() if held.get(uuid)])
-            async with self._neighbours.held_still(others, but_for=self._in_hand):
-                if others:  # they may have taken some since
-                    node = await self._gpus.seen()
-                fits = await self._room.fits_beside(subject, gpu, CALM_BYTES, _free_bytes(node))
-                if subject.who in self._crowded or not fits:
-                    await self._room.let_go_for_storages(subject, gpu)
-                task_status.started()
-                with anyio.move_on_after(self._neighbours.still_s):
-                    await made.wait()
+    def making(self, subject: Subject) -> AbstractAsyncContextManager[Made]:
+        return self._making.block(subject)
 
     # -- how it stands -------------------------------------------------------------------------------------------------
 
@@ -391,7 +337,3 @@ class DriverMethod:
         finally:
             self._in_hand.discard(subject.who)
             self._standing.discard(subject.who)
-
-
-def _free_bytes(node: Node) -> Mapping[str, int | None]:
-    return {gpu.id: gpu.memory_free_bytes for gpu in node.gpus}

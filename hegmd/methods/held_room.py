@@ -106,15 +106,23 @@ class HeldRoom:
             await anyio.sleep(pause_s)
         return free_bytes
 
-    async def fits_beside(self, subject: Subject, place: str, spare_bytes: int, free: Mapping[str, int | None]) -> bool:
-        """Whether on every GPU of that place as much as is held for its storages is free besides, and so much more.
+    async def with_storages(self, subject: Subject, place: str) -> list[str]:
+        """The GPUs of that place on which some is held for its storages."""
+        held = self._memory.of(storages_of(subject))
+        return [gpu for gpu in gpus_of(place) if held.get(await self._gpus.uuid_of(gpu))]
+
+    async def fits_beside(
+        self, subject: Subject, place: str, spare_bytes: int, free: Mapping[str, int | None], times: int = 1
+    ) -> bool:
+        """Whether on every GPU of that place as much as is held for its storages is free besides, so many times over,
+        and so much more.
 
         `free` is what is free now, by GPU.
         """
         held = self._memory.of(storages_of(subject))
         if not held:
             return False
-        needed = {gpu: held.get(await self._gpus.uuid_of(gpu), 0) + spare_bytes for gpu in gpus_of(place)}
+        needed = {gpu: times * held.get(await self._gpus.uuid_of(gpu), 0) + spare_bytes for gpu in gpus_of(place)}
         return all((free.get(gpu) or 0) >= size_bytes for gpu, size_bytes in needed.items())
 
     async def let_go_for_storages(self, subject: Subject, place: str) -> None:

@@ -33,7 +33,7 @@ from hegmd.methods.beside import beside
 from hegmd.methods.copying import CopyingCarrier, lane_of
 from hegmd.methods.gpus import Gpus, VideoMemory, ahead_of, passing_of
 from hegmd.methods.marks import Marks
-from hegmd.methods.near import Ahead, Near
+from hegmd.methods.near import Ahead, Beside, Near
 from hegmd.methods.pooled import key_of, source_of
 from hegmd.pieces import FLAT_BYTES, ahead_room_bytes, passing_room_bytes
 from hegmd.pool import Pool
@@ -58,7 +58,7 @@ class HostCarrier(CopyingCarrier):
         self._near = Near(gpus, memory)
         self._marks = Marks(pool)
         # By lane: whose memory beside may be held, and whether it is in use now.
-        self._beside: dict[str, _Beside] = {}
+        self._beside: dict[str, Beside] = {}
         # By lane: what is being copied, or has been, from the pool into the video memory of its route.
         self._ahead: dict[str, Ahead] = {}
 
@@ -275,19 +275,28 @@ class HostCarrier(CopyingCarrier):
     async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
         """What is held on its GPU for that is given back as soon as its storages have the bytes: it needs the room.
 
-        Or before, where these cannot be made for want of some: then their bytes come over the link.
+        Where there is plenty, as soon as it goes on. And before, where its storages cannot be made for want of room:
+        then their bytes come over the link.
         """
         async with self._using(subject):
             try:
-                done_bytes = await super().put_back(subject, on_progress, making)
+                return await super().put_back(subject, on_progress, making)
             except OrderFailed as error:
                 if error.lacks_bytes is None or not self._near.held_bytes(ahead_of(subject)):
                     raise
                 logger.warning("what went ahead of process %d makes room for it: %s", subject.pid, error.message)
                 await self._give_near(subject)
-                done_bytes = await super().put_back(subject, on_progress, making)
+                return await super().put_back(subject, on_progress, making)
+
+    async def returned(self, subject: Subject, *, is_roomy: bool) -> None:
+        """A mark does not wait: as long as there is one, what it names has the bytes by the word of whoever looks."""
+        if not is_roomy or self._marks.of(subject) is not None:
             await self._put_away(subject)
-        return done_bytes
+
+    async def gone_on(self, subject: Subject) -> None:
+        if self._near.held_bytes(ahead_of(subject)):
+            async with self._using(subject):
+                await self._put_away(subject)
 
     async def _put_away(self, subject: Subject) -> None:
         try:
@@ -303,7 +312,7 @@ class HostCarrier(CopyingCarrier):
     @asynccontextmanager
     async def _using(self, subject: Subject) -> AsyncGenerator[None]:
         """In the block nobody else gives back what is held beside that process."""
-        known = self._beside.setdefault(lane_of(subject), _Beside(subject))
+        known = self._beside.setdefault(lane_of(subject), Beside(subject))
         async with known.in_use:
             yield
 
@@ -316,7 +325,7 @@ class HostCarrier(CopyingCarrier):
         given = [await self._spare(known, gpu) for known in tuple(self._beside.values())]
         return any(given)
 
-    async def _spare(self, known: _Beside, gpu: str) -> bool:
+    async def _spare(self, known: Beside, gpu: str) -> bool:
         subject = known.subject
         held = [owner for owner in (passing_of(subject), ahead_of(subject)) if self._near.where(owner) == gpu]
         if not held or known.in_use.locked() or not self._marks.is_unmarked(subject):
@@ -389,11 +398,3 @@ class HostCarrier(CopyingCarrier):
         for owner in (passing_of(subject), ahead_of(subject), *others):
             if owner is not None:
                 await self._near.give(owner)
-
-
-class _Beside:
-    """Of one process, whose lane the route is: who it is, and who has what is held beside it in use."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.in_use = anyio.Lock()

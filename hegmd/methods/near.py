@@ -13,13 +13,15 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import anyio
+
 from hegmd.errors import HegmError
 from hegmd.helper.route import Route
-from hegmd.methods.base import Meanwhile
+from hegmd.methods.base import Meanwhile, Subject
 from hegmd.methods.gpus import Gpus, VideoMemory
 from hegmd.vram import Piece
 
-__all__ = ["Ahead", "Near"]
+__all__ = ["Ahead", "Beside", "Near"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,14 @@ class Ahead:
     def is_in(self, route: Route) -> bool:
         """Whether it is in what this route has attached now."""
         return self.route is route and self.attached == route.attached
+
+
+class Beside:
+    """Of one process, whose lane the route is: who it is, and who has what is held beside it in use."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.in_use = anyio.Lock()
 
 
 class Near:

@@ -31,7 +31,7 @@ import anyio
 
 from hegmd.errors import TIMEOUT, HegmError, Refused
 from hegmd.methods import launchers
-from hegmd.methods.base import Left, Method, Over, Reborn, Standing, Subject
+from hegmd.methods.base import Left, Made, Method, Over, Reborn, Standing, Subject
 from hegmd.methods.claims import claimed, has_come_to_its_end, has_passed
 from hegmd.methods.pooled import key_of
 from hegmd.methods.started_ranks import NOBODY, Line, RankOnItsWay, Who, line_of, ranks_below
@@ -123,9 +123,9 @@ class RestartMethod:
     def note_size(self, subject: Subject, size_bytes: int) -> None:
         """What it holds on a GPU is not what its state comes to."""
 
-    def making(self, subject: Subject) -> AbstractAsyncContextManager[Callable[[], object]]:
+    def making(self, subject: Subject) -> AbstractAsyncContextManager[Made]:
         """The new process makes its storages by itself."""
-        return nullcontext(lambda: None)
+        return nullcontext(lambda: False)
 
     # -- away ----------------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,10 @@ Where a worker is stands in its handle, which attendance and this method write; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 
-from hegmd.methods.base import Left, Standing, Subject
+from hegmd.methods.base import Left, Made, Standing, Subject
 from hegmd.rooms import Rooms
 
 NAME = "simulated"
@@ -43,9 +43,9 @@ class SimulatedMethod:
     async def restore(self, subject: Subject, gpu: str) -> None:
         subject.worker.gpu = gpu
 
-    def making(self, subject: Subject) -> AbstractAsyncContextManager[Callable[[], object]]:
+    def making(self, subject: Subject) -> AbstractAsyncContextManager[Made]:
         """The room in the books is the worker's as it stands."""
-        return nullcontext(lambda: None)
+        return nullcontext(lambda: False)
 
     async def verify(self, subject: Subject) -> None:
         """The next boundary, which the agent tells, proves all that there is."""

@@ -71,7 +71,9 @@ class AgentEffects:
         return events.Released(**effect.ending())
 
     async def verify(self, op: Operation, member: Member, effect: effects.Verify, _: Progress) -> Event:
-        await self._cast.method(member).verify(self._cast.subject(op, member))
+        subject = self._cast.subject(op, member)
+        await self._cast.method(member).verify(subject)
+        await self._cast.carrier(member).gone_on(subject)
         if not member.has_agent:
             return events.Verified(**effect.ending(), boundary=effect.beyond)
         worker = self._cast.worker(member)

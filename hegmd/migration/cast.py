@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.methods.base import Carrier, Method, Rank, Respawn, Subject
 from hegmd.migration.imaging import Imager
-from hegmd.migration.operation import FORWARD, Operation
+from hegmd.migration.operation import FORWARD, HOLD, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.workers import AgentAway, Worker, Workers
 
@@ -85,6 +85,7 @@ class Cast:
             shares_bytes=member.shares_bytes,
             storage_shares_bytes=member.storage_shares_bytes,
             in_rounds=member.overlap_bytes > 0,
+            goes_on=not op.lockstep and op.heading != HOLD and op.handoff is None,
             keeps_room=member.goal is not None or member.keeps is not None or len(op.workers) > 1,
             elsewhere=member.elsewhere,
             anywhere=member.anywhere,

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from hegmd.errors import HegmError
-from hegmd.methods.base import Carrier, Subject
+from hegmd.methods.base import Carrier, Made, Subject
 from hegmd.testing.contracts import ContractBroken
 
 __all__ = ["check_carrier"]
@@ -96,10 +96,10 @@ async def _check_return(carrier: Carrier, subject: Subject, size_bytes: int, mad
     told: list[int] = []
 
     @asynccontextmanager
-    async def making() -> AsyncGenerator[Callable[[], object]]:
+    async def making() -> AsyncGenerator[Made]:
         nonlocal inside
         began = made()
-        yield lambda: None
+        yield lambda: False
         inside += made() - began
 
     back_bytes = await carrier.put_back(subject, told.append, making)

@@ -169,11 +169,13 @@ class Moved:
         """What goes ahead of it has come to its end."""
         await self.rig.link.call("shifted", {"lane": lane_of(self.subject)}, deadline_s=20)
 
-    async def put_back(self) -> None:
-        """Into the storages, and everything is given back."""
-        back_bytes = await self.carrier.put_back(self.subject, ignored, lambda: nullcontext(lambda: None))
+    async def put_back(self, *, is_roomy: bool = False) -> None:
+        """Into the storages, and everything is given back: with plenty of room when it goes on, else before."""
+        back_bytes = await self.carrier.put_back(self.subject, ignored, lambda: nullcontext(lambda: is_roomy))
         assert back_bytes == SIZE_BYTES
         assert self.rig.owner.ask("digest") == self.rig.owner.digest
+        assert bool(self.held()) is is_roomy
+        await self.carrier.gone_on(self.subject)
         assert not self.held(), "its GPU has room for it as soon as it has its bytes"
         await self.carrier.give(self.subject)
 

@@ -14,7 +14,7 @@ import anyio
 import anyio.abc
 import pytest
 
-from hegmd.methods.base import Carrier, Crowded, Making, Progress, Subject
+from hegmd.methods.base import Carrier, Crowded, Made, Making, Progress, Subject
 from hegmd.methods.driver_carrier import DriverCarrier
 from hegmd.methods.host import HostCarrier
 from hegmd.methods.peer import PeerCarrier
@@ -92,8 +92,8 @@ async def test_a_driver_without_memory_for_itself_is_no_fault_of_the_job_s_and_t
     """It was taken for memory that nobody else may open, and for a driver that is broken: the job stayed away."""
 
     @asynccontextmanager
-    async def making() -> AsyncIterator[Callable[[], object]]:
-        yield lambda: None
+    async def making() -> AsyncIterator[Made]:
+        yield lambda: False
 
     async with rigged(tmp_path, *owner, monkeypatch) as rig:
         node, carrier = owner[0], make(rig)
@@ -149,7 +149,7 @@ class Hasty(WorkerCarrier):
     """Has storages made where nobody sees to their room."""
 
     async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
-        return await super().put_back(subject, on_progress, lambda: nullcontext(lambda: None))
+        return await super().put_back(subject, on_progress, lambda: nullcontext(lambda: False))
 
 
 class Boastful(WorkerCarrier):

@@ -8,6 +8,7 @@ Longer than 400 lines because who may read which memory is one account, told fro
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,15 @@ from hegmd.methods.gpus import ahead_of, passing_of
 from hegmd.methods.host import HostCarrier
 from hegmd.methods.pooled import key_of
 from hegmd.methods.simulated import SimulatedMethod
-from hegmd.migration.effects import Inspect
-from hegmd.migration.events import Inspected
+from hegmd.migration.effects import Inspect, Verify
+from hegmd.migration.events import Inspected, Verified
 from hegmd.migration.performer import Performer
 from hegmd.pool_memory import Memory
 from hegmd.pool_names import PieceName
 from hegmd.pool_piece import Piece
 from hegmd.rooms import Rooms
 from hegmd.vram import VideoMemory
-from tests.contract.carried import Moving, ignored
+from tests.contract.carried import Moved, Moving, ignored
 from tests.contract.helped import MIB, SIZE_BYTES
 from tests.unit.descriptor_store import DescriptorStore
 from tests.unit.migration.operations import operation, worker
@@ -123,6 +124,17 @@ async def test_bytes_that_have_gone_ahead_are_read_from_there(moving: Moving) ->
         await job.put_back()
         assert near.took_s > 0
         assert job.carrier.near(job.subject) is None
+
+
+async def test_a_job_stood_until_what_had_gone_ahead_of_it_was_given_back_where_there_was_plenty(
+    moving: Moving,
+) -> None:
+    async with moving() as job:
+        await job.suspend()
+        await job.carrier.arm(job.off)
+        async with job.carrier.nearing(job.off):
+            pass
+        await job.put_back(is_roomy=True)
 
 
 async def test_a_restore_that_failed_has_the_memory_that_was_held_beside_it(moving: Moving) -> None:
@@ -349,6 +361,30 @@ class Books(SimulatedMethod):
         return Standing(gpu=None)
 
 
+def _performer(job: Moved) -> Performer:
+    rooms = Rooms(SimulatedProvider(parse_topology("1x1GiB")))
+    carriers = {job.carrier.name: job.carrier}
+    return Performer(job.rig.workers, {"driver": Books(rooms)}, carriers, start_ticks=start_ticks)
+
+
+async def test_a_job_that_is_seen_to_go_on_has_what_was_still_held_beside_it(moving: Moving) -> None:
+    async with moving() as job:
+        await job.suspend()
+        await job.carrier.arm(job.off)
+        async with job.carrier.nearing(job.off):
+            pass
+        await job.carrier.put_back(job.subject, ignored, lambda: nullcontext(lambda: True))
+        assert job.held() == {ahead_of(job.subject)}
+        performer = _performer(job)
+        who: dict[str, Any] = {"pid": job.subject.pid, "start_ticks": job.subject.start_ticks, "token": ""}
+        member = worker(job.subject.name, "gpu0", method="driver", carrier="host", **who)
+        op = operation(member, id=job.subject.operation)
+        event = await performer.perform(op, Verify(number=1, worker=member.name, cause=1, beyond=0), ignored, None)
+        assert isinstance(event, Verified), event
+        assert not job.held()
+        await job.carrier.give(job.subject)
+
+
 @pytest.mark.parametrize("is_copied", [False, True])
 async def test_whoever_finds_a_process_off_its_gpu_brings_what_passes_to_the_pool(
     moving: Moving, is_copied: bool
@@ -363,9 +399,7 @@ async def test_whoever_finds_a_process_off_its_gpu_brings_what_passes_to_the_poo
             async with job.carrier.settling(job.subject):
                 pass
             await job.rig.memory.hold(passing_of(job.subject), job.node.uuids[0], SIZE_BYTES)
-        rooms = Rooms(SimulatedProvider(parse_topology("1x1GiB")))
-        carriers = {job.carrier.name: job.carrier}
-        performer = Performer(job.rig.workers, {"driver": Books(rooms)}, carriers, start_ticks=start_ticks)
+        performer = _performer(job)
         who: dict[str, Any] = {"pid": job.subject.pid, "start_ticks": job.subject.start_ticks, "token": "a" * 32}
         member = worker(job.subject.name, None, method="driver", carrier="host", out=True, **who)
         op = operation(member, id=job.subject.operation)

@@ -113,7 +113,7 @@ async def test_storages_that_cannot_be_made_have_the_room_of_what_went_ahead_of_
         await job.suspend()
         job.agent.crowded = 1
         with pytest.raises(OrderFailed, match="there is no room"):
-            await job.carrier.put_back(job.off, ignored, lambda: nullcontext(lambda: None))
+            await job.carrier.put_back(job.off, ignored, lambda: nullcontext(lambda: False))
         await job.put_back()
 
 

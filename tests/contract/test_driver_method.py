@@ -21,6 +21,7 @@ from hegmd.methods.driver import DriverMethod
 from hegmd.methods.gpus import Gpus, pairs_from, rest_of, storages_of
 from hegmd.methods.neighbours import FILE_NAME
 from hegmd.methods.steps import Steps
+from hegmd.pieces import CALM_BYTES
 from tests.contract.driven import REST_BYTES, Parts, Rig, rigged, standing_in
 from tests.contract.helped import GIB, MIB, Owner, ask
 from tests.unit.moving_node import start_ticks
@@ -120,8 +121,11 @@ async def test_a_job_stood_while_it_was_asked_again_and_again_what_had_just_been
     async with rigged(parts) as rig:
         rig.other.close()
         caplog.set_level("INFO", "hegmd.methods.steps")
+        await rig.method.hold_room(rig.subject, "gpu1", REST_BYTES)
+        rig.looks.clear()
         off = await rig.take_off()
         assert _asked(caplog) == ["state", "lock", "checkpoint", "state"]
+        assert len(rig.looks) == 1, "what it has; whether its GPU is free of it is nothing that it waits for elsewhere"
         rig.looks.clear()
         await rig.method.restore(off, "gpu1")
         assert _asked(caplog) == ["state", "restore", "state", "unlock", "state"]
@@ -241,6 +245,30 @@ async def test_storages_are_made_beside_their_room_where_as_much_is_free_and_it_
             assert rig.memory.by_owner() != {}, "the room is let go of before the storages are filled"
         assert rig.memory.by_owner() == {}
         assert rig.other.free_bytes() >= before + GIB
+
+
+async def test_a_job_stood_until_the_room_of_its_storages_was_given_back_where_there_was_plenty(parts: Parts) -> None:
+    """That takes the driver 0.5 ms for each GiB. One that does not go on at once is given nothing to keep."""
+    async with rigged(parts) as rig:
+        for goes_on in (True, False):
+            mine = replace(await _with_room_for_storages(rig), goes_on=goes_on)
+            async with rig.method.making(mine) as made:
+                assert made() is goes_on
+            assert bool(rig.memory.by_owner()) is goes_on
+            await rig.method.give_room(mine, "gpu1")
+
+
+async def test_room_of_storages_that_fits_but_once_beside_them_is_given_back_before_the_job_goes_on(
+    parts: Parts,
+) -> None:
+    async with rigged(parts) as rig:
+        mine = replace(await _with_room_for_storages(rig), goes_on=True)
+        free_bytes = rig.other.free_bytes()
+        assert rig.other.ask(f"alloc {(free_bytes - CALM_BYTES - GIB) // MIB - 256}") == "allocated"
+        async with rig.method.making(mine) as made:
+            assert rig.memory.by_owner() != {}
+            assert not made()
+        assert rig.memory.by_owner() == {}
 
 
 @pytest.mark.parametrize("how", ["the agent finds no room", "the operation is cut off"])

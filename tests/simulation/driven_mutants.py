@@ -17,6 +17,7 @@ from hegmd.methods.driver import DriverMethod
 from hegmd.methods.gpus import Gpus, rest_of
 from hegmd.methods.neighbours import Who
 from hegmd.methods.steps import Steps
+from hegmd.methods.storage_room import others_on
 from hegmd.pieces import RESTORE_MARGIN_BYTES
 from tests.simulation.driven import Means, ModelNeighbours
 
@@ -41,7 +42,8 @@ class DoesNotLookOnceMore(DriverMethod):
     ) -> str:
         for uuid in rooms.values():
             await self._memory.give(rest_of(subject), uuid)
-        async with self._neighbours.held_still(self._others(await self._gpus.seen(), subject, rooms)):
+        others = others_on(await self._gpus.seen(), subject, rooms, self._steps.helper_pid)
+        async with self._neighbours.held_still(others):
             await self._restore_to_its_end(subject, pairs)
         return await self._steps.state(subject)
 
