@@ -106,7 +106,8 @@ class Operations:
             op_ids = list(dict.fromkeys(op.id for op in suspended if op is not None))
             for op_id in op_ids:
                 await self._see_spilled(op_id, self._resting.spill(op_id), asked)
-            return Answer(self.runner.describe(op_ids[-1]), None)
+            # Why one that failed is suspended is no failure of what was asked now.
+            return Answer(self.runner.describe(op_ids[-1]).replace(failure=None), None)
         request = Request(kind=SUSPEND, pids=tuple(pids), carrier=asked.carrier)
         answer = await self._perform(request, asked, spill=spill)
         if spill and asked.wait and answer.operation is not None and answer.operation.phase == SUSPENDED:
@@ -320,6 +321,19 @@ class Operations:
         op = self.runner.history(op_id).operation
         self._check_owner(asked, op.owner_uid, f"operation {op_id}")
         await self.runner.ask(op_id, events.CancelAsked(cause="request", by=asked.by))
+        return self.runner.describe(op_id)
+
+    async def drop(self, op_id: str, asked: Asked) -> told.Operation:
+        """Give up for good the state that an operation holds for a process that is gone. Raises HegmError."""
+        op = self.runner.history(op_id).operation
+        self._check_owner(asked, op.owner_uid, f"operation {op_id}")
+        await self._resting.wake(op_id)
+        try:
+            await self.runner.ask(op_id, events.DropAsked(cause="request", by=asked.by))
+        finally:
+            self._resting.watch(op_id)
+        async for _ in self.runner.follow(op_id):
+            pass
         return self.runner.describe(op_id)
 
     # -- who may -------------------------------------------------------------------------------------------------------

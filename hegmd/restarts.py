@@ -182,7 +182,7 @@ class Restarts(TaskHome):
                     await supervisor.tell(do, op_id)
                 else:
                     why = "" if op.failure is None else f": {op.failure.message}"
-                    hint = f"go on with: {go_on_command(op_id)}"
+                    hint = f"go on with: {go_on_command(op_id)}; or give it up for good: hegmctl cancel {op_id} --drop"
                     await supervisor.tell(do, op_id, message=f"its state is held by operation {op_id}{why}", hint=hint)
             except SupervisorAway as error:
                 logger.debug("%s", error.message)

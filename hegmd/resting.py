@@ -192,9 +192,12 @@ class Resting:
                 await self._order(member, "rest")
 
     async def _entrust(self, key: Key, member: Member, *, in_memory: bool) -> None:
-        """Have the memory given back of what is on disk: nobody else may have a descriptor of it by then."""
+        """Have the memory given back of what is on disk: nobody else may have a descriptor of it by then.
+
+        Of a restart nobody writes to it any more, whoever has one.
+        """
         try:
-            if not await self._order(member, "entrust"):
+            if not member.is_absent and not await self._order(member, "entrust"):
                 return  # it is told when it is back
         except OrderFailed as error:
             raise Refused(

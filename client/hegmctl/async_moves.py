@@ -187,9 +187,12 @@ class AsyncMoves:
         """How an operation comes on, until it is at rest; `story` tells how it ended."""
         return self.stream(m.Story(id=op_id, follow=True), OperationProgress)
 
-    async def cancel(self, op_id: str) -> m.OperationReply:
-        """Have an operation turned back. Raises REFUSED where going on is shorter than going back."""
-        return await self.call(m.CancelOperation(id=op_id), m.OperationReply)
+    async def cancel(self, op_id: str, *, drop: bool = False) -> m.OperationReply:
+        """Have an operation turned back. Raises REFUSED where going on is shorter than going back.
+
+        With `drop`, give up for good the state that it holds for a process that is gone.
+        """
+        return await self.call(m.CancelOperation(id=op_id, drop=drop), m.OperationReply)
 
     # What an AsyncConnection is to have.
 

@@ -211,9 +211,12 @@ class Moves:
         """How an operation comes on, until it is at rest; its story is what the generator returns."""
         return self.stream(Story(id=op_id, follow=True), OperationProgress, StoryReply, patient=True)
 
-    def cancel(self, op_id: str) -> OperationReply:
-        """Have an operation turned back. Raises REFUSED where going on is shorter than going back."""
-        return self.call(CancelOperation(id=op_id), OperationReply)
+    def cancel(self, op_id: str, *, drop: bool = False) -> OperationReply:
+        """Have an operation turned back. Raises REFUSED where going on is shorter than going back.
+
+        With `drop`, give up for good the state that it holds for a process that is gone.
+        """
+        return self.call(CancelOperation(id=op_id, drop=drop), OperationReply)
 
     def _watch(self, request: Request, reply: type[R], on_progress: OnProgress, fds: Sequence[int] = ()) -> R:
         progress = self.stream(request, OperationProgress, reply, fds=fds, patient=True)

@@ -12,6 +12,7 @@ import os
 from hegmctl.operating_text import (
     cancelled_text,
     drained_text,
+    given_up_text,
     operation_text,
     plan_text,
     progress_text,
@@ -160,20 +161,25 @@ def adopt(session: Session) -> int:
 
 
 def _drop(session: Session, name: str) -> int:
-    from hegmctl.output import ask
-
-    if not session.arguments.flag("yes"):
-        answer = ask(f"Give up {name}? Whatever job these bytes are of can never go on [y/N] ")
-        if answer is None:
-            raise HegmError(
-                USAGE, f"{name} would be gone for good, and nobody can be asked", "say --yes if that is wanted"
-            )
-        if answer.strip().lower() not in ("y", "yes"):
-            raise HegmError(CANCELLED, f"{name} stays", "hegmctl adopt lists what there is")
+    lost = f"Give up {name}? Whatever job these bytes are of can never go on"
+    _require_yes(session, lost, name, "hegmctl adopt lists what there is")
     with session.connect() as connection:
         reply = connection.call(DropStray(name=name), Dropped)
     session.sink.answer(reply, dropped_text)
     return 0
+
+
+def _require_yes(session: Session, question: str, what: str, hint: str) -> None:
+    """Raises USAGE where nobody can be asked, and CANCELLED where they do not say so."""
+    from hegmctl.output import ask
+
+    if session.arguments.flag("yes"):
+        return
+    answer = ask(f"{question} [y/N] ")
+    if answer is None:
+        raise HegmError(USAGE, f"{what} would be gone for good, and nobody can be asked", "say --yes if that is wanted")
+    if answer.strip().lower() not in ("y", "yes"):
+        raise HegmError(CANCELLED, f"{what} stays", hint)
 
 
 def drain(session: Session) -> int:
@@ -207,9 +213,13 @@ def swap(session: Session) -> int:
 
 def cancel(session: Session) -> int:
     """`hegmctl cancel`."""
+    op_id, drops = session.arguments.required("ID"), session.arguments.flag("drop")
+    if drops:
+        lost = f"Give up the state of operation {op_id}? Its training can never go on from there"
+        _require_yes(session, lost, f"the state of operation {op_id}", "hegmctl ops lists what is held")
     with session.connect() as connection:
-        reply = connection.call(CancelOperation(id=session.arguments.required("ID")), OperationReply)
-    session.sink.answer(reply, cancelled_text)
+        reply = connection.call(CancelOperation(id=op_id, drop=drops), OperationReply)
+    session.sink.answer(reply, given_up_text if drops else cancelled_text)
     return 0
 
 

@@ -234,6 +234,12 @@ def cancelled_text(reply: OperationReply, style: Style) -> list[str]:
     return [f"operation {printable(operation.id)} is turned back: {printable(operation.phase)}"]
 
 
+def given_up_text(reply: OperationReply, style: Style) -> list[str]:
+    """That nobody can go on from its state any more."""
+    operation = reply.operation
+    return [] if operation is None else [f"the state of operation {printable(operation.id)} is given up"]
+
+
 def operations_text(reply: OperationsReply, style: Style) -> list[str]:
     """The table of `hegmctl ops`."""
     strays = ["", *strays_lines(reply.strays, style)] if reply.strays else []

@@ -16,6 +16,7 @@ from hegmd.migration.operation import (
     FORWARD,
     RESTORE,
     RESUME,
+    Failure,
     Limits,
     Operation,
     Pending,
@@ -54,6 +55,22 @@ def drop_image(op: Operation, event: events.CancelAsked, now: float) -> Operatio
         raise Refused(f"the image of operation {op.id} is being removed", f"watch it with: hegmctl op {op.id}")
     message = f"cancelled by {event.by or 'its caller'}"
     return turns.image_dropped(op, CANCELLED.name, message, "ask for it again when it is wanted")
+
+
+def drop_state(op: Operation, event: events.DropAsked, now: float) -> Operation:
+    """Nobody is to go on from it. What is held of a process that lives is that one's own, and stays."""
+    here = next((worker for worker in op.live if not worker.is_absent), None)
+    if here is not None:
+        raise Refused(
+            f"process {here.pid} of operation {op.id} is there still, and what is held is its own",
+            f"bring it back with: hegmctl resume {here.pid}; what is held of a process goes with its end",
+        )
+    for worker in op.live:
+        departed = departures.departed(worker, lost=False).replace(at=None, out=False)
+        op = departures.without_orders(op, worker.name).with_worker(departed)
+    message = f"its state was given up by {event.by or 'its owner'}"
+    hint = "start the training anew, or from a file of its own"
+    return op.replace(failure=Failure(code=CANCELLED.name, message=message, hint=hint), lacks=None)
 
 
 def resume(op: Operation, event: events.ResumeAsked, now: float) -> Operation:

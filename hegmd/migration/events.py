@@ -38,6 +38,12 @@ class CancelAsked(Event, tag="cancel-asked"):
     by: str = field("who, for the story", default="")
 
 
+class DropAsked(Event, tag="drop-asked"):
+    """Of a restart: somebody gives up for good the state that is held, from which nobody has gone on."""
+
+    by: str = field("who, for the story", default="")
+
+
 class ResumeAsked(Event, tag="resume-asked"):
     """Somebody wants a suspended job to go on."""
 

@@ -42,9 +42,9 @@ What a runner has to keep to:
 | verify | beyond | verified(boundary) | that order's report, or a survey that counts more than `beyond` |
 | inspect | | inspected(...), or worker-gone | attended? survey; and what room and pool are really held |
 
-Events from elsewhere: begin, cancel-asked(by), resume-asked(to), taken-up(into), hand-asked(handoff, limit_s),
-worker-gone(worker, why, finished), training-ended(worker), came-on(worker, doing), agent-lost(worker),
-agent-back(worker, token), deadline-passed, recovered. `failed` has a
+Events from elsewhere: begin, cancel-asked(by), drop-asked(by), resume-asked(to), taken-up(into),
+hand-asked(handoff, limit_s), worker-gone(worker, why, finished), training-ended(worker), came-on(worker, doing),
+agent-lost(worker), agent-back(worker, token), deadline-passed, recovered. `failed` has a
 fault: refused, disconnected (the connection ended, so whether it was done is not known) or broken.
 
 Cancelling: until the workers have left their GPUs (`is_past_return`), the job is brought back to how it was; from there
@@ -64,7 +64,7 @@ from hegmd.migration.effects import Effect, Seal
 from hegmd.migration.events import Ending, Event
 from hegmd.migration.operation import Operation
 from hegmd.migration.stages import STAGES
-from hegmd.migration.wording import resuming
+from hegmd.migration.wording import otherwise
 
 __all__ = ["EVENTS", "PHASES", "TABLE", "TERMINAL", "Event", "Operation", "Result", "Row", "handle", "row_for"]
 
@@ -81,7 +81,7 @@ Result = tuple[Operation, tuple[Effect, ...]]
 class Row:
     """What becomes of an event in a phase. `why` is what a person is told where nothing becomes of it.
 
-    In `hint`, {id} stands for the operation and {resume} for what brings it back once it is suspended.
+    In `hint`, {id} stands for the operation and {otherwise} for what can be done with it once it is suspended.
     """
 
     verdict: str
@@ -98,7 +98,7 @@ def handle(op: Operation, event: Event, now: float) -> Result:
     """
     row = TABLE[op.phase, event.tag]
     if row.verdict == REFUSE:
-        hint = row.hint.format(id=op.id, resume=resuming(op))
+        hint = row.hint.format(id=op.id, otherwise=otherwise(op))
         raise Refused(f"operation {op.id} is {op.phase}: {row.why}", hint)
     if row.action is None:
         return op, ()
@@ -160,9 +160,12 @@ def _put_requests(put: Put) -> None:
     put("cancel-asked", ["sealing"], Row(MOVE, "the image is not wanted any more", actions.drop_image))
     put("cancel-asked", open_phases, Row(MOVE, "back, unless past return or on its way back", actions.cancel))
     put("cancel-asked", settled, Row(REFUSE, "what it was for has been done", hint=_WATCH + "; it ends by itself"))
-    resume_it = "resume it with: {resume}"
-    put("cancel-asked", [SUSPENDED], Row(REFUSE, "there is nothing under way to cancel", hint=resume_it))
+    put("cancel-asked", [SUSPENDED], Row(REFUSE, "there is nothing under way to cancel", hint="{otherwise}"))
     put("cancel-asked", TERMINAL, Row(REFUSE, "it is over", hint="see the others with: hegmctl ops"))
+
+    put("drop-asked", [SUSPENDED], Row(MOVE, "the state that is held is given up", actions.drop_state))
+    put("drop-asked", [PLANNED, *ACTIVE], Row(REFUSE, "only a state that is held can be given up", hint=_WATCH))
+    put("drop-asked", TERMINAL, Row(REFUSE, "it is over, and holds no state", hint="see the others with: hegmctl ops"))
 
     put("resume-asked", [SUSPENDED], Row(MOVE, "it heads for the GPUs named", actions.resume))
     put("resume-asked", [HOLDING], Row(MOVE, "it goes on before its time", actions.let_go))

@@ -31,6 +31,12 @@ def named(candidate: Candidate) -> str:
     return candidate.name or str(candidate.pid)
 
 
+def otherwise(op: Operation) -> str:
+    """What can be done with a suspended operation."""
+    drop = f"; or give up its state for good with: hegmctl cancel {op.id} --drop"
+    return f"resume it with: {resuming(op)}{drop if next(op.live, op.workers[0]).is_absent else ''}"
+
+
 def resuming(op: Operation) -> str:
     """What brings a suspended job back: a process that stands goes on, and one that has left is started again."""
     first = next(op.live, op.workers[0])

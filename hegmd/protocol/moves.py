@@ -205,6 +205,11 @@ class CancelOperation(Request, op="operation.cancel", reply=OperationReply, chan
     """Have an operation turned back. Refused where going on is shorter than going back."""
 
     id: str = field("id of the operation")
+    drop: bool = field(
+        "whether to give up for good the state that a suspended one holds for a process that is gone; anything else is "
+        "refused then, and the reply comes once the memory is given back",
+        default=False,
+    )
 
 
 class StraysReply(Record):

@@ -120,7 +120,8 @@ class OperationHandlers:
         return m.StoryReply(operation=runner.describe(request.id), story=lines, untold=history.untold)
 
     async def cancel(self, call: Call, request: m.CancelOperation) -> m.OperationReply:
-        return m.OperationReply(operation=await self._operations.cancel(request.id, self._asked(call)))
+        ask = self._operations.drop if request.drop else self._operations.cancel
+        return m.OperationReply(operation=await ask(request.id, self._asked(call)))
 
     async def strays(self, call: Call, _: m.Strays) -> m.StraysReply:
         await self._strays.look(thorough=True, within_s=STRAYS_S)

@@ -285,21 +285,49 @@ def test_a_supervisor_that_is_killed_leaves_a_process_that_goes_on_and_nobody_el
 def test_a_state_that_nobody_is_there_for_is_held_and_gone_on_from(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
-    """Supervisor and process are both killed, and the daemon after them: the state is there, and another goes on."""
+    """Supervisor and process are both killed, and the daemon after them: the state is there, and another goes on.
+
+    On disk too, where that is asked, which takes no memory then; it was refused with why nobody was there.
+    """
     with SupervisedJob(daemon, tmp_path) as job:
-        first = job.trains()
-        job.read_steps(7)
-        op_id = job.told_to_leave(first)
-        second = job.waiting()
-        job.process.kill()
-        os.kill(second, signal.SIGKILL)
-        _phase(job, daemon, op_id, "suspended")
+        op_id = _held(job, daemon)
+        spilled = job.operation("suspend", "--spill", str(job.starts()[0][0]))
+        assert (spilled["phase"], spilled.get("failure")) == ("suspended", None)
+        assert _in_memory_bytes(daemon) == 0
         daemon.stop(signal.SIGKILL)
         daemon.start()
         before = job.read_to_the_end()
     with SupervisedJob(daemon, tmp_path, resumes=op_id) as again:
         assert _followed(again, daemon, op_id)["phase"] == "done"
         assert again.steps() == undisturbed[len(before) :]
+
+
+def test_a_state_that_was_held_could_not_be_given_up(daemon: RunningDaemon, tmp_path: Path) -> None:
+    with SupervisedJob(daemon, tmp_path) as job:
+        op_id = _held(job, daemon)
+        assert _in_memory_bytes(daemon) > 0
+        dropped = job.answer("cancel", op_id, "--drop", "--yes")["operation"]
+        assert (dropped["phase"], dropped["failure"]["code"]) == ("undone", "cancelled")
+        assert _in_memory_bytes(daemon) == 0
+        assert "it is over, and holds no state" in job.refusal("cancel", op_id, "--drop", "--yes")["message"]
+
+
+def _held(job: SupervisedJob, daemon: RunningDaemon) -> str:
+    """Have its state held by an operation, whose id that is: supervisor and process are both killed."""
+    first = job.trains()
+    job.read_steps(7)
+    op_id = job.told_to_leave(first)
+    second = job.waiting()
+    job.process.kill()
+    os.kill(second, signal.SIGKILL)
+    _phase(job, daemon, op_id, "suspended")
+    return op_id
+
+
+def _in_memory_bytes(daemon: RunningDaemon) -> int:
+    with connect(str(daemon.socket_path)) as hegmd:
+        lines = hegmd.metrics().text.splitlines()
+    return next(int(line.split()[-1]) for line in lines if line.startswith('hegmd_pool_bytes{what="memory"}'))
 
 
 def _followed(job: SupervisedJob, daemon: RunningDaemon, op_id: str) -> dict[str, Any]:

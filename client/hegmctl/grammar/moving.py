@@ -228,8 +228,14 @@ MOVING = (
     Verb(
         "cancel",
         "have an operation turned back",
-        "The job is brought back to how it was. Refused where going on is shorter than going back.",
+        "The job is brought back to how it was. Refused where going on is shorter than going back. With --drop the "
+        "state of a restart is given up that nobody has gone on from, and its memory given back: there is no way back.",
+        options=(
+            Option("--drop", doc="give up for good the state that it holds, whose process is gone"),
+            Option("-y", "--yes", doc="do not ask before that"),
+        ),
         arguments=(Argument("ID", doc="the operation"),),
+        examples=(("hegmctl cancel 4 --drop", "let go of the state that operation 4 holds"),),
     ),
     Verb(
         "adopt",

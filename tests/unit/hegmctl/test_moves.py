@@ -69,6 +69,7 @@ CALLS: list[tuple[Callable[[Any], Any], m.Request, Record]] = [
     (lambda face: face.operations(), m.Operations(), m.OperationsReply(operations=(DONE,))),
     (lambda face: face.story("7"), m.Story(id="7"), STORY),
     (lambda face: face.cancel("7"), m.CancelOperation(id="7"), REPLY),
+    (lambda face: face.cancel("7", drop=True), m.CancelOperation(id="7", drop=True), REPLY),
 ]
 
 

@@ -116,6 +116,7 @@ def _reply(operation: Operation) -> m.OperationReply:
         ("op 7", m.Story(id="7")),
         ("op 7 -f", m.Story(id="7", follow=True)),
         ("cancel 7", m.CancelOperation(id="7")),
+        ("cancel 7 --drop --yes", m.CancelOperation(id="7", drop=True)),
     ],
 )
 @pytest.mark.parametrize("json_too", [(), ("--json",)])

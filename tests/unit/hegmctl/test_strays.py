@@ -62,9 +62,10 @@ def test_nothing_from_outside_reaches_the_terminal_raw() -> None:
         (("adopt", "1", "2"), 2, "one PID"),
         (("adopt", "1", "--drop", "x"), 2, "one PID"),
         (("adopt", "--drop", "x"), 2, "--yes"),  # nobody is at the terminal to be asked
+        (("cancel", "4", "--drop"), 2, "--yes"),
     ],
 )
-def test_adopt_takes_one_thing_at_a_time_and_gives_up_nothing_unasked(
+def test_one_thing_is_taken_at_a_time_and_nothing_given_up_unasked(
     words: tuple[str, ...], status: int, said: str
 ) -> None:
     ran = subprocess.run(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hegmd.errors import Refused
 from hegmd.methods.readying import Readying
 from hegmd.methods.state import StateCarrier
 from hegmd.migration import events, journal
@@ -144,13 +145,7 @@ def test_a_start_that_fails_has_it_started_where_it_was() -> None:
 
 
 def test_where_nobody_can_be_started_the_state_is_held_and_resumed() -> None:
-    drive = left()
-    for _ in range(2):
-        drive.fail("refused")
-        drive.feed(events.WorkerGone(worker="a", why="it is not there any more"))
-        drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
-        while drive.wanted and drive.wanted[0].tag != "restore":
-            drive.end()
+    drive = _held()
     assert drive.op.phase == "suspended"
     waits = waiting(drive.op)
     assert waits is not None
@@ -165,6 +160,41 @@ def test_where_nobody_can_be_started_the_state_is_held_and_resumed() -> None:
     reborn(drive)
     found(drive)
     drive.until("done")
+
+
+def _held() -> Drive:
+    """Nobody could be started from its state."""
+    drive = left()
+    for _ in range(2):
+        drive.fail("refused")
+        drive.feed(events.WorkerGone(worker="a", why="it is not there any more"))
+        drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
+        while drive.wanted and drive.wanted[0].tag != "restore":
+            drive.end()
+    return drive
+
+
+def test_a_state_that_was_held_could_not_be_given_up() -> None:
+    drive = _held()
+    assert drive.op.phase == "suspended"
+    with pytest.raises(Refused) as refused:
+        drive.feed(events.CancelAsked(by="ada"))
+    assert "hegmctl cancel op1 --drop" in refused.value.hint
+    drive.feed(events.DropAsked(by="ada"))
+    drive.until("undone")
+    assert drive.op.failure is not None
+    assert drive.op.failure.message == "its state was given up by ada"
+    member = drive.op.workers[0]
+    assert (member.pool_bytes, member.rooms, member.lost) == (0, {}, False)
+
+
+def test_what_is_held_of_a_process_that_lives_is_not_given_up() -> None:
+    drive = Drive(operation(worker(to=None, origin="gpu0"), kind="suspend")).until("suspended")
+    with pytest.raises(Refused, match="process 197 of operation op1 is there still"):
+        drive.feed(events.DropAsked(by="ada"))
+    with pytest.raises(Refused) as refused:
+        drive.feed(events.CancelAsked(by="ada"))
+    assert "--drop" not in refused.value.hint
 
 
 def test_a_process_that_falls_before_its_boundary_is_replaced_where_it_was_and_then_held() -> None:
@@ -233,13 +263,7 @@ def test_an_end_that_was_taken_for_a_fall_before_it_was_known_to_be_one_counts_a
 
 
 def test_a_state_that_is_held_of_a_training_that_had_come_to_its_end_is_given_back() -> None:
-    drive = left()
-    for _ in range(2):
-        drive.fail("refused")
-        drive.feed(events.WorkerGone(worker="a", why="it is not there any more"))
-        drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
-        while drive.wanted and drive.wanted[0].tag != "restore":
-            drive.end()
+    drive = _held()
     assert drive.op.phase == "suspended"
     drive.feed(events.TrainingEnded(worker="a"))
     drive.until("done")
