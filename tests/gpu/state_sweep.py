@@ -1,10 +1,10 @@
 """How fast a restart's state could go between a GPU and the pool, each way by itself: `state_sweep.py [MIB]`.
 
 Prints rates and judges nothing, in about half a minute on one GPU with PyTorch: what pinned memory comes to, which is
-the link's limit; how fast the pool's pages are pinned, and let go of, by one thread and by four; the agent's ring with
-one slot a thread and with two, by so many threads; the same with checksums by the processor; the way that the agent
-takes, with checksums by the GPU; checksums alone; and with no ring at all, the GPU writing to pages of the pool that
-another thread pins ahead of it. All that in huge pages, where the node has as many, and in ordinary ones.
+the link's limit; the way that the agent takes, with checksums by the GPU; the agent's ring by so many threads, with its
+memory ready and not; the same with checksums by the processor; checksums alone; how fast the pool's pages are pinned,
+and let go of, by one thread and by four; and with no ring at all, the GPU writing to pages of the pool that another
+thread pins ahead of it. All that in huge pages, where the node has as many, and in ordinary ones.
 """
 
 # ruff: noqa: T201 - printing is what this program is for
@@ -28,8 +28,8 @@ from hegmd import pages
 from hegmd.agent import copying
 from hegmd.agent.crew import share_out
 from hegmd.agent.cuda_driver import Copies
-from hegmd.agent.restart import carriage, sums
-from hegmd.agent.restart.ring import SLOT_BYTES, Ring, loads
+from hegmd.agent.restart import carriage, ground, sums
+from hegmd.agent.restart.ring import THREADS, Ring, loads
 from hegmd.pool_memory import read_huge_free_bytes
 
 MIB = 1 << 20
@@ -59,10 +59,14 @@ class Sweep:
         self.map.close()
         os.close(self.fd)
 
-    def say(self, what: str, action: Callable[[], object], size_bytes: int = 0) -> None:
+    def say(
+        self, what: str, action: Callable[[], object], size_bytes: int = 0, before: Callable[[], object] | None = None
+    ) -> None:
         """The better of two."""
         best = 0.0
         for _ in range(2):
+            if before is not None:
+                before()
             began = time.perf_counter()
             action()
             best = max(best, (size_bytes or self.size_bytes) / (time.perf_counter() - began))
@@ -128,21 +132,25 @@ class Sweep:
         ]
 
     def ring(self) -> None:
-        """The agent's ring, without checksums and with those of the processor."""
-        out_spans, in_spans = [(self.video, self.pool, self.size_bytes)], [(self.pool, self.video, self.size_bytes)]
-        for slots, threads in ((1, 24), (2, 8), (2, 12), (2, 16), (2, 24), (3, 16)):
-            ring = Ring(self.driver, slots)
-            what = f"ring of {threads} threads, {slots} of {SLOT_BYTES // MIB} MiB"
-            self.say(f"{what}, out", partial(self._through, ring.out(_moved), out_spans, threads))
-            self.say(f"{what}, in", partial(self._through, ring.into(_moved), in_spans, threads))
+        """The agent's ring, without checksums and with those of the processor, over memory that is there and not."""
+        out_loads = loads([(self.video, self.pool, self.size_bytes)])
+        in_loads = loads([(self.pool, self.video, self.size_bytes)])
+        for threads in (4, 8, 16):
+            self._say_ring(
+                f"ring of {threads} threads, out", threads, lambda ring: ring.out(out_loads, _moved, _ignore)
+            )
+            self._say_ring(f"ring of {threads} threads, in", threads, lambda ring: ring.into(in_loads, _moved, _ignore))
         summing = sums.summing(_moved, {})
-        for slots in (1, 2):
-            ring = Ring(self.driver, slots)
-            what = f"the same by 24, {slots}, out, added up by the processor"
-            self.say(what, partial(self._through, ring.out(summing), out_spans, 24))
+        what = "the same, out, added up by the processor"
+        self._say_ring(what, THREADS, lambda ring: ring.out(out_loads, summing, _ignore))
 
-    def _through(self, work: Any, spans: list[Span], threads: int) -> None:
-        share_out(work, loads(spans), copying.ignore, threads)
+    def _say_ring(self, what: str, threads: int, action: Callable[[Ring], object]) -> None:
+        def whole() -> None:
+            with Ring(self.driver, threads) as ring:
+                action(ring)
+
+        self.say(what, whole, before=_prepare)
+        self.say(f"{what}, nothing ready", whole)
 
     def agent(self) -> None:
         """All of what the agent does with the bytes of one large tensor, and with pieces of it."""
@@ -150,7 +158,7 @@ class Sweep:
             size_bytes = self.size_bytes // pieces // copying.PAGE_BYTES * copying.PAGE_BYTES
             raws = [(self.tensor, self.video + at * size_bytes, size_bytes, WHERE) for at in range(pieces)]
             places = [at * size_bytes for at in range(pieces)]
-            self.say(f"the agent's way, out, {pieces} tensors", partial(self._out, raws, places))
+            self.say(f"the agent's way, out, {pieces} tensors", partial(self._out, raws, places), before=_prepare)
 
     def _out(self, raws: list[Any], places: list[int]) -> None:
         carriage.copy_pieces_out(self.fd, self.size_bytes, raws, places, {}, copying.ignore)
@@ -199,6 +207,17 @@ class Sweep:
             self.driver.unpin(chunk[1])
         self.driver.end_stream(stream)
         return took_s
+
+
+def _prepare() -> None:
+    """Have the ring's memory there before the clock runs."""
+    ground.drop()
+    ground.prepare()
+    ground.wait()
+
+
+def _ignore(_so_far_bytes: int) -> None:
+    """What is done so far."""
 
 
 def _moved(source: int, target: int, size_bytes: int) -> None:

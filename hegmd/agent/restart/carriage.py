@@ -14,7 +14,6 @@ import sys
 from ...errors import HegmError
 from .. import copying
 from ..copying import PIECE_BYTES
-from ..crew import share_out
 from ..cuda_driver import Copies
 from ..notes import note
 from . import sums
@@ -31,12 +30,6 @@ if TYPE_CHECKING:
     from .arrays import Raw
 
     Progress = Callable[[int], None]
-
-
-# As the daemon's own ring has them: each copies at some 3 GB/s beside the GPU, whose link takes 55 GB/s. Inwards more
-# than these wait for the interpreter.
-OUT_THREADS = 24
-IN_THREADS = 12
 
 
 def copy_pieces_out(
@@ -82,10 +75,10 @@ def _copy_video_out(
         def move(host: int, place: int, size_bytes: int) -> None:
             (write if place in theirs else summing)(host, place, size_bytes)
 
-        share_out(ring.out(move), loads(spans), done.tell, OUT_THREADS, beside=lambda: added.add(found))
+        ring.out(loads(spans), move, done.tell, beside=lambda: added.add(found))
         left = [span for span in spans if span[1] in wanted - added.places]
         if left:
-            share_out(ring.out(summing), loads(left), copying.ignore, OUT_THREADS)
+            ring.out(loads(left), summing, copying.ignore)
     done.add(spans)
 
 
@@ -117,7 +110,7 @@ def fill(pairs: Iterable[tuple[Any, Any]], progress: Progress | None = None) -> 
             copying.in_threads(_move, moves, done.tell)
         else:
             with _Video(driver, where) as ring:
-                share_out(ring.into(_move), loads(moves), done.tell, IN_THREADS)
+                ring.into(loads(moves), _move, done.tell)
         done.add(moves)
     _note_changes(torch, filled)
 
@@ -204,8 +197,14 @@ class _Video:
     def __enter__(self) -> Ring:
         self._chosen = self._cuda.device(self._device)
         self._chosen.__enter__()
-        self._cuda.synchronize(self._device)
-        return Ring(self._driver)
+        try:
+            self._cuda.synchronize(self._device)
+            self._ring = Ring(self._driver)
+            return self._ring.__enter__()
+        except BaseException:
+            self._chosen.__exit__(None, None, None)
+            raise
 
     def __exit__(self, *exc: object) -> None:
+        self._ring.__exit__(*exc)
         self._chosen.__exit__(*exc)

@@ -12,7 +12,7 @@ from time import monotonic
 
 from ...protocol.supervision import BACK, PAST, PAST_AT
 from ..notes import note
-from . import plain
+from . import ground, plain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _HANDED_WITHIN_S = 30.0
 #: Beside the first: the right to go on from it, which lasts as long as anybody has it open; see protocol/supervision.
 LOCK = "HEGM_STATE_LOCK_FD"
 
+_NVIDIA = "/dev/nvidiactl"
 _NOT_READ = object()
 _state: Any = _NOT_READ
 _claimed: tuple[str | None, str] | None = None
@@ -80,6 +81,8 @@ def state() -> Any:
     if not is_there():
         return None
     if _state is _NOT_READ:
+        if os.path.exists(_NVIDIA):
+            ground.prepare()  # while it is read
         began = monotonic()
         _state = _read()
         note(f"the state was checked in {monotonic() - began:.4f} s")
@@ -90,6 +93,7 @@ def forget() -> None:
     """All of it is put back, which is noted beside the lock: the file's memory goes when nobody uses it any more."""
     global _state  # noqa: PLW0603 - one a process
     _state = None
+    ground.drop()
     if _rank is None:
         _note(BACK, 0)
 

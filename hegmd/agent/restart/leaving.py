@@ -12,6 +12,7 @@ import os
 import sys
 from time import monotonic
 
+from .. import cuda_state
 from ..notes import note
 from ..refusals import refusal
 from .unfit import Refusal
@@ -53,6 +54,23 @@ def save(
 
     `tell` is called, once it is written, with what begins anew after a restart from it.
     """
+    from . import ground
+
+    if cuda_state.in_use() is not None:
+        ground.prepare()
+    try:
+        return _save(fd, ident, progress, frame, tell)
+    finally:
+        ground.drop()
+
+
+def _save(
+    fd: int,
+    ident: int | None,
+    progress: Callable[[int], None] | None,
+    frame: FrameType | None,
+    tell: Callable[[list[str]], object] | None,
+) -> int:
     from . import plain, script, variables
     from .capture import capture
 

@@ -1,41 +1,42 @@
 """Video memory to the host and back through a little pinned memory, so that the link to the GPU is never idle.
 
-Owns that memory, in slots, two for each thread: while the GPU copies between one of them and its own memory, the thread
-moves the other's bytes on. Small pieces go together in a slot, for each call waits for the interpreter.
+Owns the slots that this memory (`ground`) is shared out in: while the GPU copies between one of them and its own
+memory, other threads, or the same with another slot, move theirs on. Small pieces go together in a slot, for each call
+waits for the interpreter. A slot a thread is enough from 16 threads on; fewer threads have more.
 
-What was rejected: one buffer a thread and copies that are waited for (25.8 GB/s out of an H200, 25.9 back, with 16
-cores and a link of 55), and no buffers, but all of the state's file pinned: that is done at 31 to 53 GB/s, whatever the
-threads, and undone at 57 to 73, which alone takes as long as the copy.
+What was rejected, at a link of 55 GB/s: memory for each thread, taken when it begins (26 to 34 GB/s, most of that the
+taking: 51 both ways with the same threads over memory that is there), and no slots, but all of the state's file pinned:
+that is done at 31 to 46 GB/s, whatever the threads, and undone at 53 to 73, which takes longer than the copy.
 
 Where memory cannot be pinned it is used as it is, and where no stream can be had, the one that everybody has: slower.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+import os
 
 from ...errors import HegmError
 from .. import copying
-from ..copying import PIECE_BYTES, round_up
+from ..copying import round_up
+from ..crew import share_out
 from ..notes import note
+from . import ground
+from .ground import SLOT_BYTES, SLOTS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from typing import Any
+
+    from typing_extensions import Self
 
     from ..copying import Copy, Span
     from ..crew import Tell, Work
     from ..cuda_driver import Copies
 
-    Begin = Callable[[int, int, int, "int | None"], None]
     #: A span and where in a slot it goes through.
     Part = tuple[Span, int]
 
-# Smaller ones cost more calls than they save, and larger ones leave the caches: as the daemon's own ring.
-SLOT_BYTES = PIECE_BYTES
-SLOTS = 2
+THREADS = SLOTS
 _BORDER_BYTES = 512
 
 
@@ -53,15 +54,40 @@ def loads(spans: Iterable[Span]) -> list[list[Part]]:
 
 
 class Ring:
-    """The way between the host and one GPU, in the context that the thread has which makes it."""
+    """The way between the host and one GPU, in the context that the thread has which makes it, for as long as the
+    context lasts."""
 
-    def __init__(self, driver: Copies, slots: int = SLOTS) -> None:
+    def __init__(self, driver: Copies, threads: int = THREADS) -> None:
         self._driver = driver
-        self._slots = slots
+        self._threads = max(1, min(threads, SLOTS, len(os.sched_getaffinity(0))))
         self._context = driver.context()
+        self._is_pinned = self._is_at_rest = True
 
-    def out(self, move: Copy) -> Work[list[Part]]:
-        """What threads do that fetch loads from video memory: each part of one is moved on from its slot."""
+    def __enter__(self) -> Self:
+        """Raises OSError."""
+        self._ground = ground.take()
+        try:
+            self._driver.pin(self._ground.address, ground.SIZE_BYTES)
+        except HegmError as error:
+            note(f"copies are slower: {error.message}")
+            self._is_pinned = False
+        self._free = [self._ground.address + slot * SLOT_BYTES for slot in range(SLOTS)]
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """Memory goes once nothing is under way in it, and stays where that cannot be known."""
+        try:
+            if self._is_pinned and self._is_at_rest:
+                self._driver.unpin(self._ground.address)
+        except HegmError as error:
+            self._note_stays(error)
+        if self._is_at_rest:
+            self._ground.close()
+        else:
+            self._ground.keep()
+
+    def out(self, loads: list[list[Part]], move: Copy, tell: Tell, beside: Callable[[], object] | None = None) -> None:
+        """Fetch loads from video memory: each part of one is moved on from its slot. Raises what `share_out` raises."""
 
         def finish(slot: _Slot, load: list[Part]) -> None:
             self._driver.wait(slot.stream)
@@ -72,10 +98,10 @@ class Ring:
             for (video, _place, size_bytes), within in load:
                 self._driver.begin_out(slot.address + within, video, size_bytes, slot.stream)
 
-        return self._work(begin, finish)
+        share_out(self._work(begin, finish), loads, tell, self._threads, beside)
 
-    def into(self, move: Copy) -> Work[list[Part]]:
-        """What threads do that put loads into video memory: each part of one is moved into its slot first."""
+    def into(self, loads: list[list[Part]], move: Copy, tell: Tell) -> None:
+        """Put loads into video memory: each part of one is moved into its slot first."""
 
         def finish(slot: _Slot, _load: list[Part]) -> None:
             self._driver.wait(slot.stream)
@@ -86,33 +112,73 @@ class Ring:
             for (_host, video, size_bytes), within in load:
                 self._driver.begin_in(video, slot.address + within, size_bytes, slot.stream)
 
-        return self._work(begin, finish)
+        share_out(self._work(begin, finish), loads, tell, self._threads)
 
     def _work(
         self, begin: Callable[[_Slot, list[Part]], None], finish: Callable[[_Slot, list[Part]], None]
     ) -> Work[list[Part]]:
         def work(take: Callable[[], list[Part] | None], tell: Tell) -> None:
             self._driver.use(self._context)
-            with _Lane(self._driver, self._slots) as slots:
-                turn = 0
-
-                def end() -> None:
-                    slot, load = slots[turn], slots[turn].load
-                    slot.load = []
-                    if load:
-                        finish(slot, load)
-                        tell(sum([part[0][2] for part in load]))
-
-                while (load := take()) is not None:
-                    end()
-                    slots[turn].load = load
-                    begin(slots[turn], load)
-                    turn = (turn + 1) % len(slots)
-                for _slot in slots:
-                    end()
-                    turn = (turn + 1) % len(slots)
+            slots = self._slots()
+            try:
+                _turn(slots, begin, finish, take, tell)
+            finally:
+                self._end(slots)
 
         return work
+
+    def _slots(self) -> list[_Slot]:
+        """One thread's, which no other has until it ends."""
+        streams: list[int | None] = []
+        try:
+            while len(streams) < SLOTS // self._threads:
+                streams.append(self._driver.make_stream())
+        except HegmError as error:
+            note(f"copies are slower: {error.message}")
+            streams += [None] * (SLOTS // self._threads - len(streams))
+        return [_Slot(self._free.pop(), stream) for stream in streams]
+
+    def _end(self, slots: list[_Slot]) -> None:
+        try:
+            for slot in slots:
+                self._driver.wait(slot.stream)
+            for slot in slots:
+                if slot.stream is not None:
+                    self._driver.end_stream(slot.stream)
+        except HegmError as error:
+            self._note_stays(error)
+        self._free += [slot.address for slot in slots]
+
+    def _note_stays(self, error: HegmError) -> None:
+        note(f"memory that copies went through stays: {error.message}")
+        self._is_at_rest = False
+
+
+def _turn(
+    slots: list[_Slot],
+    begin: Callable[[_Slot, list[Part]], None],
+    finish: Callable[[_Slot, list[Part]], None],
+    take: Callable[[], list[Part] | None],
+    tell: Tell,
+) -> None:
+    """Begin a load in each slot in turn, and finish what is in it before."""
+    turn = 0
+
+    def end() -> None:
+        slot, load = slots[turn], slots[turn].load
+        slot.load = []
+        if load:
+            finish(slot, load)
+            tell(sum([part[0][2] for part in load]))
+
+    while (load := take()) is not None:
+        end()
+        slots[turn].load = load
+        begin(slots[turn], load)
+        turn = (turn + 1) % len(slots)
+    for _slot in slots:
+        end()
+        turn = (turn + 1) % len(slots)
 
 
 class _Slot:
@@ -122,49 +188,3 @@ class _Slot:
         self.address = address
         self.stream = stream
         self.load: list[Part] = []
-
-
-class _Lane:
-    """The slots of one thread, for as long as the context lasts."""
-
-    def __init__(self, driver: Copies, slots: int) -> None:
-        self._driver = driver
-        self._size_bytes = slots * SLOT_BYTES
-        self._memory = mmap.mmap(-1, self._size_bytes)
-        self._anchor: Any = ctypes.c_char.from_buffer(self._memory)
-        self._start = ctypes.addressof(self._anchor)
-        self._streams: list[int | None] = []
-        self._slots = slots
-        self._is_pinned = False
-
-    def __enter__(self) -> list[_Slot]:
-        copying.prefer_huge_pages([(self._start, 0, self._size_bytes)])
-        copying.have_pages(self._start, self._size_bytes)
-        try:
-            self._driver.pin(self._start, self._size_bytes)
-            self._is_pinned = True
-            while len(self._streams) < self._slots:
-                self._streams.append(self._driver.make_stream())
-        except HegmError as error:
-            note(f"copies are slower: {error.message}")
-            self._streams += [None] * (self._slots - len(self._streams))
-        return [_Slot(self._start + slot * SLOT_BYTES, stream) for slot, stream in enumerate(self._streams)]
-
-    def __exit__(self, *exc: object) -> None:
-        """Nothing is under way in it any more when its memory goes, and none does where that cannot be known."""
-        try:
-            for stream in self._streams:
-                self._driver.wait(stream)
-            for stream in self._streams:
-                if stream is not None:
-                    self._driver.end_stream(stream)
-            if self._is_pinned:
-                self._driver.unpin(self._start)
-        except HegmError as error:
-            note(f"memory that copies went through stays: {error.message}")
-            _kept.append(self._memory)
-        self._anchor = None
-
-
-#: Memory that the GPU might still write to.
-_kept: list[mmap.mmap] = []
