@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.moved_job import environment
-from tests.e2e.references import preloaded_python
+from tests.e2e.references import ONE_COMPILER, preloaded_python
 
 
 @pytest.fixture(scope="session")
@@ -17,5 +17,5 @@ def preloaded() -> Iterator[None]:
     if importlib.util.find_spec("torch") is None:
         yield
         return
-    with preloaded_python(environment(None)):
+    with preloaded_python({**environment(None), **ONE_COMPILER}):
         yield

@@ -24,7 +24,7 @@ from hegmd.criu.population import end_all, population_of
 from hegmd.criu.program import Criu
 from hegmd.criu.tree import read_tree
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import environment
+from tests.e2e.moved_job import BARE, environment
 from tests.e2e.real_criu import criu_or_skip
 from tests.e2e.references import said_by
 
@@ -81,7 +81,7 @@ class HandedJob:
         self.folder.mkdir(exist_ok=True)
         if uid is not None:
             os.chown(self.folder, uid, uid)
-        self.environ = environment(socket_path)
+        self.environ = {**environment(socket_path), **BARE}
         if workers:
             self.environ["LOADER_WORKERS"] = str(workers)
         words = [sys.executable, *(script or (str(SCRIPT), str(folder), str(steps)))]

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.agented import INJECT, SCRIPTS, Training, environment, undisturbed
+from tests.e2e.agented import BRISK, INJECT, SCRIPTS, Training, environment, undisturbed
+from tests.e2e.moved_job import BARE
 from tests.e2e.scripted_daemon import Attended, Gone, ScriptedDaemon
 from tests.looks import pause
 
@@ -290,7 +291,7 @@ def test_tracebacks_and_classes_look_as_they_do_without_it(socket_path: Path) ->
     for socket in (None, socket_path):
         done = subprocess.run(
             [sys.executable, "-c", code],
-            env=environment(socket),
+            env=environment(socket, PYTHONPATH=str(BRISK), **BARE),
             capture_output=True,
             text=True,
             check=True,
@@ -328,7 +329,8 @@ def test_a_checkpoint_that_is_saved_on_sigterm_while_out_has_the_weights_in_it(
     """As schedulers end jobs: the handler runs with everything back, and the exit status is the script's own."""
     script, checkpoint = tmp_path / "saves.py", tmp_path / "weights.pt"
     script.write_text(SAVES_ON_TERM)
-    with ScriptedDaemon(socket_path) as daemon, Training([str(script), str(checkpoint)], socket_path) as training:
+    words = [str(script), str(checkpoint)]
+    with ScriptedDaemon(socket_path) as daemon, Training(words, socket_path, **BARE) as training:
         agent = daemon.attended()
         agent.done("park", at=3, limit_s=20)
         assert _out(agent, pool) >= 400_000

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.agented import SCRIPTS, Training, undisturbed
+from tests.e2e.references import ONE_COMPILER
 from tests.e2e.scripted_daemon import Gone, ScriptedDaemon
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
 MOVES = 4
-# PyTorch would start a Python for each processor, which imports it as well, to compile three functions.
-ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 WITH_TORCH = ("plain", "workers", "gan", "iterable", "threaded", "no_loader")
 
 

@@ -14,7 +14,7 @@ from hegmctl.connection import connect
 from hegmd.pool import read_available_bytes
 from hegmd.protocol.operations import Operation
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import PACE_MS, SCRIPTS, MovedJob, Script
+from tests.e2e.moved_job import BARE, PACE_MS, SCRIPTS, MovedJob, Script
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
@@ -34,6 +34,8 @@ class EvaluatingJob(MovedJob):
 
     Where there is a pipe as a gate, a Python that is started before its turn waits there before it begins.
     """
+
+    more = BARE
 
     def __init__(self, daemon: RunningDaemon, folder: Path, *options: str) -> None:
         self.folder, self.evaluates, self.gate = folder, folder / "evaluates", folder / "gate"

@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.agented import SCRIPTS as TRAINING
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import SCRIPTS, MovedJob, files_in, steps_alone
+from tests.e2e.moved_job import SCRIPTS, BareJob, MovedJob, files_in, steps_alone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
@@ -32,6 +32,8 @@ NEEDS = {
     "in_a_thread": ("torch",),
     "numpy_boundaries": ("numpy",),
 }
+# Those of frameworks, which ask it for more, and one of plain PyTorch, come with PyTorch's compiler.
+WITH_COMPILER = {"hf_trainer", "lightning_fit", "accelerated", "two_models"}
 # What each leaves behind, beside what it prints.
 FILES = {"mixed_precision": 11, "numpy_boundaries": 1, "hf_trainer": 3, "lightning_fit": 1}
 
@@ -64,7 +66,8 @@ def test_a_training_prints_and_writes_the_same_when_it_is_moved(
 ) -> None:
     _require(NEEDS[name])
     words = [sys.executable, str(SCRIPTS / f"{name}.py")]
-    with MovedJob(words, daemon, folders[1]) as job:
+    kind = MovedJob if name in WITH_COMPILER else BareJob
+    with kind(words, daemon, folders[1]) as job:
         job.read_steps(1)
         job.places(1)
         job.disturb(job.process.pid, random.Random(name), longest_run=12)
@@ -78,7 +81,7 @@ def test_a_training_started_by_a_script_and_a_launcher_is_moved(
 ) -> None:
     _require(("torch",))
     words = ["sh", str(SCRIPTS / "nested.sh"), sys.executable]
-    with MovedJob(words, daemon, folders[1]) as job:
+    with BareJob(words, daemon, folders[1]) as job:
         job.read_steps(3)  # the launcher's one, and two of the training's
         (pid,) = job.places(1)
         assert pid != job.process.pid

@@ -42,15 +42,14 @@ def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
 class Job:
     """A script under `hegmctl run`, and the commands about it."""
 
-    def __init__(self, daemon: RunningDaemon, argv: list[str], *options: str, compiler: bool = False) -> None:
-        """Without `compiler`, PyTorch comes without its own, which ranks need."""
+    def __init__(self, daemon: RunningDaemon, argv: list[str], *options: str) -> None:
         self.socket_path = str(daemon.socket_path)
         self.environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith("HEGM_")},
             "HEGM_SOCKET": self.socket_path,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}:{BRISK}",
-            **({} if compiler else BARE),
+            **BARE,
         }
         words = [sys.executable, "-m", "hegmctl", "run", *options, "--", sys.executable, *argv]
         self.process = subprocess.Popen(
@@ -145,7 +144,7 @@ def is_as_undisturbed(argv: list[str], printed: str) -> None:
 def test_ranks_stop_at_one_boundary_and_move_as_one(daemon: RunningDaemon, tmp_path: Path) -> None:
     script = str(SCRIPTS / "ranks.py")
     launched = ["-m", "torch.distributed.run", "--nproc-per-node", "2", script]
-    with Job(daemon, [*launched, str(tmp_path / "moved")], "--gpu", "gpu0", compiler=True) as job:
+    with Job(daemon, [*launched, str(tmp_path / "moved")], "--gpu", "gpu0") as job:
         with job.connect() as hegmd:
             while len(ranks := [process for process in hegmd.processes().processes if process.gpus]) < 2:
                 assert job.process.poll() is None

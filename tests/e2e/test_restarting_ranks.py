@@ -12,7 +12,7 @@ import pytest
 
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
-from tests.e2e.moved_job import SCRIPTS, SLOWLY_MS, MovedJob, Script, steps_alone
+from tests.e2e.moved_job import BARE, SCRIPTS, SLOWLY_MS, MovedJob, Script, steps_alone
 from tests.e2e.references import TWO_RANKS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.xdist_group("ranks")]
@@ -49,6 +49,8 @@ def _by_rank(steps: list[str]) -> dict[str, list[str]]:
 
 class RankedJob(MovedJob):
     """Both ranks under one supervisor, which go no faster than they are read."""
+
+    more = BARE
 
     def __init__(self, daemon: RunningDaemon, folder: Path) -> None:
         self.folder = folder

@@ -3,14 +3,15 @@
 An optimizer imports `torch._dynamo`, a second of processor and a thousand modules, for two functions that do nothing
 where nothing is compiled, and what exports models is not wanted either; nor is what operators come to without numbers,
 a fifth of what is left. The collector, which would look through all that is imported again and again and find nothing,
-seldom looks. Some scripts do without this one: those that are about PyTorch itself, and ranks, whose
-`torch.distributed` asks the compiler for more. Those that are restarted get it from the environment
-(brisk/sitecustomize.py), as what is imported beforehand for them has to.
+seldom looks. Some scripts do without this one: those that are about PyTorch itself. Those that are restarted get it
+from the environment (brisk/sitecustomize.py), as what is imported beforehand for them has to, and so do ranks, whose
+launcher imports PyTorch as well.
 """
 
 import gc
 import sys
 from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 
 LEFT_OUT = {"torch._dynamo", "torch.export"}
 META = "torch._meta_registrations"  # what operators do without numbers, and with it all that is made of other operators
@@ -34,6 +35,7 @@ class Hollow:
             return
         module.disable = disable
         module.graph_break = graph_break
+        module.utils = SimpleNamespace(get_optimize_ddp_mode=get_optimize_ddp_mode)
 
 
 def disable(function, recursive=True, *, reason=None, wrapping=True):
@@ -42,6 +44,11 @@ def disable(function, recursive=True, *, reason=None, wrapping=True):
 
 def graph_break():
     """Nothing is traced."""
+
+
+def get_optimize_ddp_mode():
+    """What ranks ask of the compiler, and what it answers where it was told nothing."""
+    return "ddp_optimizer"
 
 
 def begin_generators():

@@ -2,6 +2,7 @@
 
 import itertools
 
+import bare_torch  # noqa: F401 - it works by being imported
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 

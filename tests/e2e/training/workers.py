@@ -1,5 +1,6 @@
 """Two persistent loader workers with random augmentation, gradient accumulation and autocast."""
 
+import bare_torch  # noqa: F401 - it works by being imported
 import torch
 from torch.utils.data import DataLoader, Dataset
 
