@@ -186,10 +186,16 @@ class _Launched:
         return int(children[0])
 
     def read_until(self, count: int | None) -> bool:
-        """Read until there are so many batches, or until the end; whether there are."""
+        """Read until there are so many batches, or until the end; whether there are.
+
+        Each batch has its time: a script with workers took longer for all of them together on a busy machine, and had
+        no result.
+        """
         assert self._process.stdout is not None
-        ends_s = monotonic() + LATEST_S
+        ends_s, seen = monotonic() + LATEST_S, len(self.lines)
         while count is None or len(self.lines) < count:
+            if len(self.lines) > seen:
+                ends_s, seen = monotonic() + LATEST_S, len(self.lines)
             if not select.select([self._process.stdout], [], [], max(0.0, ends_s - monotonic()))[0]:
                 return False
             if not self._read(1 if count is not None else 1 << 16):

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from tests.gpu.bench_beside import ALONE, SIZE_GIB, run_adamw, run_arm, run_hegm, run_helper, run_idle
 from tests.gpu.bench_held import Held
-from tests.gpu.bench_record import Record, huge_pages, warm
+from tests.gpu.bench_record import Record, huge_pages, unwinding, warm
 from tests.gpu.bench_ways import Ways
 from tests.gpu.moves_node import Node
 
@@ -196,6 +196,7 @@ def main() -> int:
     plan = plan_of(asked)
     largest_gib = max((size for size, tasks in plan if any(task.name.startswith("host") for task in tasks)), default=0)
     with ExitStack() as held:
+        held.enter_context(unwinding())
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-bench-")))
         held.enter_context(huge_pages(record, largest_gib))
         warming = threading.Thread(target=warm, args=(asked.warm_gib,), daemon=True)

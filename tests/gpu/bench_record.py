@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -87,6 +88,21 @@ class Record:
         """What can stand in docs/benchmarks.md as it is."""
         said = [*verdicts(self.measured), *self.told]
         return "\n".join([table(self.measured), "", parts_table(self.measured), "", *(f"* {text}" for text in said)])
+
+
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """In the block SIGTERM ends the program as Ctrl-C does: all that was made for it is given back, the pages too."""
+
+    def end(number: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

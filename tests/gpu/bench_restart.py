@@ -6,10 +6,11 @@
 
 An AdamW training of 810 million parameters (9.1 GiB of weights and moments) under `hegmctl run --allow-restart` is
 restarted on its own GPU by `migrate --via restart`. What counts is from asking to the end of the next step, and the
-split of that: until the next Python is ready, while it trains on (ready), until it stands (park), its state is in the
-pool (save), its process has ended (leave), another has begun (start), has PyTorch (import), has made its model and data
-(build), has its state back (load), and has done a step. From its standing to that step it `stands`. Beside that at what
-rate the state went each way, and how fast pinned memory is copied on this machine.
+split of that. While it trains on: until it is planned (plan), room and pool are taken (arm), the next Python is ready
+(ready), and it stands (park). Then until its state is in the pool (save), its process has ended (leave), another has
+begun (start), has PyTorch (import), has made its model and data (build), has its state back (load), and has done a
+step. From its standing to that step it `stands`. Beside that at what rate the state went each way, and how fast pinned
+memory is copied on this machine.
 
 Tasks: `pinned` (the copies that the state is measured by), `made-there` (the model is made on the GPU), `made-here` (it
 is made on the CPU and sent there, as the training that facts.md tells of), `hegm` (HeGM 0.3.3 from its wheel, on that).
@@ -38,7 +39,7 @@ from typing import Any
 from hegmd.errors import HegmError
 from hegmd.protocol.operations import StoryLine
 from tests.gpu import bench_beside
-from tests.gpu.bench_record import Record, huge_pages
+from tests.gpu.bench_record import Record, huge_pages, unwinding
 from tests.gpu.moves_jobs import TRAINING
 from tests.gpu.moves_node import WentWrongError
 from tests.gpu.restart_node import READY_WITHIN_S, RestartedJob, RestartNode
@@ -50,7 +51,7 @@ TAKES_S = {"pinned": 30.0, "made-there": 60.0, "made-here": 90.0, "hegm": 150.0}
 STEPS = 10
 BUDGET_S, BUDGET_RATE = 7.0, 0.9
 WHENS = ("in-turn", "beforehand", "always")
-PARTS = ("ready", "park", "save", "leave", "start", "import", "build", "load", "step")
+PARTS = ("plan", "arm", "ready", "park", "save", "leave", "start", "import", "build", "load", "step")
 _NOTE = re.compile(r"hegm agent \d+ [\d.]+: the state was ([a-z ]+) in ([\d.]+) s(?:: (\d+) bytes)?")
 
 
@@ -239,6 +240,8 @@ def split_of(asked_utc: float, story: Sequence[StoryLine], marks: dict[str, floa
         told.setdefault(line.event, line.utc)
     try:
         ends = [
+            told["begin"],
+            told["pool-taken"],
             told["next-awaited"],
             told["parked"],
             told["evacuated"],
@@ -255,7 +258,7 @@ def split_of(asked_utc: float, story: Sequence[StoryLine], marks: dict[str, floa
 
 def stood_s(parts: dict[str, float]) -> float:
     """How long the training stood."""
-    return sum(seconds for name, seconds in parts.items() if name not in ("ready", "park"))
+    return sum(seconds for name, seconds in parts.items() if name not in ("plan", "arm", "ready", "park"))
 
 
 def noted(text: str) -> tuple[dict[str, float], int]:
@@ -296,6 +299,7 @@ def main(argv: Sequence[str]) -> int:
         print(figures.markdown())
         return 0
     with contextlib.ExitStack() as held:
+        held.enter_context(unwinding())
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-bench-restart-")))
         node = held.enter_context(RestartNode(folder, rehearsed=asked.rehearse))
         if not node.gpus():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from hegmd.protocol.operations import StoryLine
-from tests.gpu import bench_restart, restarts_run
+from tests.gpu import bench_record, bench_restart, restarts_run
 from tests.gpu.in_turn import PARTS
 from tests.gpu.moves_node import WentWrongError
 
@@ -78,6 +81,8 @@ def story(*events: tuple[str, float]) -> list[StoryLine]:
 
 def test_the_parts_of_a_restart_add_up_to_it() -> None:
     told = story(
+        ("begin", 10.125),
+        ("pool-taken", 10.25),
         ("next-awaited", 10.5),
         ("parked", 11.0),
         ("surveyed", 11.5),
@@ -88,13 +93,29 @@ def test_the_parts_of_a_restart_add_up_to_it() -> None:
     marks = bench_restart.marks_of(["mark began 14.0", "mark imported 16.0", "mark built 18.0"])
     parts, ended_utc = bench_restart.split_of(10.0, told, {**marks, "stepped": 20.0})
     assert parts == {
-        "ready": 0.5, "park": 0.5, "save": 2.0, "leave": 0.5,
+        "plan": 0.125, "arm": 0.125, "ready": 0.25, "park": 0.5, "save": 2.0, "leave": 0.5,
         "start": 0.5, "import": 2.0, "build": 2.0, "load": 1.0, "step": 1.0,
     }  # fmt: skip
     assert sum(parts.values()) == ended_utc - 10.0 == 10.0
     assert bench_restart.stood_s(parts) == 9.0
     with pytest.raises(WentWrongError, match="'restored'"):
         bench_restart.split_of(10.0, told[:-1], {**marks, "stepped": 20.0})
+
+
+def told_to_end(given_back: list[str]) -> None:
+    with contextlib.ExitStack() as held:
+        held.enter_context(bench_record.unwinding())
+        held.callback(given_back.append, "pages")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_benchmark_that_was_told_to_end_left_its_folder_and_the_pages_that_it_had_taken() -> None:
+    given_back: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        told_to_end(given_back)
+    assert (ended.value.code, given_back) == (128 + signal.SIGTERM, ["pages"])
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_rates_are_from_what_the_agents_noted_and_beside_the_pinned_copy(tmp_path: Path) -> None:
