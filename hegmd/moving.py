@@ -218,11 +218,13 @@ class Moving:
         return [worker.pid for worker in training if worker.boundary or worker.size_bytes]
 
     def agents(self) -> Mapping[int, AgentInfo]:
-        """Every connected agent by pid, and whether it has a supervisor."""
+        """Every connected agent by pid, and whether it has a supervisor, which keeps a Python ready or does not."""
         found = dict(self._workers.agents())
         for worker in self._workers:
-            if worker.pid in found and self.supervisors.find(worker.identity.uid, worker.about.run) is not None:
-                found[worker.pid] = found[worker.pid].replace(supervised=True)
+            supervisor = self.supervisors.find(worker.identity.uid, worker.about.run) if worker.pid in found else None
+            if supervisor is not None:
+                kept = supervisor.keeps and supervisor.offer.pid == worker.pid
+                found[worker.pid] = found[worker.pid].replace(supervised=True, kept=kept)
         return found
 
     def _make_strays(self, events: EventLog) -> Strays:

@@ -63,7 +63,8 @@ class Ground:
 class Candidate:
     """The part of a process that decides: its owner (None if the process cannot be seen), its agent, its GPUs.
 
-    `uses` are pairs of a GPU's id and the kind of use: compute, graphics or mps. `on_cpu` it trains without any.
+    `uses` are pairs of a GPU's id and the kind of use: compute, graphics or mps. `on_cpu` it trains without any. `kept`
+    is a Python that is ready to go on in its place.
     """
 
     visible: bool
@@ -72,6 +73,7 @@ class Candidate:
     uses: tuple[tuple[str, str], ...]
     on_cpu: bool = False
     supervised: bool = False
+    kept: bool = False
 
 
 def ground_of(gpus: Sequence[Gpu], means: NodeMeans) -> Ground:
@@ -165,7 +167,8 @@ def _restart_way(candidate: Candidate) -> Way:
     if not candidate.supervised:
         reason = "nobody would start it again; start the job with: hegmctl run --allow-restart -- COMMAND"
         return Way(way="restart", possible=False, reason=reason)
-    reason = f"its agent, {candidate.agent}, can save its state between two batches, for any GPU of any vendor"
+    kept = "; a Python is kept ready to go on from there" if candidate.kept else ""
+    reason = f"its agent, {candidate.agent}, can save its state between two batches, for any GPU of any vendor{kept}"
     return Way(way="restart", possible=True, reason=reason)
 
 

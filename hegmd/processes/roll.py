@@ -181,6 +181,7 @@ class Roster:
             uses=tuple((use.gpu, use.kind) for use in _named_uses(uses, call.ids)),
             on_cpu=agent is not None and agent.on_cpu,
             supervised=agent is not None and agent.supervised,
+            kept=agent is not None and agent.kept,
         )
         ways = self._ways.get(candidate)
         if ways is None:

@@ -120,6 +120,7 @@ class AgentInfo(Record):
     supervised: bool = field(
         "whether it has a `hegmctl run --allow-restart` as its parent, which would start it again", default=False
     )
+    kept: bool = field("whether a Python is kept ready that would go on from its state after a restart", default=False)
     image_missed: str | None = field(
         "why the last of the images that are taken of it now and then was not made; None if it was, or there are none",
         default=None,

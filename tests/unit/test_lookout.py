@@ -162,7 +162,7 @@ async def test_a_dry_run_says_that_its_job_is_stopped(tmp_path: Path, process: C
 
 
 @contextlib.asynccontextmanager
-async def supervised(tmp_path: Path, pid: int) -> AsyncIterator[tuple[Node, ModelAgent]]:
+async def supervised(tmp_path: Path, pid: int, *, kept: bool = False) -> AsyncIterator[tuple[Node, ModelAgent]]:
     """A node, and the agent of a process that can be started again."""
     async with running(tmp_path) as node:
         supervisors = node.moving.supervisors
@@ -170,13 +170,22 @@ async def supervised(tmp_path: Path, pid: int) -> AsyncIterator[tuple[Node, Mode
         async def hear(_order: SupervisorOrder, _fds: Sequence[int]) -> None: ...
 
         agent = await node.attend(pid, run="1")
-        offer = Supervise(run="1", python=True, pid=pid)
+        offer = Supervise(run="1", python=True, pid=pid, kept=kept, ready="always" if kept else None)
         node.tasks.start_soon(supervisors.attend, object(), os.getpid(), os.getuid(), offer, hear)
         await anyio.wait_all_tasks_blocked()
         try:
             yield node, agent
         finally:
             supervisors.close()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_it_is_told_of_an_agent_whether_a_python_is_kept_ready(
+    tmp_path: Path, process: Child, kept: bool
+) -> None:
+    async with supervised(tmp_path, process.pid, kept=kept) as (node, _agent):
+        agent = node.moving.agents()[process.pid]
+        assert (agent.supervised, agent.kept) == (True, kept)
 
 
 async def refusal_of_restart(node: Node, pid: int, limit_s: float | None = None) -> HegmError:

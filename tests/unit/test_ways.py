@@ -160,3 +160,8 @@ def test_a_restart_takes_somebody_who_starts_it_again() -> None:
     alone = way("restart", replace(WITH_AGENT, supervised=False), NODE)
     assert not alone.possible
     assert "hegmctl run --allow-restart" in alone.reason
+
+
+def test_a_python_that_is_kept_ready_was_shown_nowhere() -> None:
+    assert "kept ready" in way("restart", replace(WITH_AGENT, kept=True), NODE).reason
+    assert "kept ready" not in way("restart", WITH_AGENT, NODE).reason

@@ -46,8 +46,9 @@ MOVING = (
                 kind=TEXT,
                 metavar="WHEN",
                 choices=READY_WHEN,
-                doc="when the next Python of a restart imports PyTorch: in-turn; beforehand, once one is asked for; or "
-                "always, from the first batch on; as the daemon is configured if not given",
+                doc="when the next Python of a restart imports PyTorch: in-turn, while the job stands; beforehand, "
+                "once one is asked for, the job training on for 15 s at most; or always, from its first batch on, "
+                "which is the soonest and takes some 0.5 GB of memory; as the daemon is configured if not given",
             ),
             Option("--resume", kind=TEXT, metavar="ID", doc="begin from the state that a suspended operation holds"),
             Option("--simulate", kind=TEXT, metavar="SPEC", doc="if a daemon is started, with such GPUs: 2x8GiB"),
