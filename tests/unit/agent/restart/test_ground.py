@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -17,50 +17,35 @@ def _nothing_prepared() -> Iterator[None]:
     ground.drop()
 
 
-def test_what_is_prepared_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[ground.Ground] = []
-    real = ground.Ground
+def _pages_bytes() -> int:
+    """What this process has in memory of nobody else's."""
+    with open("/proc/self/statm") as file:
+        resident, shared = map(int, file.read().split()[1:3])
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
-    def make() -> ground.Ground:
-        made.append(real())
-        return made[-1]
 
-    monkeypatch.setattr(ground, "Ground", make)
+def test_what_is_prepared_has_its_pages_before_it_is_taken() -> None:
+    before = _pages_bytes()
     ground.prepare()
-    ground.prepare()
-    first, second = ground.take(), ground.take()
-    assert made == [first, second]
-    for taken in made:
-        ctypes.memset(taken.address, 7, ground.SIZE_BYTES)
-        taken.close()
-
-
-def test_what_nobody_took_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[int] = []
-    monkeypatch.setattr(ground.Ground, "close", lambda self: closed.append(self.address))
-    ground.prepare()
-    ground.drop()
-    ground.drop()
-    assert len(closed) == 1
-
-
-def test_memory_that_could_not_be_had_ahead_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ground.Ground
-
-    def none() -> ground.Ground:
-        raise OSError("no memory")
-
-    monkeypatch.setattr(ground, "Ground", none)
     ground.prepare()
     ground.wait()
-    monkeypatch.setattr(ground, "Ground", real)
-    ground.take().close()
+    assert ground.SIZE_BYTES * 0.9 < _pages_bytes() - before < ground.SIZE_BYTES * 1.5, "one piece, and all of it"
+    taken = ground.take()
+    assert _pages_bytes() - before < ground.SIZE_BYTES * 1.5
+    taken.close()
 
 
-def test_without_threads_it_is_taken_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_args: object) -> int:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(ground, "start_new_thread", refuse)
+def test_another_is_taken_where_none_is_prepared_any_more() -> None:
     ground.prepare()
-    ground.take().close()
+    taken = [ground.take(), ground.take()]
+    assert taken[0].address != taken[1].address
+    for one in taken:
+        one.close()
+
+
+def test_what_nobody_took_is_let_go_of() -> None:
+    before = _pages_bytes()
+    ground.prepare()
+    ground.drop()
+    ground.drop()
+    assert _pages_bytes() - before < ground.SIZE_BYTES * 0.5
