@@ -274,8 +274,11 @@ class VideoMemory:
             os.close(piece.fd)
         logger.debug("video memory: give took %.1f ms", (anyio.current_time() - began) * 1e3)
         if holding.kept and self.store is not None and pieces:
+            began = anyio.current_time()
             with anyio.CancelScope(shield=True):
                 await self.store.drop(*[_store_name(who, gpu, piece) for piece in pieces])
+            # It had the last descriptors, so it is there that the driver frees what is kept.
+            logger.debug("video memory: drop took %.1f ms", (anyio.current_time() - began) * 1e3)
 
 
 def _pieces_of(answer: Answer, start: int) -> list[Piece]:

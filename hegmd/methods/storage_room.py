@@ -87,8 +87,13 @@ class StorageRoom:
     ) -> None:
         """Starts with whether there is so much room that nothing need be let go of before it goes on."""
         async with self._gpus.turns(gpus_of(gpu)):
-            node = await self._gpus.seen()
             held = await self._room.with_storages(subject, gpu)
+            if not held:  # as in all rounds but the first: nothing changes hands
+                task_status.started(False)
+                with anyio.move_on_after(self._neighbours.still_s):
+                    await made.wait()
+                return
+            node = await self._gpus.seen()
             others = others_on(node, subject, held, self._steps.helper_pid)
             async with self._neighbours.held_still(others, but_for=self._in_hand):
                 if others:  # they may have taken some since

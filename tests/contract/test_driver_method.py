@@ -216,8 +216,10 @@ async def test_neighbours_stand_while_storages_are_made_and_not_for_as_long_as_a
             await rig.stands(rig.other)
             await rig.neighbours.let_be(rig.other_who)
             assert await rig.state(rig.other) == "running"
+        rig.looks.clear()
         async with rig.method.making(mine):
             assert await rig.state(rig.other) == "running", "nothing is held, so nothing is to be kept from anybody"
+            assert not rig.looks, "and nobody is looked for: a job that is filled in rounds stood for it in each"
         with pytest.raises(Refused, match="the agent could not"):
             async with rig.method.making(mine):
                 raise Refused("the agent could not", "ask again")

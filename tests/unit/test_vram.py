@@ -110,6 +110,23 @@ async def test_holding_again_adds_what_is_missing_and_nothing_else(store: Descri
     memory.close()
 
 
+async def test_what_the_store_takes_to_let_go_of_memory_was_nobodys_in_the_log(
+    store: DescriptorStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tenth of a second of a migration in rounds: the driver frees memory with its last descriptor."""
+    caplog.set_level("DEBUG", "hegmd.vram")
+    memory = VideoMemory(Gpus(), store)
+    for is_kept in (False, True):
+        await memory.hold(WHO, GPU, 2 * GIB)
+        if is_kept:
+            await memory.keep(WHO, GPU)
+        caplog.clear()
+        await memory.give_first(WHO, GPU, 1)
+        told = [record.getMessage().split(" took ")[0] for record in caplog.records]
+        assert told == ["video memory: give", *(["video memory: drop"] if is_kept else [])]
+        await memory.give(WHO, GPU)
+
+
 async def test_no_room_changes_nothing(store: DescriptorStore) -> None:
     memory = VideoMemory(Gpus(room_bytes=2 * GIB), store)
     await memory.hold(WHO, GPU, GIB)
