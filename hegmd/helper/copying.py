@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from hegmd.errors import BAD_REQUEST, HegmError
 from hegmd.helper import cuda
 from hegmd.helper.allocations import IN, OUT, Allocations, Done, Place, Spend, joined
+from hegmd.helper.processors import Processors, counts_as
 from hegmd.helper.provisions import settle
 from hegmd.helper.spaces import VideoSpace
 
@@ -75,8 +76,12 @@ class Copy:
         *,
         spend: Spend | None = None,
         pace: Pace = PACE,
+        processors: Callable[[int], Processors | None] = lambda _: None,
     ) -> None:
-        """`context` is of the GPU that the process is on, `streams` of the one that the bytes are on."""
+        """`context` is of the GPU that the process is on, `streams` of the one that the bytes are on.
+
+        `processors` are those of a GPU, by its ordinal, as far as they can copy.
+        """
         if direction not in {OUT, IN}:
             raise HegmError(BAD_REQUEST, f"{direction!r} is no direction of a copy", "it is `out` or `in`")
         self._context = context
@@ -87,6 +92,9 @@ class Copy:
         self._allocations = Allocations(context, handles, far, spend=spend)
         self._streams = streams[: pace.streams]
         self._pace = pace
+        self._processors_of = processors
+        self._processors: Processors | None = None
+        self._is_settled = False
 
     def run(self, places: Iterable[Sequence[int]], tell: Callable[[int], None]) -> Done:
         """Copy it all; `tell` hears how many bytes are done. Raises CudaError; nothing stays open or queued then."""
@@ -126,10 +134,22 @@ class Copy:
     def _queue(self, piece: Place, stream: Any) -> None:
         there = self._allocations.address(piece)
         here = self._space.address(piece.at, piece.size_bytes)
-        if self._direction == OUT:
-            cuda.copy_async(here, self._space.context, there, self._context, piece.size_bytes, stream)
+        self._settle_who(there)
+        target, source = (here, there) if self._direction == OUT else (there, here)
+        if self._processors is not None:
+            self._processors.copy_async(target, source, piece.size_bytes, stream)
+        elif self._direction == OUT:
+            cuda.copy_async(target, self._space.context, source, self._context, piece.size_bytes, stream)
         else:
-            cuda.copy_async(there, self._context, here, self._space.context, piece.size_bytes, stream)
+            cuda.copy_async(target, self._context, source, self._space.context, piece.size_bytes, stream)
+
+    def _settle_who(self, there: int) -> None:
+        """What counts as another GPU's is copied by the processors. A process has one GPU: its first address tells."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        if self._space.context is self._context and not counts_as(there, self._space.ordinal):
+            self._processors = self._processors_of(self._space.ordinal)
 
 
 class _Group:

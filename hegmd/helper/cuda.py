@@ -9,6 +9,8 @@ The driver's own word on each call was measured; hegmd/testing/driver.py holds w
 real GPUs alike. Three calls destroy a job and are the caller's to avoid, since from here nothing can be seen of it:
 `restore` onto a GPU without room, `checkpoint` of a process with live peer-to-peer NCCL communicators, and `checkpoint`
 of one that has another process's memory open by CUDA IPC.
+
+Longer than 400 lines because there is one door.
 """
 
 from __future__ import annotations
@@ -326,6 +328,36 @@ def copy_async(
         _call("cuMemcpyDtoDAsync", target, source, size_bytes, stream)
     else:
         _call("cuMemcpyPeerAsync", target, target_context, source, source_context, size_bytes, stream)
+
+
+# ---- programs for a GPU's processors ---------------------------------------------------------------------------------
+
+
+def capability(ordinal: int) -> tuple[int, int]:
+    """The compute capability, which says what programs the GPU takes."""
+    attributes = _cuda().CUdevice_attribute
+    major = _call("cuDeviceGetAttribute", attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, ordinal)
+    minor = _call("cuDeviceGetAttribute", attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, ordinal)
+    return int(major), int(minor)
+
+
+def load(program: bytes) -> Any:
+    """A program in the thread's context."""
+    return _call("cuModuleLoadData", program)
+
+
+def unload(module: Any) -> None:
+    _call("cuModuleUnload", module)
+
+
+def function_of(module: Any, name: str) -> Any:
+    return _call("cuModuleGetFunction", module, name.encode())
+
+
+def launch(function: Any, blocks: int, threads: int, stream: Any, values: tuple[int, ...]) -> None:
+    """Queue a run of a function whose arguments are all of 64 bits."""
+    kinds = (ctypes.c_uint64,) * len(values)
+    _call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0)
 
 
 # ---- the binding -----------------------------------------------------------------------------------------------------

@@ -171,7 +171,8 @@ class Lane:
                 staged = StagedCopy(context, space, direction, near, self._provisions.streams(ordinal))
                 return staged.run(joined(places, len(near)), tell)
             streams = self._provisions.streams(space.ordinal if direction == IN else ordinal)
-            return Copy(context, space, direction, handles, streams, spend=spend).run(places, tell)
+            by = self._provisions.processors
+            return Copy(context, space, direction, handles, streams, spend=spend, processors=by).run(places, tell)
 
         with self._guard:
             self._refuse_closed()

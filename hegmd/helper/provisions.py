@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from hegmd.helper import cuda
+from hegmd.helper.processors import Processors, processors_of
 
 # One piece for each call that finds nothing, and several, because somebody else may be quicker.
 PIECE_BYTES = 8 << 20
@@ -32,6 +33,7 @@ class Provisions:
         self._guard = threading.Lock()
         self._streams: dict[int, list[Any]] = {ordinal: [] for ordinal in contexts}
         self._reserve: dict[int, list[int]] = {ordinal: [] for ordinal in contexts}
+        self._processors: dict[int, Processors | None] = {}
 
     def provide(self, streams: int, host: int | None = None) -> None:
         """Have at least so many streams on each GPU, that have copied to `host` if there is one; and the reserve.
@@ -70,6 +72,14 @@ class Provisions:
         """Those of that GPU, idle unless a copy is under way."""
         return self._streams[ordinal]
 
+    def processors(self, ordinal: int) -> Processors | None:
+        """That GPU's, made ready when they are wanted first. The thread's context is that GPU's afterwards."""
+        context = self._contexts[ordinal]
+        if ordinal not in self._processors:
+            self._processors[ordinal] = processors_of(ordinal, context)
+        cuda.use(context)
+        return self._processors[ordinal]
+
     def restock(self) -> None:
         """Have the whole reserve again, as far as there is memory for it."""
         for ordinal, context in self._contexts.items():
@@ -91,6 +101,11 @@ class Provisions:
 
     def close(self) -> None:
         """Let go of all of it."""
+        while self._processors:
+            _, processors = self._processors.popitem()
+            if processors is not None:
+                with suppress(cuda.CudaError):
+                    processors.close()
         for ordinal, context in self._contexts.items():
             with self._guard, suppress(cuda.CudaError):  # the context goes next, and takes along what is left
                 cuda.use(context)

@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from hegmd.helper import cuda
+from hegmd.helper.processors import Processors
 from hegmd.testing.driver import (
     MIB,
     NOISE_BYTES,
@@ -92,7 +93,9 @@ def write(va: int, content: bytes, context: Any) -> None:
     cuda.destroy_stream(stream)
 
 
-def carry(target: Target, sizes_bytes: list[int], at: int, flat: Any, own: Any, *, out: bool) -> None:
+def carry(
+    target: Target, sizes_bytes: list[int], at: int, flat: Any, own: Any, *, out: bool, by: Processors | None = None
+) -> None:
     """Copy the program's pieces to the flat range, or back, through the handles that it tells of."""
     cuda.use(own)
     stream = cuda.create_stream()
@@ -102,6 +105,8 @@ def carry(target: Target, sizes_bytes: list[int], at: int, flat: Any, own: Any, 
         opened.append(cuda.open_ipc(handle))
         if out:
             cuda.copy_async(at, flat, opened[-1], own, size_bytes, stream)
+        elif by is not None:
+            by.copy_async(opened[-1], at, size_bytes, stream)
         else:
             cuda.copy_async(opened[-1], own, at, flat, size_bytes, stream)
         at += size_bytes
@@ -228,6 +233,16 @@ def another_process_copies_out_and_in_by_handles(rig: Rig) -> None:
 @row(gpus=2)
 def a_job_moves_with_its_bytes_on_the_other_gpu(rig: Rig) -> None:
     """The whole of a move by peer, in small: 256 MiB held where they are to go, the rest by the driver."""
+    move(rig, by_processors=False)
+
+
+@row(gpus=2)
+def processors_copy_what_counts_as_another_gpus(rig: Rig) -> None:
+    """The same, with the last copy done by the program that the helper brings along."""
+    move(rig, by_processors=True)
+
+
+def move(rig: Rig, *, by_processors: bool) -> None:
     target, digest = begin(rig, 192, 64)
     sizes_bytes = [192 * MIB, 64 * MIB]
     second = cuda.devices()[1].uuid
@@ -238,7 +253,10 @@ def a_job_moves_with_its_bytes_on_the_other_gpu(rig: Rig) -> None:
         cuda.restore(target.pid, swapped())
         cuda.unlock(target.pid)
         target.ask("make")
-        carry(target, sizes_bytes, flat.va, new, new, out=False)
+        by = Processors(new) if by_processors else None
+        carry(target, sizes_bytes, flat.va, new, new, out=False, by=by)
+        if by is not None:
+            by.close()
     goes_on(target, digest)
     must(rig.look().by_process.get((target.pid, second), 0) >= sum(sizes_bytes), "its memory is not on the other GPU")
 

@@ -267,6 +267,31 @@ def test_what_a_restore_needs_for_a_moment_has_to_be_there_too(node: CudaNode) -
     )
 
 
+def test_processors_copy_words_and_what_is_left_of_one_or_lies_askew_goes_as_ever(node: CudaNode) -> None:
+    said = run(
+        """
+        import ctypes
+        from hegmd.helper.processors import processors_of
+
+        cuda.start()
+        context = cuda.retain(0)
+        by = processors_of(0, context)
+        stream, one, other = cuda.create_stream(), cuda.allocate(4096), cuda.allocate(4096)
+        for at, size_bytes in ((0, 4096), (0, 4095), (16, 15), (8, 64), (0, 1)):
+            data = os.urandom(size_bytes)
+            ctypes.memset(other, 0, 4096)
+            ctypes.memmove(one + at, data, size_bytes)
+            by.copy_async(other, one + at, size_bytes, stream)
+            cuda.synchronize(stream)
+            print(ctypes.string_at(other, 4096) == data + bytes(4096 - size_bytes))
+        by.close()
+        """,
+        node,
+    )
+    assert said.split() == ["True"] * 5
+    assert len(node.calls("cuLaunchKernel")) == 2
+
+
 def test_two_in_one_process_do_not_take_each_others_functions(node: CudaNode) -> None:
     """The stubs of libcuda and libnvidia-ml have functions of one name; the loader would join what is global."""
     node.nvml(node.folder / "nvml-scenario")

@@ -233,7 +233,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.app": EVERYTHING,
     "hegmd.__main__": EVERYTHING,
     # Shipped checks of the interfaces, for whoever implements one; no part of the daemon
-    "hegmd.testing": (*GROUND, "hegmd.devices", "hegmd.helper.cuda", "hegmd.methods"),
+    "hegmd.testing": (*GROUND, "hegmd.devices", "hegmd.helper.cuda", "hegmd.helper.processors", "hegmd.methods"),
     # The client, which has to start in no time and may be newer or older than the daemon
     "hegmctl": OUTSIDE,
     # Images take no daemon; this one command loads what the daemon has for them
