@@ -1,4 +1,7 @@
-"""An operation whose worker leaves by ending: who ends when, who goes on in its place, and what is held meanwhile."""
+"""An operation whose worker leaves by ending: who ends when, who goes on in its place, and what is held meanwhile.
+
+Longer than 400 lines because all of it is told of one operation, from its first step to the next process's boundary.
+"""
 
 from __future__ import annotations
 
