@@ -187,6 +187,8 @@ class Checkpoints:
             async with reading(op_id, size_bytes, asked.emit) as on_progress:
                 op = await self._reviving.bring_back(image, op_id, rights, on_progress, outlets)
             await runner.begin(op)
+            with suppress(HegmError):  # whoever has gone meanwhile is told nothing
+                await asked.emit(OperationProgress(id=op_id, phase=SUSPENDED))
         except BaseException:
             if op is not None:
                 with anyio.CancelScope(shield=True):

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     R = TypeVar("R", bound=Record)
     E = TypeVar("E", bound=Record)
     Said = tuple[Answer | Failure | Progress, Descriptors]
+    Hear = Callable[[], Answer | Failure | Progress]
 
 TIMEOUT_S = 10.0
 # How long a cancellation, or the reading of a parting word, may hold up what the caller does next.
@@ -215,11 +216,13 @@ class Connection(Moves):
         fds: Sequence[int] = (),
         patient: bool = False,
         take: Callable[[Descriptors], object] | None = None,
+        leave: Callable[[Hear], object] | None = None,
     ) -> Generator[E, None, R]:
         """The events of a request, then its reply. `patient` waits for each of them without limit.
 
         `fds` are sent with it and stay the caller's. `take` gets the descriptors that came with an event, before that,
-        and owns them then; without they are closed.
+        and owns them then; without they are closed. A request that is left before its end is cancelled; `leave` is
+        called then with what waits for what is said to it next, up to that end.
         """
         request_id = self._ask(request, fds, self._deadline())
         try:
@@ -233,7 +236,7 @@ class Connection(Moves):
                     return self._answer(said, reply)
                 yield of_kind(said.event, event)
         finally:
-            self._forget(request_id)
+            self._forget(request_id, leave)
 
     def wait_for_its_end(self) -> NoReturn:
         """Wait until the daemon ends the connection, for ever if it does not. Raises the HegmError that tells why."""
@@ -397,18 +400,28 @@ class Connection(Moves):
             raise gone(self.endpoint.path, what)
         self._protocol.feed(data)
 
-    def _forget(self, request_id: int) -> None:
+    def _forget(self, request_id: int, leave: Callable[[Hear], object] | None = None) -> None:
         """Stop waiting for a request. One that is not answered yet is cancelled; the connection stays usable."""
         heard = self._waiting.pop(request_id, None)
         if heard is None or self._wire.fileno() < 0:
             return
-        for _said, descriptors in heard:
-            descriptors.close()
         _cancel_id, frame = self._protocol.request(Cancel(request=request_id))
         try:
             self._wire.send(frame, (), monotonic() + CANCEL_LIMIT_S)
+            if leave is not None:
+                self._waiting[request_id] = heard
+                leave(lambda: self._hear_last(request_id))
         except OSError:
             self.close()  # it went away in the meantime, and there is nothing left to cancel
+        finally:
+            self._waiting.pop(request_id, None)
+            for _said, descriptors in heard:
+                descriptors.close()
+
+    def _hear_last(self, request_id: int) -> Answer | Failure | Progress:
+        said, descriptors = self._hear(request_id, None, "its cancellation")
+        descriptors.close()
+        return said
 
 
 def of_kind(record: Record, kind: type[R]) -> R:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager, suppress
 
-from hegmctl.operating import run_one
+from hegmctl.interruption import Interrupted
+from hegmctl.operating import Watched, run_one
 from hegmctl.outputs import cut_back
-from hegmd.errors import DISCONNECTED, NO_DAEMON, REFUSED, TIMEOUT, HegmError
+from hegmd.errors import DISCONNECTED, REFUSED, HegmError
 from hegmd.protocol.messages import Checkpoint, Handoff, Restore
 from hegmd.protocol.record import as_list
 
@@ -68,25 +69,79 @@ def restore(session: Session) -> int:
         wait=not arguments.flag("no-wait"),
         dry_run=arguments.flag("dry-run"),
     )
-    with outlets(named, keep=not request.dry_run) as fds:
-        return _restore(session, request, fds, cuts=cuts)
+    watched = Watched()
+    with outlets(named, watched, keep=not request.dry_run) as fds:
+        return _restore(session, request, fds, watched, cuts=cuts)
 
 
-def _restore(session: Session, request: Restore, fds: Sequence[int], *, cuts: bool) -> int:
+def _restore(session: Session, request: Restore, fds: Sequence[int], watched: Watched, *, cuts: bool) -> int:
     try:
-        return run_one(session, request, fds)
+        return run_one(session, request, fds, watched)
     except HegmError as refused:
         grown = as_list(refused.facts.get("grown"))
         if not cuts or request.dry_run or refused.code is not REFUSED or not grown:
             raise
-        cuts_done = cut_back(grown)
-        for cut in cuts_done:
-            session.sink.note(f"{cut.path} was cut back to {cut.size_bytes} bytes")
-        return _restore_once_more(session, request, cuts_done, fds)
+        with _as_then(session, grown, watched):
+            return run_one(session, request, fds, watched)
 
 
 @contextmanager
-def outlets(named: Mapping[str, str], *, keep: bool = True) -> Generator[list[int]]:
+def _as_then(session: Session, grown: Sequence[object], watched: Watched) -> Generator[None]:
+    """Those files as they were then. They are put back where it is known that nothing came of the restore."""
+    cuts: list[Cut] = []
+    is_asked = False
+    with _ended_in_order():
+        try:
+            cut_back(grown, cuts)
+            for cut in cuts:
+                _say(session, f"{cut.path} was cut back to {cut.size_bytes} bytes")
+            waits = "what was restored so far ends, and then the files are put back; a second Ctrl-C leaves them cut"
+            watched.stays = lambda: _say(session, waits)
+            is_asked = True
+            yield
+        except BaseException as error:
+            is_none = not is_asked or _came_to_nothing(error, watched)
+            for cut in cuts:
+                if is_none and _is_put_back(cut):
+                    _say(session, f"{cut.path} is as it was")
+                else:
+                    _say(session, f"{cut.path} stays cut, and what was cut off of it is in {cut.kept}")
+            raise
+        for cut in cuts:
+            cut.drop()
+
+
+def _is_put_back(cut: Cut) -> bool:
+    try:
+        return cut.put_back()
+    except OSError:
+        return False
+
+
+def _say(session: Session, text: str) -> None:
+    """Where anybody hears it: a terminal that was hung up does not keep files from being put back."""
+    with suppress(OSError):
+        session.sink.note(text)
+
+
+@contextmanager
+def _ended_in_order() -> Generator[None]:
+    """Whoever ends us by a signal, or hangs up, has what we have done undone before that."""
+    from signal import SIGHUP, SIGTERM, signal
+
+    def end(number: int, _frame: object) -> None:
+        raise Interrupted(number)
+
+    before = {number: signal(number, end) for number in (SIGHUP, SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal(number, handler)
+
+
+@contextmanager
+def outlets(named: Mapping[str, str], watched: Watched, *, keep: bool = True) -> Generator[list[int]]:
     """Where streams of the job are to lead, opened with the caller's rights; `-` is our own. Raises HegmError.
 
     A file that was made for this is gone again where nothing came of it, or `keep` says that nothing will.
@@ -106,7 +161,7 @@ def outlets(named: Mapping[str, str], *, keep: bool = True) -> Generator[list[in
                 ) from error
         yield fds
     except HegmError as error:
-        keep = keep and not _is_known_to_be_none(error)
+        keep = keep and not _came_to_nothing(error, watched)
         raise
     finally:
         for fd in fds:
@@ -133,23 +188,8 @@ def _remove_empty(paths: Sequence[str]) -> None:
                 os.unlink(path)
 
 
-def _is_known_to_be_none(error: BaseException) -> bool:
-    """Whether nothing came of a restore that ended so. Where nobody heard how it ended, something may have."""
-    return isinstance(error, HegmError) and error.code not in (DISCONNECTED, NO_DAEMON, TIMEOUT)
-
-
-def _restore_once_more(session: Session, request: Restore, cuts: list[Cut], fds: Sequence[int]) -> int:
-    """With the files as they were then. They are put back where it is known that nothing came of it all the same."""
-    try:
-        status = run_one(session, request, fds)
-    except BaseException as error:
-        is_known = _is_known_to_be_none(error)
-        for cut in cuts:
-            if is_known and cut.put_back():
-                session.sink.note(f"{cut.path} is as it was")
-            else:
-                session.sink.note(f"what was cut off of {cut.path} is in {cut.kept}")
-        raise
-    for cut in cuts:
-        cut.drop()
-    return status
+def _came_to_nothing(error: BaseException, watched: Watched) -> bool:
+    """Whether it is known that no job came back by a restore that ended so. Where nobody heard, one may have."""
+    if watched.has_begun:
+        return False
+    return watched.refusal is not None or (isinstance(error, HegmError) and error.code is not DISCONNECTED)

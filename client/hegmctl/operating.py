@@ -8,7 +8,9 @@ what was asked ends the command with the operation's own error.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
+from hegmctl.connection import of_kind
 from hegmctl.operating_text import (
     cancelled_text,
     drained_text,
@@ -20,6 +22,7 @@ from hegmctl.operating_text import (
 )
 from hegmctl.strays_text import dropped_text, strays_text
 from hegmd.errors import CANCELLED, USAGE, HegmError, code_named
+from hegmd.protocol.connection import Failure, Progress
 from hegmd.protocol.messages import (
     Adopt,
     CancelOperation,
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from hegmctl.connection import Connection
     from hegmctl.session import Session
     from hegmctl.tables import Style
+    from hegmd.protocol.connection import Answer
     from hegmd.protocol.messages import Request
     from hegmd.protocol.operations import Operation
     from hegmd.protocol.record import Record
@@ -225,7 +229,7 @@ def cancel(session: Session) -> int:
 
 def follow(session: Session, connection: Connection, op_id: str) -> StoryReply:
     """Show how an operation comes on until it is at rest; its story."""
-    return _show(session, connection, Story(id=op_id, follow=True), StoryReply, [])
+    return _show(session, connection, Story(id=op_id, follow=True), StoryReply, Watched())
 
 
 def _pids(session: Session) -> tuple[int, ...]:
@@ -237,10 +241,38 @@ def _pids(session: Session) -> tuple[int, ...]:
     return pids
 
 
-def run_one(session: Session, request: Request, fds: Sequence[int] = ()) -> int:
+class Watched:
+    """What was heard of a request, for whoever has to know what came of it, however it was left."""
+
+    __slots__ = ("refusal", "seen", "stays")
+
+    def __init__(self) -> None:
+        self.seen: list[OperationProgress] = []
+        #: Called where a request is left of which no operation has come: it is waited for then that it was undone.
+        self.stays: Callable[[], object] | None = None
+        self.refusal: HegmError | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is an operation of it."""
+        return any(progress.phase != "reading" for progress in self.seen)
+
+    def leave(self, hear: Callable[[], Answer | Failure | Progress]) -> None:
+        """It is left before its end."""
+        if self.stays is None or self.has_begun:
+            return
+        self.stays()
+        with suppress(HegmError):  # nobody says any more what came of it
+            while isinstance(said := hear(), Progress):
+                self.seen.append(of_kind(said.event, OperationProgress))
+            self.refusal = said.error if isinstance(said, Failure) else None
+
+
+def run_one(session: Session, request: Request, fds: Sequence[int] = (), watched: Watched | None = None) -> int:
     """Have one operation, show how it comes on and how it ended; the exit status. `fds` go along and stay ours."""
+    watched = Watched() if watched is None else watched
     with session.connect() as connection:
-        reply = _watch(session, connection, request, OperationReply, fds)
+        reply = _watch(session, connection, request, OperationReply, watched, fds)
     if reply.operation is None:
         session.sink.answer(reply, plan_text)
         return 0
@@ -250,7 +282,7 @@ def run_one(session: Session, request: Request, fds: Sequence[int] = ()) -> int:
 
 def _run_several(session: Session, request: Request, view: Callable[[Drained, Style], list[str]]) -> int:
     with session.connect() as connection:
-        reply = _watch(session, connection, request, Drained)
+        reply = _watch(session, connection, request, Drained, Watched())
     session.sink.element(reply, view)
     statuses = [_status_of(operation) for operation in reply.operations]
     if reply.left:
@@ -263,17 +295,26 @@ def _status_of(operation: Operation) -> int:
     return 0 if operation.failure is None else code_named(operation.failure.code).exit_status
 
 
-def _watch(session: Session, connection: Connection, request: Request, reply: type[R], fds: Sequence[int] = ()) -> R:
+def _watch(
+    session: Session,
+    connection: Connection,
+    request: Request,
+    reply: type[R],
+    watched: Watched,
+    fds: Sequence[int] = (),
+) -> R:
     """The reply to the request; meanwhile how it comes on is shown."""
-    seen: list[OperationProgress] = []
     try:
-        return _show(session, connection, request, reply, seen, fds)
+        return _show(session, connection, request, reply, watched, fds)
     except KeyboardInterrupt:
-        if seen and seen[-1].phase == "reading":
+        seen = watched.seen
+        if seen and not watched.has_begun:
             session.sink.note("what was restored so far ends again; the image stays as it is")
             raise
         if not seen:
-            if not getattr(request, "dry_run", False):  # it is still being planned, or has only just begun
+            if (
+                not getattr(request, "dry_run", False) and watched.refusal is None
+            ):  # it is still being planned, or has only just begun
                 session.sink.note("if anything has begun it goes on: see `hegmctl ops`")
             raise
         _interrupted(session, connection, seen[-1].id, request)
@@ -284,15 +325,15 @@ def _show(
     connection: Connection,
     request: Request,
     reply: type[R],
-    seen: list[OperationProgress],
+    watched: Watched,
     fds: Sequence[int] = (),
 ) -> R:
     told: set[str | None] = {None}
-    stream = connection.stream(request, OperationProgress, reply, fds=fds, patient=True)
+    stream = connection.stream(request, OperationProgress, reply, fds=fds, patient=True, leave=watched.leave)
     try:
         while True:
             progress = next(stream)
-            seen.append(progress)
+            watched.seen.append(progress)
             why = None if progress.waits is None else progress.waits.why
             session.sink.progress(progress, progress_text, at_once=why not in told)
             told.add(why)
@@ -301,6 +342,7 @@ def _show(
         return answer
     finally:
         session.sink.end_progress()
+        stream.close()
 
 
 def _interrupted(session: Session, connection: Connection, op_id: str, request: Request) -> NoReturn:

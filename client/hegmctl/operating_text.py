@@ -32,6 +32,8 @@ _PHASES = (
     "reading planned settling arming readying counting quiescing holding measuring evacuating checkpointing leaving "
     "handing ending spilling restoring refilling releasing verifying tidying"
 ).split()
+# While one is sealed the job goes on, and most of an image is still to be written; a restored one has just begun.
+_LIKE = {"sealing": "tidying", "suspended": "planned"}
 # Of a restart, from where its state is saved; most of its time is for the process that comes.
 _RESTART_FROM, _RESTART_STEP = 0.4, 0.09
 
@@ -47,8 +49,7 @@ def progress_text(progress: OperationProgress, style: Style) -> list[str]:
             _bar(progress, _RESTART_FROM + RESTART_STEPS.index(progress.doing) * _RESTART_STEP, progress.doing, style)
         ]
     moving = phase in _MOVING and progress.size_bytes > 0
-    # The job goes on by then, and most of an image is still to be written.
-    step = "tidying" if phase == "sealing" else phase
+    step = _LIKE.get(phase, phase)
     place = _PHASES.index(step) if step in _PHASES else len(_PHASES)
     within = min(1.0, progress.moved_bytes / progress.size_bytes) if moving else 0.0
     size = f"  {binary_size(progress.moved_bytes)} of {binary_size(progress.size_bytes)}" if moving else ""

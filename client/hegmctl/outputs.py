@@ -21,24 +21,35 @@ _AT_ONCE_BYTES = 1 << 20
 
 
 class Cut:
-    """A file that was cut back to that size, and where the rest of it is."""
+    """A file that is longer than it was, where the rest of it is kept, and how long it is with that."""
 
-    __slots__ = ("kept", "path", "size_bytes")
+    __slots__ = ("kept", "path", "size_bytes", "whole_bytes")
 
-    def __init__(self, path: str, size_bytes: int, kept: str) -> None:
+    def __init__(self, path: str, size_bytes: int, whole_bytes: int, kept: str) -> None:
         self.path = path
         self.size_bytes = size_bytes
+        self.whole_bytes = whole_bytes
         self.kept = kept
+
+    def cut(self) -> None:
+        """Have the file as it was then. Raises OSError."""
+        fd = _opened(self.path)
+        try:
+            os.ftruncate(fd, self.size_bytes)
+        finally:
+            os.close(fd)
 
     def put_back(self) -> bool:
         """Have the file as it was; false when it is not as it was left. Raises OSError."""
         fd = _opened(self.path)
         try:
-            if os.fstat(fd).st_size != self.size_bytes:
+            now_bytes = os.fstat(fd).st_size
+            if now_bytes not in (self.size_bytes, self.whole_bytes):
                 return False
-            with open(self.kept, "rb") as kept:
-                os.lseek(fd, self.size_bytes, os.SEEK_SET)
-                _copy(kept.fileno(), fd)
+            if now_bytes == self.size_bytes:
+                with open(self.kept, "rb") as kept:
+                    os.lseek(fd, self.size_bytes, os.SEEK_SET)
+                    _copy(kept.fileno(), fd)
         finally:
             os.close(fd)
         os.unlink(self.kept)
@@ -49,33 +60,34 @@ class Cut:
         os.unlink(self.kept)
 
 
-def cut_back(grown: Iterable[object]) -> list[Cut]:
-    """Cut those files to those sizes; which were. Raises HegmError, and then they are as they were."""
-    done: list[Cut] = []
+def cut_back(grown: Iterable[object], done: list[Cut]) -> None:
+    """Cut those files to those sizes. `done` has each from before it is cut, for whoever is stopped in the middle.
+
+    Raises HegmError.
+    """
     for each in grown:
         named = as_list(each)
         if named is None or len(named) != 2 or not isinstance(named[1], int):
             continue
         path, size_bytes = str(named[0]), named[1]
         try:
-            if (cut := _cut(path, size_bytes)) is not None:
+            if (cut := _kept(path, size_bytes)) is not None:
                 done.append(cut)
+                cut.cut()
         except OSError as error:
-            for earlier in done:
-                earlier.put_back()
             raise HegmError(
                 REFUSED,
                 f"{path} cannot be cut back to {size_bytes} bytes: {error.strerror}",
                 "have its owner do it, where there is room for what is cut off, then restore again",
             ) from error
-    return done
 
 
-def _cut(path: str, size_bytes: int) -> Cut | None:
-    """The file, cut; None when it was no longer than that. Raises OSError."""
+def _kept(path: str, size_bytes: int) -> Cut | None:
+    """The file, its rest kept beside it and not cut yet; None when it is no longer than that. Raises OSError."""
     fd = _opened(path)
     try:
-        if os.fstat(fd).st_size <= size_bytes:
+        whole_bytes = os.fstat(fd).st_size
+        if whole_bytes <= size_bytes:
             return None
         kept = f"{path}.hegm-cut-{os.getpid()}"
         kept_fd = os.open(kept, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -83,13 +95,12 @@ def _cut(path: str, size_bytes: int) -> Cut | None:
             os.lseek(fd, size_bytes, os.SEEK_SET)
             _copy(fd, kept_fd)
             os.fsync(kept_fd)
-            os.ftruncate(fd, size_bytes)
         except BaseException:
             os.unlink(kept)
             raise
         finally:
             os.close(kept_fd)
-        return Cut(path, size_bytes, kept)
+        return Cut(path, size_bytes, whole_bytes, kept)
     finally:
         os.close(fd)
 

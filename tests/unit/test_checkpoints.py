@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import anyio
 import pytest
 
-from hegmd.checkpoints import reading, to_cut_back
+from hegmd.asking import Asked
+from hegmd.checkpoints import Checkpoints, reading, to_cut_back
+from hegmd.criu.needs import Needs
 from hegmd.errors import DISCONNECTED, REFUSED, HegmError
+from hegmd.external import Rights
+from hegmd.migration.paces import Paces
 from hegmd.objections import Grown
+from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import OperationProgress, Reason
 
 LONGER = Grown("/log", 3, Reason(code="refused", message="/log has 5 bytes and had 3", hint="cut it back"))
@@ -61,3 +69,37 @@ async def test_what_fails_while_it_is_read_is_told_as_it_is() -> None:
     with pytest.raises(HegmError, match="it is damaged"):
         async with reading("7", 100, emit):
             raise HegmError(REFUSED, "it is damaged", "use another")
+
+
+class Revived:
+    """Brings back whatever is asked for, and has runner and operations to go with it."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.runner = SimpleNamespace(reserve_id=lambda: "7", begin=self.begin)
+
+    async def bring_back(self, *_: object) -> None:
+        self.done.append("back")
+
+    async def begin(self, _: object) -> None:
+        self.done.append("begun")
+
+    async def settled(self, *_: object) -> None:
+        self.done.append("settled")
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+async def test_that_a_job_is_back_is_told_before_what_comes_then_can_fail(*, is_gone: bool) -> None:
+    """Who asked put files back under it that it has open: the last that was heard was how much had been read."""
+    double: Any = Revived()
+
+    async def emit(progress: OperationProgress) -> None:
+        double.done.append(progress.phase)
+        if is_gone:
+            raise HegmError(DISCONNECTED, "gone", "connect again")
+
+    asked = Asked(by="the test", may=lambda _: True, emit=emit)
+    image: Any = SimpleNamespace(manifest=Manifest(more={"needs": Needs(pids=(7,)).plain()}))
+    checkpoints = Checkpoints(double, double, double, double, Paces())
+    await checkpoints._bring_back(image, Rights(0, 0, ()), asked, {})
+    assert [step for step in double.done if step != "reading"] == ["back", "begun", "suspended", "settled"]

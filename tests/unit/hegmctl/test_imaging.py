@@ -8,23 +8,31 @@ from pathlib import Path
 
 import pytest
 
-from hegmctl.outputs import cut_back
-from hegmd.errors import EXTERNAL, REFUSED, HegmError
+from hegmctl.outputs import Cut, cut_back
+from hegmd.errors import EXTERNAL, REFUSED, UNAVAILABLE, HegmError
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import OperationProgress
 from hegmd.protocol.record import Record
 from tests.unit.hegmctl import node
-from tests.unit.hegmctl.fake_daemon import Asked, Caller, FakeDaemon, failing, saying
+from tests.unit.hegmctl.fake_daemon import Answerer, Asked, Caller, FakeDaemon, cancelling, failing, saying
 from tests.unit.hegmctl.running import hegmctl
 from tests.unit.hegmctl.terminal import Terminal
 from tests.unit.hegmctl.test_operating import DONE, PLAN
+
+
+def cut_of(path: Path, size_bytes: int) -> Cut:
+    done: list[Cut] = []
+    cut_back([[str(path), size_bytes]], done)
+    return done[0]
 
 
 def test_what_has_grown_is_cut_and_nothing_else(tmp_path: Path) -> None:
     longer, shorter = tmp_path / "longer", tmp_path / "shorter"
     longer.write_text("0123456789")
     shorter.write_text("01")
-    (cut,) = cut_back([[str(longer), 4], [str(shorter), 4], "nonsense"])
+    done: list[Cut] = []
+    cut_back([[str(longer), 4], [str(shorter), 4], "nonsense"], done)
+    (cut,) = done
     assert (cut.path, cut.size_bytes) == (str(longer), 4)
     assert longer.read_text() == "0123"
     assert shorter.read_text() == "01"
@@ -33,18 +41,20 @@ def test_what_has_grown_is_cut_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["longer", "shorter"]
 
 
-def test_of_two_files_the_first_stayed_cut_when_the_second_could_not_be(tmp_path: Path) -> None:
+def test_what_was_cut_off_was_lost_when_ctrl_c_came_in_that_moment(tmp_path: Path) -> None:
+    """It is known from before the cut, and putting back is fine where there was none yet."""
     longer = tmp_path / "longer"
     longer.write_text("0123456789")
-    with pytest.raises(HegmError, match="No such file"):
-        cut_back([[str(longer), 4], [str(tmp_path / "gone"), 4]])
-    assert longer.read_text() == "0123456789"
+    cut = cut_of(longer, 4)
+    longer.write_text("0123456789")  # as if it had come just before
+    assert cut.put_back()
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["0123456789"]
 
 
 def test_what_a_job_has_written_since_is_not_written_over(tmp_path: Path) -> None:
     longer = tmp_path / "longer"
     longer.write_text("0123456789")
-    (cut,) = cut_back([[str(longer), 4]])
+    cut = cut_of(longer, 4)
     longer.write_text("0123new")
     assert not cut.put_back()
     assert longer.read_text() == "0123new"
@@ -53,7 +63,7 @@ def test_what_a_job_has_written_since_is_not_written_over(tmp_path: Path) -> Non
 
 def test_a_file_that_cannot_be_cut_is_told_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(HegmError, match="No such file"):
-        cut_back([[str(tmp_path / "gone"), 4]])
+        cut_of(tmp_path / "gone", 4)
 
 
 def test_what_a_link_led_to_was_cut(tmp_path: Path) -> None:
@@ -65,7 +75,7 @@ def test_what_a_link_led_to_was_cut(tmp_path: Path) -> None:
     (tmp_path / "folder").symlink_to(tmp_path / "etc")
     for path in (tmp_path / "itself", tmp_path / "folder" / "output"):
         with pytest.raises(HegmError, match="link"):
-            cut_back([[str(path), 4]])
+            cut_of(path, 4)
     assert other.read_text() == "0123456789"
 
 
@@ -103,6 +113,87 @@ def test_outputs_stayed_cut_when_the_restore_that_they_were_cut_for_failed(tmp_p
     assert ran.returncode == EXTERNAL.exit_status
     assert output.read_text() == "0123456789"
     assert "output is as it was" in ran.stderr
+
+
+def grown(*paths: Path) -> HegmError:
+    return HegmError(REFUSED, "it has grown", "cut it back", {"grown": [[str(path), 4] for path in paths]})
+
+
+def test_of_two_files_the_first_stayed_cut_when_the_second_could_not_be(tmp_path: Path) -> None:
+    longer = tmp_path / "longer"
+    longer.write_text("0123456789")
+    refused = grown(longer, tmp_path / "gone")
+    with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: failing(refused)}) as daemon:
+        ran = hegmctl("restore", "/images/one", "--truncate-outputs", socket=daemon.path)
+    assert (ran.returncode, longer.read_text()) == (REFUSED.exit_status, "0123456789")
+    assert "gone cannot be cut back to 4 bytes" in ran.stderr
+
+
+READING = OperationProgress(id="7", phase="reading", moved_bytes=1 << 20, size_bytes=2 << 20)
+SUSPENDED = OperationProgress(id="7", phase="suspended")
+
+
+def restoring(output: Path, *seen: OperationProgress) -> dict[type[m.Request], Answerer]:
+    """Answers of a daemon to which an output has grown, and which restores for ever once it was cut back."""
+
+    def as_it_is(caller: Caller, asked: Asked) -> Record | None:
+        if output.stat().st_size != 4:
+            return failing(grown(output))(caller, asked)
+        for progress in seen:
+            caller.event(asked.id, progress)
+        return None
+
+    return {**node.answers(), m.Restore: as_it_is, m.Cancel: cancelling}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_left_an_output_cut_of_a_job_that_did_not_come_back(tmp_path: Path, number: signal.Signals) -> None:
+    """That it did not is known only when the daemon has undone what it had done of it."""
+    output = tmp_path / "output"
+    output.write_text("0123456789")
+    with (
+        FakeDaemon(tmp_path / "hegmd.sock", restoring(output, READING)) as daemon,
+        Terminal("restore", "/images/one", "--truncate-outputs", socket=daemon.path) as terminal,
+    ):
+        terminal.until(lambda lines: "reading  1.0 MiB of 2.0 MiB" in lines[-1])
+        assert output.read_text() == "0123"
+        assert terminal.end(number) == -number
+        shown = "\n".join(terminal.picture.lines)
+    assert "the files are put back" in shown
+    assert [each.read_text() for each in tmp_path.glob("output*")] == ["0123456789"]
+
+
+def test_ctrl_c_leaves_an_output_as_a_job_has_it_that_is_back(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    output.write_text("0123456789")
+    with (
+        FakeDaemon(tmp_path / "hegmd.sock", restoring(output, READING, SUSPENDED)) as daemon,
+        Terminal("restore", "/images/one", "--truncate-outputs", socket=daemon.path) as terminal,
+    ):
+        terminal.until(lambda lines: "suspended" in lines[-1])
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.until(lambda lines: "Cancel operation 7?" in lines[-1])
+        assert terminal.end(signal.SIGINT) == -signal.SIGINT
+    (kept,) = tmp_path.glob("output.hegm-cut-*")
+    assert (output.read_text(), kept.read_text()) == ("0123", "456789")
+    assert "output stays cut, and what was cut off of it is in" in "".join(terminal.picture.lines)
+
+
+def test_outputs_were_put_back_under_a_job_whose_resume_was_cancelled(tmp_path: Path) -> None:
+    """It stands suspended, with the files as they were then; so it does where the daemon stops just then."""
+    output = tmp_path / "output"
+    output.write_text("0123456789")
+    stopping = HegmError(UNAVAILABLE, "hegmd is stopping", "ask again in a moment")
+
+    def as_it_is(caller: Caller, asked: Asked) -> Record | None:
+        if output.stat().st_size == 4:
+            caller.event(asked.id, SUSPENDED)
+        return failing(stopping if output.stat().st_size == 4 else grown(output))(caller, asked)
+
+    with FakeDaemon(tmp_path / "hegmd.sock", {**node.answers(), m.Restore: as_it_is}) as daemon:
+        ran = hegmctl("restore", "/images/one", "--truncate-outputs", socket=daemon.path)
+    assert (ran.returncode, output.read_text()) == (UNAVAILABLE.exit_status, "0123")
+    assert "stays cut, and what was cut off of it is in" in ran.stderr
 
 
 def test_outputs_are_opened_by_the_caller_and_sent_along(tmp_path: Path) -> None:
