@@ -7,6 +7,7 @@ job is handed over, and nothing is asked of agents or of CRIU. All but the check
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from hegmd.migration.operation import Handoff as Wish
 from hegmd.migration.operation import Worker as Member
 from hegmd.pool_names import parse_name
 from hegmd.protocol.operations import Reason
+
+logger = logging.getLogger(__name__)
 
 
 def tree_of(pids: Sequence[int], tell: Tell) -> tuple[int, Tree]:
@@ -113,7 +116,11 @@ def require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> N
 
 def let_all_go(wish: Wish, dumped: Population) -> None:
     """Have everybody of the tree go on, and `dumped`, whom CRIU has had: whose parent has ended is found no more."""
-    found = population_of(pids_below(wish.root_pid)).start_ticks
+    try:
+        found = population_of(pids_below(wish.root_pid)).start_ticks
+    except OSError as error:
+        logger.warning("who belongs to process %d cannot be seen: %s; who is known goes on", wish.root_pid, error)
+        found = {wish.root_pid: wish.root_ticks}
     if found.get(wish.root_pid) != wish.root_ticks:
         found = {}
     if people := {**dumped.start_ticks, **found}:

@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 # An image on a disk that does not answer keeps nobody from ending.
 _LOOKS_WITHIN_S = 10.0
 _MOST_REMEMBERED = 64
+_LET_GO_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +237,18 @@ class Handoff:
         for oldest in tuple(self._gone_on)[:-_MOST_REMEMBERED]:
             del self._gone_on[oldest]
         with anyio.CancelScope(shield=True):
-            dumped = await self._dumping.dumped(op) or Population({})
-            await run_detached(lambda _: let_all_go(wish, dumped), name="hegmd-let-go")
-            await self._dumping.none_stands(op)
-            await self._agents.call_back(op, wish)
+            while True:
+                try:
+                    return await self._let_go(op, wish)
+                except HegmError as error:  # for want of a descriptor or a thread; the job stands until there is one
+                    logger.error("operation %s cannot let its job go yet: %s; %s", op.id, error.message, error.hint)
+                    await anyio.sleep(_LET_GO_AGAIN_S)
+
+    async def _let_go(self, op: Operation, wish: Wish) -> None:
+        dumped = await self._dumping.dumped(op) or Population({})
+        await run_detached(lambda _: let_all_go(wish, dumped), name="hegmd-let-go")
+        await self._dumping.none_stands(op)
+        await self._agents.call_back(op, wish)
 
     async def abandon(self, op: Operation) -> None:
         """See that nobody stands for an image that was given up, where this daemon has not done so. Raises nothing.

@@ -6,7 +6,6 @@ go through a pidfd that was opened before the start time was compared.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import resource
@@ -51,14 +50,21 @@ class Population:
 
 
 def population_of(pids: Iterable[int]) -> Population:
-    """Those of them that live. Blocks no longer than reading /proc does."""
+    """Those of them that live. Blocks no longer than reading /proc does.
+
+    Raises OSError where that cannot be looked at now: nobody is taken for gone for want of a descriptor.
+    """
     ticks: dict[int, int] = {}
     stopped: set[int] = set()
     for pid in pids:
-        with suppress(Vanished, Unreadable):
+        try:
             ticks[pid] = read_start("/proc", pid)[0]
             if _state(pid) == "T":
                 stopped.add(pid)
+        except Scarce as error:
+            raise OSError(error.number, str(error)) from error
+        except (Vanished, Unreadable):
+            continue
     return Population(ticks, frozenset(stopped))
 
 
@@ -217,7 +223,7 @@ def _held(pid: int, start_ticks: int) -> Generator[int | None, None, None]:
         try:
             is_same = read_start("/proc", pid)[0] == start_ticks
         except Scarce as error:
-            raise OSError(errno.EMFILE, str(error)) from error
+            raise OSError(error.number, str(error)) from error
         except (Vanished, Unreadable):
             is_same = False
         yield pidfd if is_same else None

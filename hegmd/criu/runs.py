@@ -23,6 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -182,7 +183,7 @@ async def _restore_once(
     started = time.monotonic()
     await _take_numbers(needs, thread_numbers)
     root = str(needs.pids[0])
-    attendant = Population({})
+    attendant: int | None = None
     if unit_name is not None:
         await _restore_in_unit([root, *words], unit_name, description, log_dir_fd, deadline_s)
     else:
@@ -193,16 +194,32 @@ async def _restore_once(
         )
         if not begun.word:
             raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", begun.status)
-        attendant = population_of([begun.pid])
-    came = Population({})
+        attendant = begun.pid
     with anyio.CancelScope(shield=True):  # they are there: until it is known who they are, nobody else can end them
-        came = await run_detached(lambda _: population_of(needs.pids), name="look at the job")
-        if needs.pids[0] not in came.start_ticks:
-            await run_detached(lambda _: end_all(came), name="end the job")
-            raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", 0)
+        try:
+            came, attended = await run_detached(lambda _: _came(needs, attendant), name="look at the job")
+            if needs.pids[0] not in came.start_ticks:
+                raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", 0)
+        except BaseException:
+            await _end_unseen(unit_name, attendant)
+            raise
     took_s = time.monotonic() - started
     logger.debug("CRIU restored process %d in %.1f ms", needs.pids[0], took_s * 1e3)
-    return Revived(needs.pids[0], came.start_ticks, unit_name, took_s, attendant)
+    return Revived(needs.pids[0], came.start_ticks, unit_name, took_s, attended)
+
+
+def _came(needs: Needs, attendant: int | None) -> tuple[Population, Population]:
+    """The job, and what attends to it."""
+    return population_of(needs.pids), population_of([] if attendant is None else [attendant])
+
+
+async def _end_unseen(unit: str | None, attendant: int | None) -> None:
+    """End whatever came, by who has all of it; the attendant is our child. Nothing has to be looked at for that."""
+    if unit is not None:
+        await stop_unit(unit)
+    if attendant is not None:
+        with suppress(ProcessLookupError):
+            os.kill(attendant, signal.SIGUSR1)
 
 
 async def end(back: Revived) -> None:

@@ -44,6 +44,7 @@ from hegmd.migration.operation import BY_DRIVER, RESTART, SIMULATED, Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.paces import IN, OUT, Paces
 from hegmd.pieces import rounds_of
+from hegmd.scarcity import scarcity
 from hegmd.workers import AgentAway, OrderFailed, Workers
 
 logger = logging.getLogger(__name__)
@@ -147,6 +148,8 @@ class Performer:
                 logger.error("operation %s: %s failed", op.id, effect.tag, exc_info=error)
             return self._failed(effect, error)
         except Exception as unexpected:  # the edge at which whatever happens becomes an event
+            if (scarce := scarcity(unexpected)) is not None:
+                return self._failed(effect, scarce)
             reference = error_ref()
             logger.error(
                 "operation %s: %s failed [%s]",

@@ -55,6 +55,10 @@ class Unreadable(Exception):
 class Scarce(Unreadable):
     """It cannot be read now, for want of what there may be more of in a moment: descriptors or memory."""
 
+    def __init__(self, why: str, number: int) -> None:
+        super().__init__(why)
+        self.number = number
+
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
@@ -144,8 +148,10 @@ def _read(proc_root: str, pid: int, name: str, size_bytes: int) -> bytes:
     except OSError as error:
         if error.errno in _GONE:
             raise Vanished from None
-        kind = Scarce if error.errno in _SCARCE else Unreadable
-        raise kind(error.strerror or str(error)) from None
+        why = error.strerror or str(error)
+        if error.errno in _SCARCE:
+            raise Scarce(why, error.errno) from None
+        raise Unreadable(why) from None
 
 
 def _owner(status: bytes) -> int:

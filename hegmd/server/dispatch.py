@@ -19,6 +19,7 @@ from hegmd.log import error_ref, fields, operation
 from hegmd.metrics import Counters
 from hegmd.protocol.messages import Request
 from hegmd.protocol.record import Record
+from hegmd.scarcity import scarcity
 from hegmd.server.auth import Policy
 from hegmd.server.session import Call
 
@@ -71,6 +72,8 @@ class Dispatcher:
         except (HegmError, anyio.get_cancelled_exc_class()):
             raise
         except Exception as unexpected:  # the edge where anything becomes an answer
+            if (scarce := scarcity(unexpected)) is not None:
+                raise scarce from unexpected
             raise self._internal(call, unexpected) from unexpected
 
     def _internal(self, call: Call, cause: Exception) -> HegmError:

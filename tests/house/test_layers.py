@@ -156,7 +156,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.migration.cast": (*MOVING, "hegmd.migration"),
     "hegmd.migration.agent_effects": (*MOVING, "hegmd.migration"),
     "hegmd.migration.image_effects": (*MOVING, "hegmd.migration"),
-    "hegmd.migration.performer": (*MOVING, "hegmd.migration", "hegmd.pieces"),
+    "hegmd.migration.performer": (*MOVING, "hegmd.migration", "hegmd.pieces", "hegmd.scarcity"),
     "hegmd.migration.runner": (*MOVING, "hegmd.events", "hegmd.migration"),
     "hegmd.found_bytes": (*MOVING, "hegmd.vram"),
     "hegmd.strays": (*MOVING, "hegmd.events", "hegmd.found_bytes", "hegmd.migration.adoption", "hegmd.pool_found"),
@@ -189,6 +189,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *(*GROUND, "hegmd.agent_orders", "hegmd.criu.tree", "hegmd.detached", "hegmd.meeting", "hegmd.migration"),
         *("hegmd.pool", "hegmd.workers"),
     ),
+    "hegmd.scarcity": ("hegmd.errors",),
     "hegmd.standing_notes": (*GROUND, "hegmd.criu.population"),
     "hegmd.dumping": (
         *(*GROUND, "hegmd.concert", "hegmd.criu", "hegmd.detached", "hegmd.external", "hegmd.handed_agents"),

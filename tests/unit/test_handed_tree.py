@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -83,3 +84,17 @@ def test_a_child_of_a_job_that_was_killed_after_its_dump_stood_for_ever(
     else:
         let_all_go(wish, dumped)
         assert child not in population_of([child]).stopped
+
+
+def test_a_root_that_cannot_be_looked_at_for_want_of_a_descriptor_goes_on(paused: int) -> None:
+    ticks = population_of([paused]).start_ticks[paused]
+    wish = Wish(path="/images/one", uid=0, gid=0, root_pid=paused, root_ticks=ticks)
+    os.kill(paused, signal.SIGSTOP)
+    os.waitid(os.P_PID, paused, os.WSTOPPED)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        let_all_go(wish, Population({}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    os.waitid(os.P_PID, paused, os.WCONTINUED)

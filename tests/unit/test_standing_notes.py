@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import anyio
@@ -83,3 +84,19 @@ def test_nobody_is_stopped_who_cannot_be_noted(tmp_path: Path) -> None:
     (tmp_path / "standing").write_text("a file")
     with pytest.raises(HegmError, match="the note of who is to stand for the image cannot be written"):
         StandingNotes(tmp_path).note("1", Population({7: 70}))
+
+
+async def test_a_job_stood_for_ever_whose_daemon_had_no_descriptor_left_to_let_it_go(
+    tmp_path: Path, stopped: int
+) -> None:
+    op = wished(stopped, begun=True)
+    handoff = handoff_with(Shelf(), tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with anyio.create_task_group() as tasks:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+            tasks.start_soon(handoff.abandon, op)
+            await anyio.wait_all_tasks_blocked()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert state(stopped) != "T"

@@ -106,6 +106,17 @@ def test_one_that_no_descriptor_could_be_had_for_left_everybody_after_it_stopped
             os.waitid(os.P_PID, process.pid, os.WCONTINUED)
 
 
+def test_nobody_is_taken_for_gone_for_want_of_a_descriptor() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        with pytest.raises(OSError, match="Too many open files") as scarce:
+            population_of([os.getpid()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert scarce.value.errno == errno.EMFILE
+
+
 def test_a_strangers_tracer_was_waited_for_before_a_job_went_on() -> None:
     """An strace of a job kept it, once CRIU was done with it, standing for 15 minutes."""
     trace = "import ctypes, os, signal, sys, time\nlibc = ctypes.CDLL(None)\npid = int(sys.argv[1])\n"

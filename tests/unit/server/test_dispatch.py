@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import logging
 import os
+import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from hegmd.audit import Audit
 from hegmd.descriptors import Descriptors
-from hegmd.errors import DENIED, INTERNAL, NOT_FOUND, HegmError
+from hegmd.errors import DENIED, INTERNAL, NOT_FOUND, UNAVAILABLE, HegmError
 from hegmd.log import current_operation
 from hegmd.metrics import Counters
 from hegmd.protocol import codec
@@ -143,6 +145,19 @@ async def test_an_unexpected_exception_is_an_internal_error_with_a_reference_int
     (record,) = caplog.records
     assert str(reference) in record.getMessage()
     assert record.exc_info is not None
+
+
+async def test_a_restore_without_a_descriptor_to_look_at_its_processes_by_was_an_internal_error(bench: Bench) -> None:
+    """Nobody was told of which limit it was, or that it can be asked for again."""
+
+    async def looking(call: Call, request: Request) -> Record:
+        raise OSError(errno.EMFILE, "Too many open files", "/proc")
+
+    with pytest.raises(HegmError, match="hegmd has as many files open as it may") as caught:
+        await bench.answer(Ping(), looking)
+    assert caught.value.code is UNAVAILABLE
+    assert "LimitNOFILE=" in caught.value.hint
+    assert caught.value.facts["files"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 async def test_a_message_that_nobody_handles_is_our_bug(bench: Bench) -> None:

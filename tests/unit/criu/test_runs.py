@@ -1,0 +1,37 @@
+"""A restore that CRIU calls finished, and of which the job is not there."""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+
+import pytest
+
+from hegmd.criu.needs import Needs
+from hegmd.criu.program import Criu
+from hegmd.criu.runs import restore
+from hegmd.errors import HegmError
+
+NOBODY = 1 << 22  # no process has that number
+# In the place of CRIU: leaves somebody who is not the job, and holds the pipe open for as long as they live.
+LEAVES = "#!/bin/sh\nexec 8>{fifo}\nsleep 1000 &\nexit 0\n"
+
+
+async def test_whoever_criu_had_made_stayed_where_the_job_itself_was_not_there(tmp_path: Path) -> None:
+    """With their parent, which waits for them; only those of the job's own numbers were ended."""
+    fifo, program = tmp_path / "fifo", tmp_path / "criu"
+    os.mkfifo(fifo)
+    program.write_text(LEAVES.format(fifo=fifo))
+    program.chmod(0o755)
+    lives = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    poll = select.poll()
+    poll.register(lives, 0)
+    try:
+        with pytest.raises(HegmError, match="CRIU"):
+            await restore(Criu(str(program), "4.2"), folder, Needs(pids=(NOBODY,)), log_dir_fd=folder, unit_name=None)
+        assert [kind for _, kind in poll.poll(10_000)] == [select.POLLHUP]
+    finally:
+        os.close(folder)
+        os.close(lives)
