@@ -73,6 +73,7 @@ def node_facts(
         socket_path=config.daemon.socket,
         state_dir=config.daemon.state_dir,
         image_dir=config.doctor.image_dir,
+        criu=config.images.criu,
         group=config.daemon.group,
     )
 

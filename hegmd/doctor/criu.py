@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from hegmd.criu.complaints import first_error
-from hegmd.criu.program import WANTED, rights_missing, survey
+from hegmd.criu.program import WANTED, Candidate, rights_missing, survey
 from hegmd.criu.program import check as ask_criu
 from hegmd.doctor.facts import Finding, NodeFacts, clipped, fail, ok, skip, warn
 from hegmd.errors import ExternalError
@@ -35,7 +35,7 @@ def _install_step(facts: NodeFacts) -> str:
 
 async def program(facts: NodeFacts) -> Finding:
     """There is a CRIU that starts on today's kernels; which one, and which are passed over for it."""
-    found = await survey(path=facts.program_path)
+    found = await _survey(facts)
     if not found:
         return warn("CRIU is not installed: processes cannot be kept in a directory", _install_step(facts))
     used = next((each for each in found if each.is_new_enough), None)
@@ -44,11 +44,21 @@ async def program(facts: NodeFacts) -> Finding:
         return ok(f"CRIU {used.version} is installed: {used.path}{beside}")
     oldest = next((each for each in found if each.version is not None), None)
     if oldest is None:
-        return warn(f"{found[0].path} does not say which version it is", _install_step(facts))
+        return warn(f"{found[0].path} does not say which version it is", _mending_step(facts))
     return warn(
         f"CRIU {oldest.version} is installed: before {_LEAST}, it does not start on newer kernels (vDSO)",
-        _install_step(facts),
+        _mending_step(facts),
     )
+
+
+async def _survey(facts: NodeFacts) -> tuple[Candidate, ...]:
+    return await survey(None if facts.criu is None else str(facts.criu), path=facts.program_path)
+
+
+def _mending_step(facts: NodeFacts) -> str:
+    if facts.criu is None:
+        return _install_step(facts)
+    return f"name another in images.criu, which is {facts.criu}, or leave that out and {_install_step(facts)}"
 
 
 def rights(facts: NodeFacts) -> Finding:
@@ -61,11 +71,14 @@ async def check(facts: NodeFacts) -> Finding:
     """CRIU's own check of the kernel succeeds."""
     if facts.uid != 0:
         return skip("only root can ask CRIU: sudo criu check")
-    found = await survey(path=facts.program_path)
+    found = await _survey(facts)
     if not found:
         return skip("CRIU is not installed")
     used = next((each for each in found if each.is_new_enough), found[0])
-    step = f"sudo {used.path} check" if used.path.startswith("/usr/local/") else "sudo criu check"
+    if facts.criu is not None and used.version is None:
+        return skip(f"it does not say which version it is: {used.path}")
+    is_beside = facts.criu is not None or used.path.startswith("/usr/local/")
+    step = f"sudo {used.path} check" if is_beside else "sudo criu check"
     try:
         done = await ask_criu(
             used.path, deadline_s=_CHECK_DEADLINE_S, path=facts.program_path, in_unit=facts.under_systemd

@@ -83,6 +83,8 @@ class NodeFacts:
     socket_path: Path
     state_dir: Path
     image_dir: Path | None = None
+    # The only CRIU that is used, where one is configured.
+    criu: Path | None = None
     group: str = "hegm"
     # Where programs are looked for, and where the interpreters that jobs may use are.
     program_path: str = SYSTEM_PATH

@@ -38,7 +38,7 @@ class Programs:
 
     def facts(self, node: FileNode, **changes: object) -> NodeFacts:
         # Only here, in case there is a real CRIU on this machine; the shims' own shell needs nothing else.
-        return node.facts(program_path=search_path(str(self.directory)), **changes)
+        return node.facts(**{"program_path": search_path(str(self.directory)), **changes})
 
 
 @pytest.fixture
@@ -50,6 +50,24 @@ async def test_a_good_version(node: FileNode, programs: Programs) -> None:
     programs.install("criu")
     found = await criu.program(programs.facts(node))
     assert (found.status, found.summary) == ("ok", f"CRIU 4.1.1 is installed: {programs.directory}/criu")
+
+
+async def test_the_criu_that_is_configured_was_passed_over_for_one_that_is_not_used(
+    node: FileNode, programs: Programs, tmp_path: Path
+) -> None:
+    """The doctor praised the distribution's, and every image was refused."""
+    programs.install("criu")
+    gone = programs.directory / "gone"
+    found = await criu.program(programs.facts(node, criu=gone))
+    assert found.status == "warn"
+    assert found.fix is not None
+    assert f"name another in images.criu, which is {gone}" in found.fix
+    unasked = await criu.check(programs.facts(node, criu=gone))
+    assert (unasked.status, unasked.summary[:44]) == ("skip", f"it does not say which version it is: {gone}"[:44])
+    other = Programs(tmp_path / "other")
+    other.install("criu", version="4.3")
+    used = await criu.program(programs.facts(node, criu=other.directory / "criu"))
+    assert (used.status, used.summary) == ("ok", f"CRIU 4.3 is installed: {other.directory}/criu")
 
 
 def test_root_may_and_others_may_not(node: FileNode) -> None:
