@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -208,17 +208,21 @@ class Reviving:
         guise: Guise | None = None
         if rights.uid != 0 or is_of_user(manifest):
             guise = await run_detached(lambda _: guise_in(dir_fd, rights), name="hegmd-credentials")
-        with _log_folder() as log_dir_fd:
+        logs = self._images().own_folder()  # gone afterwards: what matters of the log is in the error
+        try:
             return await runs.restore(
                 criu,
                 dir_fd,
                 needs_in(manifest),
-                log_dir_fd=log_dir_fd,
+                log_dir_fd=logs.fd,
                 unit_name=self._unit_of(manifest),
                 description=f"restored from {image.path}",
                 guise=guise,
                 outlets=outlets,
             )
+        finally:
+            with anyio.CancelScope(shield=True):
+                await logs.close()
 
     def _unit_of(self, manifest: Manifest) -> str | None:
         """The unit that its processes are to be in; None without a service manager."""
@@ -278,21 +282,6 @@ def _is_there(worker: Worker | None, token: str | None, start_ticks: int | None)
     if worker is None or not worker.connected or worker.token != token:
         return False
     return worker.identity.start_ticks == start_ticks and worker.parked
-
-
-@contextlib.contextmanager
-def _log_folder() -> Generator[int]:
-    """Where CRIU writes its log: a folder that is gone afterwards, what matters of it being in the error."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="hegmd-restore-") as outer:  # nobody else gets into it
-        folder = os.path.join(outer, "logs")
-        os.mkdir(folder, 0o700)
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
 
 
 def forget_mark(memory: Memory) -> None:

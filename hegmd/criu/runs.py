@@ -184,6 +184,7 @@ async def _restore_once(
     await _take_numbers(needs, thread_numbers)
     root = str(needs.pids[0])
     attendant: int | None = None
+    came = attended = Population({})
     if unit_name is not None:
         await _restore_in_unit([root, *words], unit_name, description, log_dir_fd, deadline_s)
     else:

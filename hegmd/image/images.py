@@ -119,6 +119,10 @@ class Images:
                 await let_go(hand, own, private)
             raise
 
+    def own_folder(self) -> Private:
+        """A folder of the daemon's own; the caller's to close. One that a killed daemon leaves the next takes away."""
+        return Private(self._private)
+
     async def sweep(self, path: str, rights: Rights) -> list[str]:
         """Take away what killed writers left of an image of that path; what is gone. Raises HegmError."""
         hand = await self._hands.start(rights)

@@ -222,7 +222,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     # Those who ask
     "hegmd.server": (
         *(*GROUND, *SEEN, "hegmd.detached", "hegmd.descriptors", "hegmd.stream"),
-        *(*NODE, "hegmd.inventory", "hegmd.doctor", *ASKED),
+        *(*NODE, "hegmd.inventory", "hegmd.doctor", "hegmd.scarcity", *ASKED),
     ),
     "hegmd.server.auth": ("hegmd.errors", "hegmd.protocol"),
     # Where it all comes together

@@ -24,6 +24,7 @@ from hegmd.errors import BUSY, DENIED, TIMEOUT, UNAVAILABLE, HegmError
 from hegmd.external import Rights
 from hegmd.half_revived import HalfRevived
 from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
+from hegmd.image.images import Images
 from hegmd.meeting import MeetingPlaces
 from hegmd.objections import Objections
 from hegmd.pool import Pool
@@ -275,3 +276,50 @@ def test_an_image_that_is_said_to_be_a_users_and_is_roots_is_refused(tmp_path: P
     (tmp_path / "core-1.img").write_bytes(core(credentials(**dict.fromkeys(names, 0))))
     with directory(tmp_path) as dir_fd, pytest.raises(HegmError, match="is said to be a user's, and is root's"):
         guise_in(dir_fd, ROOT)
+
+
+SAYS_WHERE = "#!/bin/sh\nreadlink /proc/self/fd/9 > {said}\nexit 1\n"
+
+
+async def test_a_killed_daemon_left_the_folder_of_a_restores_log_behind(tmp_path: Path) -> None:
+    """It was in /tmp, where the next one did not look for it."""
+    program, said = tmp_path / "criu", tmp_path / "said"
+    program.write_text(SAYS_WHERE.format(said=said))
+    program.chmod(0o755)
+
+    async def criu() -> Criu:
+        return Criu(str(program), "4.2")
+
+    state = tmp_path / "state"
+    state.mkdir()
+    images = Images(state, in_unit=False)
+    parts: Any = (lambda: images, MeetingPlaces(tmp_path / "hegmd.sock"), Workers(), Pool(8 << 20))
+    by: dict[str, Any] = {"criu": criu, "look": _none, "in_unit": False, "simulated": True, "by_owner": True}
+    reviving = Reviving(*parts, **by, notes=HalfRevived(state))
+    with directory(tmp_path / "criu-files") as dir_fd:
+        image: Any = OpenedImage(dir_fd)
+        with pytest.raises(HegmError, match="CRIU's restore failed"):
+            await reviving.bring_back(image, "7", ROOT, lambda _: None, {})
+    assert Path(said.read_text().strip()).parent == state / "images"
+    assert list((state / "images").iterdir()) == []
+    left = images.own_folder()  # by a daemon that is killed now
+    os.close(left.fd)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(Images(state, in_unit=False).run)
+        with anyio.fail_after(10):
+            while left.path.exists():
+                await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+
+
+class OpenedImage:
+    """An image of one process, none of which can come back."""
+
+    path = "/images/one"
+    manifest = Manifest(root_pid=FREE.pids[0], more={"needs": FREE.plain(), "meeting": "/nowhere"})
+
+    def __init__(self, dir_fd: int) -> None:
+        self.dir_fd = dir_fd
+
+    async def private_criu_dir(self) -> int:
+        return self.dir_fd
