@@ -22,6 +22,10 @@ SEGMENT_BYTES = 20 * MIB
 LAST_BYTES = 64 * MIB
 # Where storages and their copies have not room on one GPU together, so much at least is made at a time.
 ROUND_BYTES = 1 << 30
+# In what pieces video memory is held. As many come with one message of the helper's, and stay well below what the
+# service manager stores for us.
+PIECE_BYTES = 1 << 30
+MOST_PIECES = 128
 # What the driver carries of a process whose agent carries the rest, room for the way back included: contexts, modules
 # and cuBLAS. It is in the driver's fixed times.
 NEXT_TO_NOTHING_BYTES = 768 * MIB
@@ -41,17 +45,26 @@ def whole_size(size_bytes: int) -> int:
     return (wanted + HUGE_PAGE_BYTES - 1) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
 
 
-def round_bytes(storage_room_bytes: int) -> int:
-    """How much is made at a time in such a room: as much as is there at first, and is free again after each round.
+def piece_bytes(size_bytes: int) -> int:
+    """How large the pieces are in which so much video memory is held; larger ones where there would be too many."""
+    found_bytes = PIECE_BYTES
+    while size_bytes > MOST_PIECES * found_bytes:
+        found_bytes *= 2
+    return found_bytes
 
-    But for a part of a piece, and what the allocator rounds up.
+
+def round_bytes(storage_room_bytes: int, size_bytes: int) -> int:
+    """How much of `size_bytes` is made at a time in such a room: as much as is there at first.
+
+    So much is free again after each round, but for a piece that the next one's bytes are in, too. What the allocator
+    rounds up has room of its own.
     """
-    return max(ROUND_BYTES, storage_room_bytes - 2 * ROUND_BYTES)
+    return max(ROUND_BYTES, storage_room_bytes - piece_bytes(size_bytes))
 
 
 def rounds_of(size_bytes: int, overlap_bytes: int) -> int:
     """In how many rounds storages are made of which so much has no room of its own at first; 1 where all have."""
-    return 1 if overlap_bytes <= 0 else -(-size_bytes // round_bytes(size_bytes - overlap_bytes))
+    return 1 if overlap_bytes <= 0 else -(-size_bytes // round_bytes(size_bytes - overlap_bytes, size_bytes))
 
 
 def passing_room_bytes(size_bytes: int, *, at_rest: bool) -> int:

@@ -29,6 +29,7 @@ import anyio
 from hegmd.errors import Bug, HegmError, Refused
 from hegmd.helper.link import Answer, HelperLost
 from hegmd.log import fields
+from hegmd.pieces import piece_bytes
 from hegmd.store import Store
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,6 @@ GIB = 1 << 30
 STORE_PREFIX = "hegm-vram"
 # What NVIDIA's driver gives out at the least; the helper asks it and rounds up where it is more.
 UNIT_BYTES = 2 * MIB
-PIECE_BYTES = GIB
-# As many come with one message of the helper's, and stay well below what the service manager stores for us.
-MOST_PIECES = 128
 
 # Starting a helper is not in these: a call's deadline begins when there is one.
 _HOLD_S = 10.0
@@ -87,11 +85,9 @@ Key = tuple[str, str]
 
 def piece_sizes(size_bytes: int) -> list[int]:
     """In which pieces so much is taken: gigabytes, larger ones where these would be too many, and a smaller last."""
-    piece_bytes = PIECE_BYTES
-    while size_bytes > MOST_PIECES * piece_bytes:
-        piece_bytes *= 2
-    sizes = [piece_bytes] * (size_bytes // piece_bytes)
-    if rest_bytes := size_bytes % piece_bytes:
+    each_bytes = piece_bytes(size_bytes)
+    sizes = [each_bytes] * (size_bytes // each_bytes)
+    if rest_bytes := size_bytes % each_bytes:
         sizes.append(-(-rest_bytes // UNIT_BYTES) * UNIT_BYTES)
     return sizes
 

@@ -35,6 +35,31 @@ def flat_bytes(sizes: list[int]) -> int:
     return sum(round_up(size_bytes, BORDER_BYTES) for size_bytes in sizes)
 
 
+def round_of(sizes: list[int], most_bytes: int) -> int:
+    """How many storages are the next round, of so many bytes at most but one at least.
+
+    There are as few rounds as that makes, and each is about as large as the others: what a round has filled is given
+    back before the next is made, and of the last that need not be waited for.
+    """
+    flat = [round_up(size_bytes, BORDER_BYTES) for size_bytes in sizes]
+    share_bytes = -(-sum(flat) // _rounds(flat, most_bytes))
+    count = batch_bytes = 0
+    while count < len(flat) and (not count or (batch_bytes < share_bytes and batch_bytes + flat[count] <= most_bytes)):
+        batch_bytes += flat[count]
+        count += 1
+    return count
+
+
+def _rounds(sizes: list[int], most_bytes: int) -> int:
+    """In how many rounds these are made, each as large as can be."""
+    rounds, batch_bytes = 1, 0
+    for size_bytes in sizes:
+        if batch_bytes and batch_bytes + size_bytes > most_bytes:
+            rounds, batch_bytes = rounds + 1, 0
+        batch_bytes += size_bytes
+    return rounds
+
+
 class View:
     """Some storages, one after the other, as another process can reach them."""
 
@@ -135,7 +160,7 @@ class Shown:
         self.note_freed()
         first, last = self._filled, self._made
         if first == last:
-            last = self._end_of_batch(first, most_bytes)
+            last = len(self._storages) if most_bytes is None else first + round_of(self._sizes[first:], most_bytes)
             self._make(first, last)
             self._made = last
         return self._view(first, last)
@@ -151,17 +176,6 @@ class Shown:
             )
         self._filled = first + count
         self.out = self._filled < len(self._storages)
-
-    def _end_of_batch(self, first: int, most_bytes: int | None) -> int:
-        if most_bytes is None:
-            return len(self._storages)
-        last, batch_bytes = first, 0
-        while last < len(self._storages):
-            batch_bytes += round_up(self._sizes[last], BORDER_BYTES)
-            if batch_bytes > most_bytes and last > first:
-                break
-            last += 1
-        return last
 
     def _make(self, first: int, last: int) -> None:
         try:

@@ -124,7 +124,7 @@ class CopyingCarrier(AtOnce):
     async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
         """Raises HegmError; what is not filled by then is still held, and the next call goes on from there."""
         room_bytes = subject.storage_room_bytes - subject.beside_bytes
-        most_bytes = round_bytes(room_bytes) if subject.in_rounds else None
+        most_bytes = round_bytes(room_bytes, subject.size_bytes) if subject.in_rounds else None
         done_bytes = 0
         while True:
             async with making() as made:

@@ -126,7 +126,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.helper.session": (*GROUND, "hegmd.log", "hegmd.external", "hegmd.stream", "hegmd.helper"),
     "hegmd.helper.link": (*GROUND, "hegmd.external", "hegmd.helper"),
     "hegmd.helper.route": ("hegmd.errors", "hegmd.helper"),
-    "hegmd.vram": (*GROUND, "hegmd.log", "hegmd.helper", "hegmd.store"),
+    "hegmd.vram": (*GROUND, "hegmd.log", "hegmd.helper", "hegmd.pieces", "hegmd.store"),
     # Images on disk: what touches them, in a process with their owner's rights; and the daemon's side of it
     "hegmd.image": (*GROUND, "hegmd.blocks"),
     "hegmd.image.child": (*GROUND, "hegmd.blocks", "hegmd.descriptors", "hegmd.helper", "hegmd.image"),

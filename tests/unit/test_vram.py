@@ -11,7 +11,8 @@ import pytest
 from hegmd.descriptors import Descriptors
 from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import Answer, HelperLost
-from hegmd.vram import GIB, MIB, MOST_PIECES, VideoMemory, piece_sizes
+from hegmd.pieces import MOST_PIECES
+from hegmd.vram import GIB, MIB, VideoMemory, piece_sizes
 from tests.unit.descriptor_store import DescriptorStore
 
 GPU = "GPU-01234567-89ab-cdef-0123-456789abcdef"
