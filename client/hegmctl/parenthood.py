@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _SHELL = "/bin/sh"
+# What a timer tells from none at all.
+_SHORTEST_S = 0.001
 # Those that stop a process, which its shell is to see, and those that a fault of its own raises.
 STOPS = frozenset((signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU))
 _FAULTS = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS))
@@ -52,19 +54,34 @@ class Signals:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        # What has come for the desk and was not read any more would end this process, as nobody waits for it now.
-        signal.signal(signal.SIGIO, signal.SIG_IGN)
+        # What has come for the desk or of the timer and was not read any more would end this process: nobody waits now.
+        for number in (signal.SIGIO, signal.SIGALRM):
+            signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.before)
 
     def next(self, within_s: float | None) -> Signal | None:
         """The next one that came; None when none did in that time."""
-        found: signal.struct_siginfo | None = (
-            signal.sigwaitinfo(self._taken)
-            if within_s is None
-            else signal.sigtimedwait(self._taken, max(0.0, within_s))
-        )
+        if within_s is None or within_s > 0:
+            found: signal.struct_siginfo | None = self._waited_for(
+                0.0 if within_s is None else max(within_s, _SHORTEST_S)
+            )
+        else:
+            found = signal.sigtimedwait(self._taken, 0)
         # By kill, sigqueue and the like the code is not positive (sigaction(2), SI_USER and others).
-        return None if found is None else Signal(found.si_signo, was_sent=found.si_code <= 0)
+        came = None if found is None else Signal(found.si_signo, was_sent=found.si_code <= 0)
+        return None if came is not None and came.number == signal.SIGALRM and not came.was_sent else came
+
+    def _waited_for(self, within_s: float) -> signal.struct_siginfo:
+        """The next one, which SIGALRM is once that time is over; 0 is none.
+
+        Not by sigtimedwait, which gives what nobody has filled in where its time passes while it is stopped (CPython
+        3.11).
+        """
+        signal.setitimer(signal.ITIMER_REAL, within_s)
+        try:
+            return signal.sigwaitinfo(self._taken)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class Child:
