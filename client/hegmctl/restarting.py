@@ -111,7 +111,8 @@ class DaemonDesk:
             may_go_on = not self._held.is_back()
             self._held.note_end()
         if is_past:
-            self._say(f"it ended with {status} after it had gone on; operation {self._operation} has its former state")
+            whether = f"whether operation {self._operation} has its former state still: hegmctl op {self._operation}"
+            self._say(f"it ended with {status} after it had gone on, and is not started again; {whether}")
         if not expected or not may_go_on or is_past:
             self._report(SuperviseReport(result="ended", status=status))
             self._forget()

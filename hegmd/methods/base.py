@@ -258,6 +258,11 @@ class Method(Protocol):
         """Wait until it is seen to run on the GPU that it is believed to be on."""
         ...
 
+    async def note_gone_on(self, subject: Subject) -> None:
+        """It was seen at a boundary beyond the one that it was brought back at. Raises AgentAway where that is too late
+        to count: it has ended since."""
+        ...
+
     async def inspect(self, subject: Subject) -> Standing:
         """How it really stands. A step that an earlier caller left half way is finished, as far as that is safe."""
         ...

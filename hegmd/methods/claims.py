@@ -8,12 +8,16 @@ them and the daemon. Everything in here blocks for a moment.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Container
 from pathlib import Path
 
 from hegmd.errors import Refused
+from hegmd.processes.procfs import start_ticks_of
 from hegmd.protocol.supervision import BACK, OVER, PAST, PAST_AT
+
+logger = logging.getLogger(__name__)
 
 
 def claimed(folder: Path, operation: str) -> int:
@@ -51,6 +55,25 @@ def has_passed(folder: Path, operation: str, rank: int) -> bool:
             return notes.read(1) == PAST
     except OSError:
         return False
+
+
+def note_passed(folder: Path, operation: str, rank: int, who: tuple[int, int]) -> bool:
+    """Note in that rank's place that it has trained on from its state; whether the process lived still when that stood.
+
+    Its supervisor reads it once the process has ended, so that of one that lived it is read in time. Blocks for a
+    moment.
+    """
+    pid, start_ticks = who
+    try:
+        with lock_path(folder, operation).open("r+b", buffering=0) as notes:
+            os.pwrite(notes.fileno(), PAST, PAST_AT + rank)
+            if start_ticks_of(pid) == start_ticks:
+                return True
+            os.pwrite(notes.fileno(), bytes(len(PAST)), PAST_AT + rank)
+    except OSError as error:
+        logger.warning("that process %d has gone on is noted nowhere: %s", pid, error)
+        return start_ticks_of(pid) == start_ticks
+    return False
 
 
 def lock_path(folder: Path, operation: str) -> Path:

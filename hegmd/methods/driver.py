@@ -289,6 +289,9 @@ class DriverMethod:
         if subject.gpu is not None:
             await self.give_room(subject, subject.gpu)
 
+    async def note_gone_on(self, subject: Subject) -> None:
+        """Nothing rests on it."""
+
     async def inspect(self, subject: Subject) -> Standing:
         if subject.who in self._in_hand:
             return Standing(gpu=subject.gpu, busy=True)

@@ -29,10 +29,11 @@ from typing import Any
 
 import anyio
 
+from hegmd.agent_orders import AgentAway
 from hegmd.errors import TIMEOUT, HegmError, Refused
 from hegmd.methods import launchers
 from hegmd.methods.base import Left, Made, Method, Over, Reborn, Standing, Subject
-from hegmd.methods.claims import claimed, has_come_to_its_end, has_passed
+from hegmd.methods.claims import claimed, has_come_to_its_end, has_passed, note_passed
 from hegmd.methods.pooled import key_of
 from hegmd.methods.started_ranks import NOBODY, Line, RankOnItsWay, Who, line_of, ranks_below
 from hegmd.news import News
@@ -387,6 +388,15 @@ class RestartMethod:
 
     async def verify(self, subject: Subject) -> None:
         """The next boundary, which the agent tells, proves all that there is."""
+
+    async def note_gone_on(self, subject: Subject) -> None:
+        """From here on its end is its own: its supervisor, which reads that, starts nobody from its state any more.
+
+        One that has ended by then may have been replaced from it already, and was not seen in time.
+        """
+        rank = subject.rank or 0
+        if not await anyio.to_thread.run_sync(note_passed, self._folder, subject.operation, rank, subject.who):
+            raise AgentAway(subject.pid, "the process has ended")
 
     async def inspect(self, subject: Subject) -> Standing:
         """One that lives has not left, or is the one that went on."""

@@ -50,5 +50,8 @@ class SimulatedMethod:
     async def verify(self, subject: Subject) -> None:
         """The next boundary, which the agent tells, proves all that there is."""
 
+    async def note_gone_on(self, subject: Subject) -> None:
+        """Nothing rests on it."""
+
     async def inspect(self, subject: Subject) -> Standing:
         return Standing(gpu=subject.worker.gpu)

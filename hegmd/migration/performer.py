@@ -323,6 +323,8 @@ class Performer:
         stands = worker.parked or worker.held_bytes > 0
         if not worker.busy and not stands and not standing.busy:
             await worker.order("survey", limit_s=SURVEY_LIMIT_S)
+        if not (worker.parked or worker.held_bytes) and member.starts and worker.boundary > (member.boundary or 0):
+            await self._cast.method(member).note_gone_on(subject)
         return self._inspected(effect, member, subject, standing)
 
     def _inspected(self, effect: effects.Inspect, member: Member, subject: Subject, standing: Standing) -> Event:

@@ -70,8 +70,8 @@ class Supervise(Request, op="supervise", reply=SupervisionEnded, event=Superviso
     a memory for each, before the lock; a launcher leaves no descriptor open for them, so the supervisor hands each its
     own and the lock. Of one process, the file that it is of has `back` in its beginning once that has put the state
     back, and `over` after that once it has ended with 0: nobody is started from that state any more. The ninth byte is
-    `+` once it has passed boundaries beyond that state while its agent had no connection, and of ranks there is one
-    for each: however it ends then, its supervisor does not start it again.
+    `+` once it has passed boundaries beyond that state, by the daemon's word or, while its agent had no connection, by
+    its own; of ranks there is one for each. However it ends then, its supervisor does not start it again.
     """
 
     run: str = field("which `hegmctl run` it is, as its agents say it too")

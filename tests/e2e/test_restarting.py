@@ -1,4 +1,7 @@
-"""A training that leaves and is started again elsewhere by its supervisor: exact, bounded, and never twice."""
+"""A training that leaves and is started again elsewhere by its supervisor: exact, bounded, and never twice.
+
+Longer than 400 lines because every test has the same training, under the same supervisor and daemon.
+"""
 
 from __future__ import annotations
 
@@ -282,6 +285,26 @@ def test_a_supervisor_that_is_killed_leaves_a_process_that_goes_on_and_nobody_el
         assert len(job.starts()) == 2
 
 
+def test_a_training_that_was_killed_before_its_supervisor_heard_that_it_was_back_was_started_once_more(
+    daemon: RunningDaemon, tmp_path: Path
+) -> None:
+    """From its old state, whose batches had been made: the daemon had seen it at a boundary, and said so too late."""
+    with SupervisedJob(daemon, tmp_path) as job:
+        first = job.trains()
+        job.read_steps(7)
+        op_id = job.told_to_leave(first)
+        second = job.waiting()
+        job.process.send_signal(signal.SIGSTOP)
+        job.let_in()
+        assert _followed(job, daemon, op_id)["phase"] == "done"
+        assert _notes(second, op_id) == b"back\0\0\0\0+"
+        os.kill(second, signal.SIGKILL)
+        job.process.send_signal(signal.SIGCONT)
+        job.read_to_the_end()
+        assert job.process.wait(PATIENCE_S) == -signal.SIGKILL
+        assert len(job.starts()) == 2
+
+
 def test_a_state_that_nobody_is_there_for_is_held_and_gone_on_from(
     daemon: RunningDaemon, tmp_path: Path, undisturbed: list[str]
 ) -> None:
@@ -310,6 +333,14 @@ def test_a_state_that_was_held_could_not_be_given_up(daemon: RunningDaemon, tmp_
         assert (dropped["phase"], dropped["failure"]["code"]) == ("undone", "cancelled")
         assert _in_memory_bytes(daemon) == 0
         assert "it is over, and holds no state" in job.refusal("cancel", op_id, "--drop", "--yes")["message"]
+
+
+def _notes(pid: int, op_id: str) -> bytes:
+    """What stands in the file of the right to go on that a process has open."""
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        if f"restart-{op_id}.lock" in os.readlink(path):
+            return path.read_bytes()
+    raise AssertionError(f"process {pid} has no right to go on")
 
 
 def _held(job: SupervisedJob, daemon: RunningDaemon) -> str:

@@ -149,6 +149,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *(*GROUND, "hegmd.log", "hegmd.agent_orders", "hegmd.helper", "hegmd.pieces", "hegmd.places", "hegmd.pool"),
         *("hegmd.rooms", "hegmd.supervisors", "hegmd.vram", "hegmd.workers"),
     ),
+    "hegmd.methods.claims": ("hegmd.errors", "hegmd.protocol", "hegmd.processes"),
     "hegmd.methods.launchers": ("hegmd.criu.population", "hegmd.criu.tree", "hegmd.processes"),
     "hegmd.methods.started_ranks": ("hegmd.errors", "hegmd.criu.tree", "hegmd.processes"),
     "hegmd.migration": (*GROUND, "hegmd.pieces", "hegmd.places"),

@@ -13,9 +13,10 @@ import anyio.from_thread
 import anyio.to_thread
 import pytest
 
+from hegmd.agent_orders import AgentAway
 from hegmd.errors import Refused
 from hegmd.methods.base import Over, Rank, Reborn, Subject
-from hegmd.methods.claims import has_come_to_its_end, lock_path
+from hegmd.methods.claims import has_come_to_its_end, has_passed, lock_path
 from hegmd.methods.restart import RestartMethod
 from hegmd.methods.simulated import SimulatedMethod
 from hegmd.methods.started_ranks import Line, Who, line_of, ranks_below
@@ -134,6 +135,20 @@ def test_both_words_are_the_end_of_a_training_and_neither_alone_is(tmp_path: Pat
         os.pwrite(lock.fileno(), BACK, 0)
         os.pwrite(lock.fileno(), OVER, len(BACK))
     assert has_come_to_its_end(tmp_path, "4")
+
+
+async def test_who_has_gone_on_is_noted_for_its_supervisor_and_who_has_ended_by_then_is_not(tmp_path: Path) -> None:
+    """One that was killed at that moment may have been replaced from its state already."""
+    noted(tmp_path, BACK)
+    ticks = start_ticks_of(os.getpid())
+    assert ticks is not None
+    here = replace(subject(os.getpid()), start_ticks=ticks)
+    await method(tmp_path).note_gone_on(replace(here, rank=1))
+    assert has_passed(tmp_path, "4", 1)
+    assert not has_passed(tmp_path, "4", 0)
+    with pytest.raises(AgentAway, match="has ended"):
+        await method(tmp_path).note_gone_on(replace(here, start_ticks=ticks - 1))
+    assert not has_passed(tmp_path, "4", 0)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
