@@ -6,7 +6,7 @@ PYTEST := $(PYTHON) -m pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pythons criu demo test check test-chaos bench bench-chaos bench-gpu test-gpu install uninstall deb man completions docs lint format clean
+.PHONY: help setup pythons criu demo test check test-wide test-chaos bench bench-chaos bench-gpu test-gpu install uninstall deb man completions docs lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,7 +39,7 @@ COMPILE := $(PYTHON) -m compileall -q hegm hegmd client
 
 # Each of the workers would also rewrite the assertions of all tests, eight seconds of processor: done before they begin,
 # in two halves. What goes wrong there is told when it is collected.
-COLLECT := PYTHONDONTWRITEBYTECODE= $(PYTEST) -m "not gpu and not bench" --collect-only
+COLLECT := PYTHONDONTWRITEBYTECODE= $(PYTEST) -m "not gpu and not bench and not wide" --collect-only
 REWRITE := { $(COLLECT) tests/e2e tests/contract tests/house & $(COLLECT) tests/unit tests/simulation; wait; } >/dev/null 2>&1
 
 # What is fetched from Debian keeps no processor busy, and comes while packages are installed.
@@ -49,7 +49,11 @@ test: ## all tests but those that need a GPU; end to end ones and a real systemd
 		tools/setup.sh full; status=$$?; wait; exit $$status
 	@$(COMPILE)
 	@$(REWRITE)
-	$(PYTEST) -m "not gpu and not bench" -ra $(WORKERS)
+	$(PYTEST) -m "not gpu and not bench and not wide" -ra $(WORKERS)
+
+test-wide: ## what `make test` leaves out: cells that go the same ways by the same code once more
+	@tools/setup.sh full
+	$(PYTEST) -m "wide and not gpu and not bench" -ra $(WORKERS)
 
 test-chaos: ## kill or strike everything at every state of every command, 2,000 times, while jobs train (CHAOS="--victim daemon")
 	@tools/setup.sh full

@@ -27,7 +27,7 @@ from tests.looks import pause
 
 PATIENCE_S = 120.0
 NOW_AND_THEN_S = 0.2
-EPOCHS, BATCHES = 250, 4
+EPOCHS, BATCHES = 100, 4
 TRAINING = f"""
 import sys
 import torch

@@ -20,12 +20,15 @@ from hegmctl.connection import connect
 from tests.e2e.agented import INJECT, SCRIPTS, Training, undisturbed
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.scripted_daemon import ScriptedDaemon
+from tests.wide import telling
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
 ROOT = Path(__file__).parents[2]
 BY_HAND = str(SCRIPTS / "by_hand.py")
 OTHERS = ("python3.9", "python3.10", "python3.12", "python3.13", "python3.14")
+# Whole trainings by those between the oldest and the newest are wide cells; what is read of their insides is not.
+ENDS_OF_OTHERS = telling(zip(OTHERS, strict=True), [("python3.9",), ("python3.13",), ("python3.14",)])
 TOO_OLD = ("python2.7", "python3.6", "python3.7", "python3.8")
 # PYTHONPATH is the job's affair here.
 _MAIN = "from hegmctl.cli import main; sys.exit(main())"
@@ -120,7 +123,7 @@ def test_loops_are_read_from_the_stack_of_any_python(name: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", ENDS_OF_OTHERS)
 def test_boundaries_are_counted_and_stopped_at_by_any_python(name: str, socket_path: Path, expected: str) -> None:
     python = find_python(name)
     with ScriptedDaemon(socket_path) as daemon, Training([BY_HAND], socket_path, python) as training:
@@ -200,7 +203,7 @@ def test_a_sitecustomize_that_fails_fails_as_it_would(daemon: RunningDaemon, tmp
     assert "their own mistake" in under[2]
 
 
-@pytest.mark.parametrize("name", ["python3", *OTHERS])
+@pytest.mark.parametrize("name", ["python3", *ENDS_OF_OTHERS])
 def test_a_virtual_environment_and_its_own_sitecustomize_are_used(
     name: str, socket_path: Path, tmp_path: Path, expected: str
 ) -> None:

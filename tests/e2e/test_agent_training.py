@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.agented import SCRIPTS, Training, undisturbed
 from tests.e2e.references import ONE_COMPILER
 from tests.e2e.scripted_daemon import Gone, ScriptedDaemon
+from tests.wide import telling
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
@@ -50,12 +51,15 @@ def test_every_loss_is_that_of_an_undisturbed_run(script: str, socket_path: Path
     assert output == undisturbed([str(SCRIPTS / f"{script}.py")])
 
 
-def test_a_compiled_model_is_moved_too(socket_path: Path) -> None:
+@pytest.mark.parametrize("by", telling([("aot_eager",), ("inductor",)], [("aot_eager",)]))
+def test_a_compiled_model_is_moved_too(socket_path: Path, by: str) -> None:
+    """The second compiles C++ too, which is nearly all of what it takes; what is compiled is called as the first's."""
     pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
-    if shutil.which("g++") is None:
+    if by == "inductor" and shutil.which("g++") is None:
         pytest.skip("no g++, which torch.compile needs")
-    expected = undisturbed([str(SCRIPTS / "compiled.py")], **ONE_COMPILER)
-    output, storages = _moved("compiled", socket_path, seed=12, **ONE_COMPILER)
+    how = {**ONE_COMPILER, "COMPILED_BY": by}
+    expected = undisturbed([str(SCRIPTS / "compiled.py")], **how)
+    output, storages = _moved("compiled", socket_path, seed=12, **how)
     assert min(storages) >= 2
     assert output == expected
 

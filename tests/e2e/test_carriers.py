@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from hegmd.protocol import operations as told
 from hegmd.protocol.messages import Migrate, OperationReply, Operations, OperationsReply
 from tests.e2e.driven import GIB, LOOKS, DrivenNode, DrivenProgram, Watched, at_rest, helper_of, only_its_own
 from tests.looks import pause
+from tests.wide import telling
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
@@ -98,8 +100,16 @@ def _planned(connection: Connection, pid: int) -> told.Plan:
     return plan
 
 
-@pytest.mark.parametrize("carrier", ["peer", "host"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "carrier"),
+    telling(
+        product(STAGES, ("peer", "host")),
+        [
+            *product(("copying out", "copying in"), ("peer", "host")),
+            *(("arming", "peer"), ("checkpoint", "host"), ("restore", "peer")),  # before the bytes move, and after
+        ],
+    ),
+)
 def test_a_helper_that_is_killed_while_it_carries_costs_no_byte(
     node: DrivenNode, tmp_path: Path, stage: str, carrier: str
 ) -> None:
@@ -126,8 +136,13 @@ def _interrupted(node: DrivenNode, tmp_path: Path, stage: str, carrier: str, int
         only_its_own(node, watched)
 
 
-@pytest.mark.parametrize("order", ["export", "free", "make", "filled"])
-@pytest.mark.parametrize("carrier", ["peer", "host"])
+@pytest.mark.parametrize(
+    ("order", "carrier"),
+    telling(
+        product(("export", "free", "make", "filled"), ("peer", "host")),
+        [("export", "peer"), ("free", "host"), ("make", "peer"), ("make", "host"), ("filled", "host")],
+    ),
+)
 def test_an_agent_that_cannot_is_left_where_it_was_or_brought_back(node: DrivenNode, order: str, carrier: str) -> None:
     with node.agented(0) as program, node.connect() as connection:
         watched = Watched(program)

@@ -23,6 +23,7 @@ from tests.e2e.mounting import why_no_mounts
 from tests.e2e.references import TWO_RANKS
 from tests.looks import COMMAND_MS, pause
 from tests.stubs.build import build_stub
+from tests.wide import telling
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
@@ -212,15 +213,12 @@ def test_on_a_disk_that_fills_up_the_job_goes_on_and_nothing_is_left(
         subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize(
-    ("phase", "moment", "ended"),
-    [
-        ("handing", RECORDED, False),  # nothing of the image is there
-        ("handing", BEGUN, None),  # somewhere within
-        ("handing", UNRECORDED, True),  # it is whole, and the journal does not say so
-        ("ending", RECORDED, True),
-    ],
-)
+# Nothing of the image is there, something is, it is whole, the journal says so; and whether the job ends by it.
+CUTS = [("handing", moment, ends) for moment, ends in ((RECORDED, False), (BEGUN, None), (UNRECORDED, True))]
+CUTS.append(("ending", RECORDED, True))
+
+
+@pytest.mark.parametrize(("phase", "moment", "ended"), telling(CUTS, CUTS[1:3]))
 def test_a_daemon_killed_with_an_image_under_way_leaves_a_whole_one_or_a_job_that_goes_on(
     halted: RunningDaemon,
     halts: Halts,
@@ -260,7 +258,7 @@ def test_a_daemon_killed_with_an_image_under_way_leaves_a_whole_one_or_a_job_tha
 HELD, WRITING, WHOLE = "held", "writing", "whole"
 
 
-@pytest.mark.parametrize("when", [HELD, WRITING, WHOLE])
+@pytest.mark.parametrize("when", telling([(HELD,), (WRITING,), (WHOLE,)], [(WRITING,), (WHOLE,)]))
 def test_a_job_that_was_to_go_on_stood_while_its_image_was_written(
     halted: RunningDaemon, halts: Halts, tmp_path: Path, expected: list[str], when: str
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hegmd.protocol.messages import Migrate, OperationReply
-from tests.e2e.moved_job import BRISK
+from tests.e2e.moved_job import BARE, BRISK
 from tests.gpu.moves_jobs import TRAINING
 from tests.gpu.restart_node import RestartedJob, RestartNode
 from tests.stubs.cuda.node import GIB, CudaNode
@@ -21,7 +21,7 @@ pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh ful
 
 ROOT = Path(__file__).parents[2]
 # Threads that wait for one another by looking all the while take the processors from everybody else's.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", **BARE}
 
 
 def rehearsed(program: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -45,6 +45,7 @@ def test_trainings_go_from_the_cpu_to_a_gpu_and_back_and_what_was_done_is_not_do
     assert "1 ok, 0 failed: -, 1 not run" in again.stdout
 
 
+@pytest.mark.wide
 def test_the_benchmark_splits_a_restart_and_has_its_rates() -> None:
     ran = rehearsed("bench_restart", "--repeat", "1", "--ready", "always", "pinned", "made-there")
     assert ran.returncode == 0, ran.stdout + ran.stderr

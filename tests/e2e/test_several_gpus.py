@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from hegmd.protocol import operations as told
 from hegmd.protocol.messages import Drain, Drained, Migrate, OperationReply
 from tests.e2e.driven import GIB, LOOKS, MIB, DrivenNode, DrivenProgram, Watched, at_rest
 from tests.looks import pause
+from tests.wide import telling
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
 
@@ -162,8 +164,18 @@ def test_a_neighbour_that_takes_all_it_can_gets_none_of_the_room_for_storages_on
         watched.is_whole()
 
 
-@pytest.mark.parametrize("stage", ["step:lock", "step:checkpoint", "step:restore", "cuCheckpointProcessUnlock"])
-@pytest.mark.parametrize("to", ["gpu1,gpu0", "gpu1=gpu2"])
+@pytest.mark.parametrize(
+    ("to", "stage"),
+    telling(
+        product(
+            ("gpu1,gpu0", "gpu1=gpu2"), ("step:lock", "step:checkpoint", "step:restore", "cuCheckpointProcessUnlock")
+        ),
+        [
+            *(("gpu1,gpu0", stage) for stage in ("step:lock", "step:restore")),
+            *(("gpu1=gpu2", stage) for stage in ("step:checkpoint", "cuCheckpointProcessUnlock")),
+        ],
+    ),
+)
 def test_a_daemon_that_is_killed_in_the_middle_costs_no_job(
     node: DrivenNode, tmp_path: Path, stage: str, to: str
 ) -> None:

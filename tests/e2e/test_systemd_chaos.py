@@ -22,15 +22,17 @@ pytestmark = [
 ]
 
 CELLS = (
-    Cell(MIGRATE, "arming", UNRECORDED, DAEMON),
     Cell(MIGRATE, "evacuating", BEGUN, DAEMON),
-    Cell(MIGRATE, "restoring", RECORDED, DAEMON),
     Cell(MIGRATE, "refilling", UNRECORDED, DAEMON),
-    Cell(SUSPEND, "evacuating", UNRECORDED, DAEMON),
     Cell(SUSPEND, "leaving", RECORDED, DAEMON),
     Cell(SUSPEND, "suspended", RECORDED, DAEMON),
-    Cell(RESUME, "refilling", BEGUN, DAEMON),
     Cell(RESUME, "verifying", RECORDED, DAEMON),
+)
+MORE_CELLS = (
+    Cell(MIGRATE, "arming", UNRECORDED, DAEMON),
+    Cell(MIGRATE, "restoring", RECORDED, DAEMON),
+    Cell(SUSPEND, "evacuating", UNRECORDED, DAEMON),
+    Cell(RESUME, "refilling", BEGUN, DAEMON),
     Cell(RESUME, "tidying", UNRECORDED, DAEMON),
 )
 
@@ -57,19 +59,20 @@ def killed(node: SystemdNode, halts: Halts, cell: Cell) -> str:
     return phase
 
 
+@pytest.mark.parametrize("cells", [CELLS, pytest.param(MORE_CELLS, marks=pytest.mark.wide)], ids=["some", "more"])
 def test_systemd_starts_a_killed_service_again_and_it_finishes_what_was_under_way(
-    node: SystemdNode, tmp_path: Path
+    node: SystemdNode, tmp_path: Path, cells: tuple[Cell, ...]
 ) -> None:
     python, script = what_trains(node)
     with halted_service(node, tmp_path) as halts:
         node.run("systemctl", "start", SERVICE)
         with Inside(node, python, script, 31) as job:
-            for cell in CELLS:
+            for cell in cells:
                 phase = killed(node, halts, cell)
                 assert phase in cell.ends, (cell, asked(node, "op", "--story", "1"))
             trains_at(node)
             lines = job.end()
-        assert int(node.show(SERVICE, "NRestarts")) >= len(CELLS)
+        assert int(node.show(SERVICE, "NRestarts")) >= len(cells)
         assert lines == undisturbed(script, 31, len(lines))
         left = list((node.root / "dev/shm").glob("hegmd-*/*"))
         assert left == []

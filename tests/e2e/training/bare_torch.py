@@ -14,6 +14,8 @@ from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 LEFT_OUT = {"torch._dynamo", "torch.export"}
+# Is told what is to be deterministic, where anything is.
+TOLD = {"torch._inductor", "torch._inductor.config"}
 META = "torch._meta_registrations"  # what operators do without numbers, and with it all that is made of other operators
 
 
@@ -22,7 +24,8 @@ class Hollow:
 
     @classmethod
     def find_spec(cls, name, _path=None, _target=None):
-        return ModuleSpec(name, cls) if name in LEFT_OUT or name == META else None
+        is_left_out = name in LEFT_OUT or name in TOLD or name == META
+        return ModuleSpec(name, cls, is_package=name in TOLD) if is_left_out else None
 
     @staticmethod
     def create_module(_spec):

@@ -1,5 +1,6 @@
-"""A compiled model, a compiled optimizer step, and a prefetching thread that reads the loader ahead."""
+"""A compiled model, and a prefetching thread that reads the loader ahead."""
 
+import os
 import queue
 import threading
 
@@ -9,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(6)
 model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.AdamW(model.parameters())
-forward = torch.compile(model)
+forward = torch.compile(model, backend=os.environ.get("COMPILED_BY", "inductor"))
 loader = DataLoader(TensorDataset(torch.randn(800, 32)), batch_size=4)
 ahead = queue.Queue(maxsize=2)
 

@@ -1,0 +1,26 @@
+"""Which cells of a table of cases `make test` runs: those that are a way of their own.
+
+The others go one of these ways once more, by the same code, and are left to `make test-wide`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def telling(cells: Iterable[tuple[Any, ...]], which: Collection[tuple[Any, ...]]) -> list[Any]:
+    """All of the cells for `parametrize`, of which those that are not among `which` are wide ones."""
+    table = list(cells)
+    assert set(which) <= set(table), "a cell that there is not"
+    return [
+        pytest.param(*cell, id="-".join(map(_name_of, cell)), marks=() if cell in which else pytest.mark.wide)
+        for cell in table
+    ]
+
+
+def _name_of(value: object) -> str:
+    name = getattr(value, "name", value)
+    return str(name)
