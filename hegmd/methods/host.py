@@ -290,7 +290,7 @@ class HostCarrier(CopyingCarrier):
 
     async def returned(self, subject: Subject, *, is_roomy: bool) -> None:
         """A mark does not wait: as long as there is one, what it names has the bytes by the word of whoever looks."""
-        if not is_roomy or self._marks.of(subject) is not None:
+        if not is_roomy or not self._marks.is_unmarked(subject):
             await self._put_away(subject)
 
     async def gone_on(self, subject: Subject) -> None:

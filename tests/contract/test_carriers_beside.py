@@ -8,7 +8,8 @@ Longer than 400 lines because who may read which memory is one account, told fro
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from hegmd.devices.topology import parse_topology
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
 from hegmd.helper.link import DriverFailed
 from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
-from hegmd.methods.base import Standing, Subject
+from hegmd.methods.base import Made, Standing, Subject
 from hegmd.methods.gpus import ahead_of, passing_of
 from hegmd.methods.host import HostCarrier
 from hegmd.methods.pooled import key_of
@@ -382,6 +383,22 @@ async def test_a_job_that_is_seen_to_go_on_has_what_was_still_held_beside_it(mov
         event = await performer.perform(op, Verify(number=1, worker=member.name, cause=1, beyond=0), ignored, None)
         assert isinstance(event, Verified), event
         assert not job.held()
+        await job.carrier.give(job.subject)
+
+
+async def test_a_mark_that_nobody_believes_is_no_failure_of_bytes_that_are_back(moving: Moving) -> None:
+    async with moving() as job:
+        await job.suspend()
+        await job.carrier.arm(job.off)
+        memory = job.rig.pool.memory(key_of(job.subject))
+
+        @asynccontextmanager
+        async def making() -> AsyncGenerator[Made]:
+            yield lambda: True
+            os.pwrite(memory.fd, packed_mark(Mark("7.4321.bytes", SIZE_BYTES)), memory.size_bytes - MARK_BYTES)
+
+        assert await job.carrier.put_back(job.subject, ignored, making) == SIZE_BYTES
+        assert job.rig.owner.ask("digest") == job.rig.owner.digest
         await job.carrier.give(job.subject)
 
 
