@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -87,6 +88,20 @@ def test_what_a_waiting_graph_holds_is_left_alone_until_its_backward() -> None:
     assert output.untyped_storage().data_ptr() not in _addresses(torch_state.find())
     output.sum().backward()
     assert output.untyped_storage().data_ptr() in _addresses(torch_state.find())
+
+
+def test_what_a_script_has_frozen_is_left_to_the_driver() -> None:
+    """`gc.freeze()` hides objects from every look. What is seen of them through others has owners that are not."""
+    hidden, shared = torch.randn(700), torch.randn(800)
+    gc.freeze()
+    try:
+        part, fresh = shared.detach()[10:], torch.randn(900)
+        found = torch_state.find()
+    finally:
+        gc.unfreeze()
+    assert fresh.data_ptr() in _addresses(found)
+    assert not {hidden.data_ptr(), shared.data_ptr()} & _addresses(found)
+    assert torch_state.UNSEEN_OWNER in _reason(found, part.untyped_storage().nbytes())
 
 
 def test_fake_and_meta_tensors_weigh_nothing() -> None:
