@@ -41,7 +41,7 @@ from pathlib import Path
 from types import FrameType
 
 from hegmd.errors import HegmError
-from tests.gpu.bench_record import huge_pages
+from tests.gpu.bench_record import huge_pages, unwinding
 from tests.gpu.image_jobs import Job, Jobs, Kind
 from tests.gpu.image_record import DRIVER, GIB, Record
 from tests.gpu.image_rounds import Place, Rounds
@@ -229,6 +229,7 @@ def main() -> int:
     settings = "" if criu is None else f'[images]\ncriu = "{criu.resolve()}"\n'
     signal.signal(signal.SIGALRM, _overdue)
     with ExitStack() as held:
+        held.enter_context(unwinding())
         largest_gib = max((case.kind.size_gib for case in cases), default=1)
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-image-run-")))
         places = held.enter_context(places_for(asked.disk, largest_gib))

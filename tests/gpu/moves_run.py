@@ -31,6 +31,7 @@ from types import FrameType
 from typing import Any
 
 from hegmd.errors import HegmError
+from tests.gpu.bench_record import unwinding
 from tests.gpu.moves_cases import CASES, LAST, LEFT_OUT, nothing_left
 from tests.gpu.moves_jobs import Jobs
 from tests.gpu.moves_node import Account, Node, WentWrongError
@@ -235,6 +236,7 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGALRM, _overdue)
     with ExitStack() as held:
+        held.enter_context(unwinding())
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="hegm-moves-")))
         node = Node(folder)
         idle = node.gpus.account()

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from hegmd.errors import HegmError
+from tests.gpu.bench_record import unwinding
 from tests.gpu.moves_jobs import TRAINING
 from tests.gpu.moves_node import WentWrongError
 from tests.gpu.restart_node import CPU, RestartedJob, RestartNode
@@ -217,7 +218,7 @@ def main(argv: Sequence[str]) -> int:
     if asked.list or asked.table:
         print(table(run.results) if asked.table else "\n".join(asked.cases))
         return 0
-    with tempfile.TemporaryDirectory(prefix="hegm-restarts-") as folder:
+    with unwinding(), tempfile.TemporaryDirectory(prefix="hegm-restarts-") as folder:
         try:
             with RestartNode(Path(folder), rehearsed=asked.rehearse) as node:
                 gpus = node.gpus()
