@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 5.0
+# A training that has not come to its place by then is told of, once; it is waited for all the same.
+LONG_S = 120.0
+SLOW_HINT = "it may be slow; one that another user or another container runs has no agent in it, and begins anew"
 TRIES = 2
 
 
@@ -64,6 +67,7 @@ class DaemonDesk:
         #: Who looks out for a process that would begin anew, and what it has found.
         self._lookout = Lookout()
         self._found = ""
+        self._tells_at: float | None = None
         #: How the command ended last, and whether it launches ranks.
         self._launches = False
         self._status = GAVE_UP_STATUS
@@ -162,6 +166,7 @@ class DaemonDesk:
         """The command runs."""
         self._pid, self._resumes, self._was_ready, self._found = pid, None, was_ready, ""
         self._expected = self._kept = None
+        self._tells_at = monotonic() + LONG_S
         if self._order is not None:
             self._due, self._left, self._started = False, False, True
             self._starts += 1
@@ -286,6 +291,9 @@ class DaemonDesk:
         self._found = self._lookout.look(self._pid, now) or ""
         if self._found:
             self._say(f"{self._found}; {HINT}")
+        elif self._tells_at is not None and now >= self._tells_at:
+            self._tells_at = None
+            self._say(f"it was started {LONG_S:g} s ago, and no training in it has its state back yet; {SLOW_HINT}")
         return None if self._found else self._lookout.look_at
 
     def _settle(self, order: SupervisorOrder) -> None:

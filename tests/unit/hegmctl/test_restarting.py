@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from hegmctl.readying import LOCK_FD, OPERATION, STATE_FD
-from hegmctl.restarting import DaemonDesk
+from hegmctl.restarting import LONG_S, DaemonDesk
 from hegmctl.supervising import GAVE_UP_STATUS, LEFT_STATUS, NOT_ITS_TURN_STATUS, GiveUp, Start
 from hegmd.errors import Refused
 from hegmd.protocol.connection import Asked
@@ -309,6 +309,17 @@ def test_a_training_without_the_agent_began_anew_and_was_not_ended(attended: Att
     attended.until(lambda: attended.reports()[-1].result == "failed")
     assert "has begun anew: the option -I leaves hegmd's agent out" in attended.reports()[-1].message
     assert "start it without -E, -I and -S" in attended.said[-1]
+
+
+def test_a_start_in_which_nobody_has_its_state_for_long_is_told_of_once(attended: Attended) -> None:
+    """As of `--resume 4 -- docker run ...`, whose processes nobody here can look into."""
+    attended.attend()
+    attended.expect()
+    attended.start()
+    began = monotonic()
+    for later_s in (LONG_S - 1, LONG_S + 1, LONG_S + 2):
+        assert attended.desk.turn(began + later_s, os.getpid()) is not None
+    assert [line.partition(",")[0] for line in attended.said] == ["it was started 120 s ago"]
 
 
 def test_a_job_with_an_exit_code_of_its_own_was_taken_for_ended(socket_path: Path, tmp_path: Path) -> None:
