@@ -54,6 +54,8 @@ def test_mypy_finds_nothing() -> None:
     _run("mypy")
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(240)
 def test_pyright_finds_nothing() -> None:
+    """As much of the processor as all other house rules together, and half as much again: CI runs it by `make lint`."""
     _run("pyright")

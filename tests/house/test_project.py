@@ -110,7 +110,9 @@ def test_the_version_is_in_one_place() -> None:
 
 
 def test_ci_runs_what_a_person_runs() -> None:
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    runs = (ROOT / ".ci" / "run").read_text()
+    assert "make test" in runs
+    assert "make lint" in runs, "which alone has pyright"
 
 
 def test_pre_commit_runs_what_the_tests_run() -> None:
