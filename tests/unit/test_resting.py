@@ -70,6 +70,20 @@ async def test_a_job_that_is_suspended_already_is_spilled_when_that_is_asked(tmp
         assert "spilling" in node.phases
 
 
+async def test_what_is_held_is_given_up_by_no_other_user_and_of_no_process_that_lives(
+    tmp_path: Path, process: Child
+) -> None:
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        answer = await node.operations.suspend([process.pid], node.asked())
+        assert answer.operation is not None
+        for may, why in ((False, "belongs to uid"), (True, "is there still")):
+            with pytest.raises(HegmError, match=why):
+                await node.operations.drop(answer.operation.id, node.asked(may=may))
+        await node.operations.resume(process.pid, None, node.asked())
+        assert agent.data == b"weights"
+
+
 async def test_a_full_disk_leaves_it_suspended_with_its_bytes_in_memory(tmp_path: Path, process: Child) -> None:
     async with running(tmp_path, spare_bytes=1 << 60) as node:
         agent = await node.attend(process.pid)
