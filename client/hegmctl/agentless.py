@@ -11,10 +11,13 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
+from time import monotonic
 
 from hegmctl.isolation import PATHS, begins_with_python, leads_to_agent, option_that_leaves_out
 
 LOOK_EVERY_S = 0.25
+# Below a launcher of many ranks a look takes longer, and is to take no more than so small a part of a processor.
+PAUSE = 20.0
 _TORCH = b"/libtorch"
 _LONGEST_WORDS = 200
 # Position of the start time after the name, which may hold anything.
@@ -32,8 +35,9 @@ class Lookout:
         """What stands against the command that is that process, which was ended then; None where nothing does."""
         if now < self.look_at:
             return None
-        self.look_at = now + LOOK_EVERY_S
+        began = monotonic()
         why = next(filter(None, map(_why_not_ours, _below(pid))), None)
+        self.look_at = now + max(LOOK_EVERY_S, PAUSE * (monotonic() - began))
         if why is not None:
             _end_all(pid)
         return why
