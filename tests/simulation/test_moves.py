@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(180)  # seconds of work each on a machine that 
 # What 3,000 more of them would find, `make bench-chaos` does with its 100,000.
 SEEDS = 1500
 # Restarts have lives of their own, as many as these lack of 2,000: test_restarts.py.
-OF_RESTARTS = {"came-on", "next-awaited", "training-ended"}
+OF_RESTARTS = {"came-on", "drop-asked", "next-awaited", "training-ended"}
 CHUNK = 250
 # Lives in which what is rare happens come before all others, which are lived only where these do not have it any more.
 RARE_EVENTS = (386, 127, 10, 5, 31, 165, 495)
