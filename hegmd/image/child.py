@@ -33,9 +33,9 @@ from hegmd.image.folder import (
     make,
     opened_plain,
     summed,
-    told,
 )
 from hegmd.image.plain_file import copy
+from hegmd.image.refusals import told
 from hegmd.image.seal import read_manifest
 from hegmd.image.shelf import manifest_in, remove, sweep, trim
 from hegmd.protocol.record import plain_value

@@ -21,7 +21,6 @@ import errno
 import os
 import re
 import secrets
-import shlex
 import stat
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -31,6 +30,7 @@ from hegmd.errors import DENIED, NOT_FOUND, UNAVAILABLE, HegmError, Refused
 from hegmd.image.byte_file import ByteFile
 from hegmd.image.lock import lock_alone
 from hegmd.image.plain_file import sum_of
+from hegmd.image.refusals import taken, told
 from hegmd.image.seal import MOST_BYTES
 from hegmd.protocol.images import ImageFile, Manifest
 
@@ -200,7 +200,7 @@ class Folder:
             os.rename(self.name, name, src_dir_fd=self._parent_fd, dst_dir_fd=self._parent_fd)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise _taken(self.path) from error
+                raise taken(self.path) from error
             raise
         self.name = name
 
@@ -329,33 +329,6 @@ def after(before_bytes: int, progress: Progress) -> Progress:
     return lambda done_bytes: progress(before_bytes + done_bytes)
 
 
-@contextlib.contextmanager
-def told(path: str, what: str) -> Generator[None]:
-    """What the system refuses, as a sentence with the next step."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        message, facts = f"{path} cannot be {what}: {reason}", {"path": path, "errno": error.errno}
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise Refused(
-                message,
-                f"free space or quota there (df -h {shlex.quote(os.path.dirname(path))}), or name another place",
-                facts,
-            ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise HegmError(DENIED, message, "name a directory that you may write", facts) from error
-        if error.errno == errno.ENOENT:
-            raise HegmError(
-                NOT_FOUND, message, "see `hegmctl images ls` for what is there, or make its parent", facts
-            ) from error
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise Refused(
-                f"{path} cannot be {what}: it is a link or no directory", "name the directory itself", facts
-            ) from error
-        raise HegmError(UNAVAILABLE, message, "look at the disk: dmesg, df -h", facts) from error
-
-
 def split(path: str) -> tuple[str, str]:
     """Its parent and its name. Raises Refused for what cannot be an image's path."""
     parent, name = os.path.split(os.path.normpath(path))
@@ -381,15 +354,7 @@ def _require_free(parent_fd: int, name: str, path: str) -> None:
                 return
         finally:
             os.close(fd)
-    raise _taken(path)
-
-
-def _taken(path: str) -> Refused:
-    return Refused(
-        f"{path} is there already, and is not an empty directory",
-        f"name a directory that is not there; `hegmctl images rm {shlex.quote(path)}` removes an image",
-        {"path": path},
-    )
+    raise taken(path)
 
 
 def unnamed_beside(name: str, kind: str) -> str:

@@ -25,10 +25,10 @@ from hegmd.image.folder import (
     find,
     is_left_over,
     split,
-    told,
     unnamed_beside,
 )
 from hegmd.image.lock import lock_alone
+from hegmd.image.refusals import told
 from hegmd.image.seal import read_manifest
 from hegmd.protocol.images import ImageSeen, ImageVerified, Manifest
 

@@ -181,7 +181,7 @@ def test_nothing_that_is_there_is_written_over(tmp_path: Path) -> None:
 
 
 def test_what_is_to_be_typed_removed_another_directory_where_the_name_had_a_space(tmp_path: Path) -> None:
-    (tmp_path / "old train").write_text("")
+    built(tmp_path / "old train")
     with pytest.raises(HegmError) as refused:
         make(str(tmp_path / "old train"))
     assert f"`hegmctl images rm '{tmp_path}/old train'`" in refused.value.hint

@@ -12,7 +12,8 @@ import pytest
 
 from hegmd.errors import DENIED, INCOMPATIBLE, NOT_FOUND, REFUSED, UNAVAILABLE, Code, HegmError
 from hegmd.image import shelf
-from hegmd.image.folder import told
+from hegmd.image.folder import find, free_bytes_at
+from hegmd.image.refusals import told
 from hegmd.image.seal import MOST_BYTES, written
 from tests.unit.image.directory import BLOCK_BYTES, MANIFEST, built, ignore
 
@@ -62,3 +63,57 @@ def test_what_a_disk_refuses_is_told_with_the_next_step(number: int, code: Code,
         raise OSError(number, os.strerror(number))
     assert refused.value.code is code
     assert words in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "step"),
+    [
+        ("file", "is there already: it is a file and no directory", "name a directory that is not there yet"),
+        ("file/x", "cannot be made: {}/file is a file and no directory", "that is not there yet, in one that is"),
+        ("pipe", "is there already: it is a pipe and no directory", "name a directory that is not there yet"),
+        ("dangling", "is there already: it is a link to gone, where nothing is", "name a directory that is not there"),
+        ("dangling/x", "cannot be made: {}/dangling is a link to gone, where nothing is", "in one that is"),
+        ("round/x", "cannot be made: {}/round is a link to round, where nothing is", "in one that is"),
+        ("to-full", "is there already: it is a link to full", "name a directory that is not there yet"),
+        ("gone/x", "cannot be made: there is no {}/gone", "mkdir -p {}/gone"),
+        ("full", "is there already, and is not an empty directory", "name a directory that is not there yet"),
+        ("image", "is there already: it is an image", "`hegmctl images rm {}/image` removes that one"),
+    ],
+)
+def test_to_remove_what_is_no_image_was_named_as_the_way_to_put_one_there(
+    tmp_path: Path, name: str, why: str, step: str
+) -> None:
+    """`hegmctl images rm /dev/null`, for one."""
+    _furnish(tmp_path)
+    with pytest.raises(HegmError) as refused:
+        free_bytes_at(f"{tmp_path}/{name}")
+    assert refused.value.message.endswith(why.format(tmp_path))
+    assert step.format(tmp_path) in refused.value.hint
+    assert ("images rm" in refused.value.hint) is (name == "image")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("file", "it is a file and no directory"),
+        ("dangling", "it is a link to gone, where nothing is"),
+        ("to-full", "it is a link to full"),
+        ("gone", "No such file or directory"),
+        ("gone/x", "there is no {}/gone"),
+    ],
+)
+def test_what_is_no_image_is_told_for_what_it_is(tmp_path: Path, name: str, why: str) -> None:
+    _furnish(tmp_path)
+    with pytest.raises(HegmError) as refused:
+        find(f"{tmp_path}/{name}")
+    assert refused.value.message == f"{tmp_path}/{name} cannot be opened: {why.format(tmp_path)}"
+    assert "name the directory itself" in refused.value.hint
+
+
+def _furnish(folder: Path) -> None:
+    (folder / "file").touch()
+    os.mkfifo(folder / "pipe")
+    for name, target in (("dangling", "gone"), ("round", "round"), ("to-full", "full")):
+        (folder / name).symlink_to(target)
+    (folder / "full" / "other").mkdir(parents=True)
+    built(folder / "image")

@@ -1,0 +1,93 @@
+"""What stands in the way of a directory for an image, or of reading one, in a sentence with the next step.
+
+What is in the way is looked at once more, with the rights of whoever wanted it, when the system has refused: its word
+does not tell which part of a path was meant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shlex
+import stat
+from collections.abc import Generator
+
+from hegmd.errors import DENIED, NOT_FOUND, UNAVAILABLE, HegmError, Refused
+
+__all__ = ["taken", "told"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_DIRECTORY = (errno.ELOOP, errno.ENOTDIR)
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+@contextlib.contextmanager
+def told(path: str, what: str) -> Generator[None]:
+    """What the system refuses, as a sentence with the next step."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        message, facts = f"{path} cannot be {what}: {reason}", {"path": path, "errno": error.errno}
+        if error.errno in _FULL:
+            raise Refused(
+                message,
+                f"free space or quota there (df -h {shlex.quote(os.path.dirname(path))}), or name another place",
+                facts,
+            ) from error
+        if error.errno in _CLOSED:
+            raise HegmError(DENIED, message, "name a directory that you may write", facts) from error
+        if error.errno == errno.ENOENT:
+            message = f"{path} cannot be {what}: {_obstacle(path) or reason}"
+            raise HegmError(NOT_FOUND, message, _step(path, what), facts) from error
+        if error.errno in _NO_DIRECTORY:
+            message = f"{path} cannot be {what}: {_obstacle(path) or 'it is a link or no directory'}"
+            raise Refused(message, _step(path, what), facts) from error
+        raise HegmError(UNAVAILABLE, message, "look at the disk: dmesg, df -h", facts) from error
+
+
+def taken(path: str) -> Refused:
+    """There is something of that name where an image is to be made."""
+    hint, facts = "name a directory that is not there yet", {"path": path}
+    if (found := _obstacle(path)) is not None:
+        return Refused(f"{path} is there already: {found}", hint, facts)
+    with contextlib.suppress(OSError):
+        if {"manifest.json", "seal"} <= {*os.listdir(path)}:
+            hint = f"{hint}; `hegmctl images rm {shlex.quote(path)}` removes that one"
+            return Refused(f"{path} is there already: it is an image", hint, facts)
+    return Refused(f"{path} is there already, and is not an empty directory", hint, facts)
+
+
+def _step(path: str, what: str) -> str:
+    parent = os.path.dirname(path)
+    if what != "made":
+        return "name the directory itself; see `hegmctl images ls` for what is there"
+    if os.path.lexists(parent):
+        return "name a directory that is not there yet, in one that is"
+    return f"make it first, or name another place: mkdir -p {shlex.quote(parent)}"
+
+
+def _obstacle(path: str) -> str | None:
+    """What of that path is no directory, or is not there before its end; None where there is nothing of the kind."""
+    seen = "/"
+    for name in path.strip("/").split("/"):
+        seen = os.path.join(seen, name)
+        it = "it" if seen == path else seen
+        try:
+            kind = stat.S_IFMT(os.lstat(seen).st_mode)
+        except OSError as error:
+            return f"there is no {seen}" if error.errno == errno.ENOENT and seen != path else None
+        if kind == stat.S_IFLNK and (it == "it" or not os.path.isdir(seen)):
+            leads = "" if os.path.exists(seen) else ", where nothing is"
+            return f"{it} is a link to {os.readlink(seen)}{leads}"
+        if kind in _KINDS:
+            return f"{it} is {_KINDS[kind]} and no directory"
+    return None
