@@ -86,7 +86,7 @@ class Checkpoints:
         size_bytes = looked.criu_bytes + with_it_bytes
         whole_bytes = looked.criu_bytes + plan.size_bytes
         plan = with_image(plan, snapshot.rates, size_bytes=size_bytes, leave_running=leave_running)
-        plan = plan.replace(hazards=(*plan.hazards, _told_size(whole_bytes, path)))
+        plan = plan.replace(hazards=(*plan.hazards, *looked.notes, _told_size(whole_bytes, path)))
         wish = _wish(path, rights, looked, leave_running=leave_running)
         return await self._operations.carry_out(plan, snapshot, asked, handoff=wish)
 
@@ -115,7 +115,7 @@ class Checkpoints:
             raise refusal(reasons)
         size_bytes = plan.size_bytes + looked.criu_bytes
         plan = with_image(plan, self._paces.rates(), size_bytes=size_bytes, leave_running=False)
-        plan = plan.replace(hazards=(*plan.hazards, _told_size(size_bytes, path)))
+        plan = plan.replace(hazards=(*plan.hazards, *looked.notes, _told_size(size_bytes, path)))
         return await self._operations.hand_over(op, _wish(path, rights, looked), plan, asked)
 
     async def restore(self, wish: Wished, rights: Rights, asked: Asked) -> Answer:

@@ -108,7 +108,8 @@ class Dumping:
         attending = {member.pid: self._agents.told(member) for member in op.live}
         if guise != await self._looks.at(lambda _: guise_for(tree, needs, rights_of(wish)), name="hegmd-guise"):
             raise Refused("the job has got other rights meanwhile", "ask again when it starts no programs")
-        people = Population({member.pid: member.start_ticks for member in tree.members})
+        stopped = frozenset(member.pid for member in tree.members if member.state == "T")
+        people = Population({member.pid: member.start_ticks for member in tree.members}, stopped)
         self._remember(op, people)
         await run_detached(lambda _: self._notes.note(op.id, people), name="hegmd-note")
         node = await self._write_side_by_side(op, wish, lent, criu, (tree, needs, guise), on_progress)

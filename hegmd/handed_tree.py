@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hegmd.criu.dumped import strangers
 from hegmd.criu.guise import Guise, closed_to, to_dump, worn_by_root
 from hegmd.criu.needs import Needs
-from hegmd.criu.population import Population, end_all, let_go, population_of
+from hegmd.criu.population import Population, end_all, holders_of, let_go, population_of
 from hegmd.criu.tree import Member as Process
 from hegmd.criu.tree import Tell, Tree, pids_below, read_tree
 from hegmd.errors import DENIED, NOT_FOUND, REFUSED, HegmError, Refused
@@ -43,6 +43,19 @@ def tree_of(pids: Sequence[int], tell: Tell) -> tuple[int, Tree]:
         return root, read_tree(root, tell=tell)
     except (ProcessLookupError, FileNotFoundError) as error:
         raise HegmError(NOT_FOUND, f"a process of the job has ended: {error}", "see the log of the job") from error
+
+
+def told_of_kin(tree: Tree) -> Iterator[str]:
+    """Those who are not in the tree, and have a number of it as their group or session: it cannot come back with them.
+
+    Such as what it has started for good, whose parent has ended.
+    """
+    for holder in holders_of(tree.pids):
+        if holder.pid not in tree.pids:
+            yield (
+                f"process {holder.pid}, which is not in the job, has its number {holder.number} as its {holder.what}: "
+                "where it is still there, the job comes back only when that has ended"
+            )
 
 
 def ancestors_of(pid: int) -> list[int]:
@@ -115,7 +128,10 @@ def require_no_more(dumped: Mapping[int, bool], tree: Tree, rights: Rights) -> N
 
 
 def let_all_go(wish: Wish, dumped: Population) -> None:
-    """Have everybody of the tree go on, and `dumped`, whom CRIU has had: whose parent has ended is found no more."""
+    """Have everybody of the tree go on, and `dumped`, whom CRIU has had: whose parent has ended is found no more.
+
+    Who stood still by a signal before that stays so.
+    """
     try:
         found = population_of(pids_below(wish.root_pid)).start_ticks
     except OSError as error:
@@ -124,7 +140,7 @@ def let_all_go(wish: Wish, dumped: Population) -> None:
     if found.get(wish.root_pid) != wish.root_ticks:
         found = {}
     if people := {**dumped.start_ticks, **found}:
-        let_go(Population(people))
+        let_go(Population(people, dumped.stopped))
 
 
 def end_tree(wish: Wish, member: Member, dumped: Population) -> None:

@@ -37,6 +37,7 @@ from hegmd.handed_tree import (
     guise_for,
     let_all_go,
     not_theirs,
+    told_of_kin,
     tree_of,
 )
 from hegmd.image.images import Images
@@ -77,12 +78,14 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """A tree of processes as it was seen: its root, how much memory of theirs an image has, what is against one."""
+    """A tree of processes as it was seen: its root, how much memory of theirs an image has, what is against one, and
+    what may be against bringing it back."""
 
     root_pid: int
     root_ticks: int
     criu_bytes: int
     reasons: tuple[Reason, ...]
+    notes: tuple[str, ...]
 
 
 class Handoff:
@@ -149,7 +152,8 @@ class Handoff:
             )
         except HegmError as error:
             reasons.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
-        return Looked(root, tree.member(root).start_ticks, criu_bytes, tuple(reasons))
+        notes = await self._looks.at(lambda _: tuple(told_of_kin(tree)), name="hegmd-tree")
+        return Looked(root, tree.member(root).start_ticks, criu_bytes, tuple(reasons), notes)
 
     def _lacking(self, tree: Tree, guise: Guise | None) -> Iterator[Reason]:
         uids = frozenset(member.uid for member in tree.members)

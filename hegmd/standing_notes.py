@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hegmd.criu.population import Population
 from hegmd.errors import UNAVAILABLE, HegmError
-from hegmd.protocol.record import as_map
+from hegmd.protocol.record import as_list, as_map
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ class StandingNotes:
 
     def note(self, op_id: str, people: Population) -> None:
         """CRIU is about to stop these. Raises HegmError."""
-        note = {"boot": _BOOT_ID.read_text().strip(), "start_ticks": dict(people.start_ticks)}
+        note: dict[str, object] = {"boot": _BOOT_ID.read_text().strip(), "start_ticks": dict(people.start_ticks)}
+        note["stopped"] = sorted(people.stopped)
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             fd = os.open(self._folder / op_id, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -51,7 +52,8 @@ class StandingNotes:
         if note.get("boot") != _BOOT_ID.read_text().strip():
             return None
         ticks = as_map(note.get("start_ticks")) or {}
-        return Population({int(pid): value for pid, value in ticks.items() if isinstance(value, int)})
+        stopped = frozenset(pid for pid in as_list(note.get("stopped")) or () if isinstance(pid, int))
+        return Population({int(pid): value for pid, value in ticks.items() if isinstance(value, int)}, stopped)
 
     def forget(self, op_id: str) -> None:
         """They go on, or have ended. Raises nothing: what stays is taken away with its operation."""

@@ -97,7 +97,17 @@ _TABLE: tuple[_Row, ...] = (
         "hegmd tells CRIU to leave them alone: see that no --manage-cgroups stands in the configuration of CRIU",
     ),
     _Row(
-        r"(?:mnt: .*(?i:can't|unable|failed|doesn't|isn't)|Can't lookup mount=)",
+        r"pidfd pid (?P<pid>\d+) is not a part of process tree",
+        "the job has a pidfd of process {pid} open, which is not in it",
+        _DUMP_AGAIN,
+    ),
+    _Row(
+        r"Can't lookup mount=",
+        "the job has something open on a mount that it does not see, as POSIX message queues are",
+        _DUMP_AGAIN,
+    ),
+    _Row(
+        r"(?:mnt: .*(?i:can't|unable|failed|doesn't|isn't))",
         "CRIU cannot deal with a mount that the job sees",
         "run the job in the node's own mount namespace, or checkpoint it by its container runtime",
     ),
@@ -154,7 +164,8 @@ _TABLE: tuple[_Row, ...] = (
     _Row(
         r"(?:Operation not permitted|Permission denied)",
         "the kernel refuses CRIU something",
-        "see `hegmctl doctor` and CRIU's log; security modules and a container's own limits are the usual cause",
+        "see `hegmctl doctor` and the end of CRIU's log in hegmd's; security modules and a container's own limits are "
+        "the usual cause",
     ),
 )
 
@@ -171,7 +182,11 @@ def failure(step: str, log: str, output: str, status: int | None) -> HegmError:
                 message = f"CRIU's {step} {ended}: {sentence}"
                 return HegmError(EXTERNAL, message, row.hint, {**facts, "complaint": _bare(line)})
     reason = _bare(errors[0]) if errors else "it says nothing about why"
-    hint = "see CRIU's log, which is kept with the image" if errors else "see whether CRIU works here: hegmctl doctor"
+    hint = (
+        "see the end of CRIU's log in hegmd's: journalctl -u hegmd"
+        if errors
+        else "see whether CRIU works here: hegmctl doctor"
+    )
     return HegmError(EXTERNAL, f"CRIU's {step} {ended}: {reason}", hint, facts)
 
 

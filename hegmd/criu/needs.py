@@ -247,6 +247,13 @@ def _reasons_of_descriptors(tree: Tree, gpu_pids: Collection[int]) -> Iterator[R
                 "torchrun has none with USE_LIBUV=0 under hegmctl run)",
                 each.pid,
             )
+        elif each.refers_to > 0 and each.refers_to not in tree.pids:
+            yield refusal(
+                f"process {each.pid} has a pidfd of process {each.refers_to} open (descriptor {each.fd}), which is not "
+                "in the job",
+                "have the script close it before: that process will not be there when the job comes back",
+                each.pid,
+            )
         elif stat.S_ISCHR(each.mode) and not _is_dumpable_device(each):
             if not each.path.startswith(GPU_DEVICES):
                 yield refusal(

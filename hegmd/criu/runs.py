@@ -72,6 +72,7 @@ DUMP_IS_LONG_S = 300.0
 RESTORE_DEADLINE_S = 900.0
 
 _LOG_MAX_BYTES = 4 << 20
+_LOG_LINES = 40
 _PYTHON = (sys.executable, "-SE", str(Path(__file__).with_name("attendant.py")))
 
 
@@ -126,7 +127,7 @@ async def dump(
                 lambda: _tell_of_long(root_pid, is_long_s),
             )
             if done.status != 0:
-                raise failure("dump", _log(images_dir_fd, DUMP_LOG), done.output_tail, done.status)
+                raise _failed("dump", _log(images_dir_fd, DUMP_LOG), done.output_tail, done.status)
         except HegmError:
             await run_detached(lambda _: let_go(before), name="let the job go on")
             raise
@@ -194,13 +195,13 @@ async def _restore_once(
             end=lambda: end_all(population_of(needs.pids)),
         )
         if not begun.word:
-            raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", begun.status)
+            raise _failed("restore", _log(log_dir_fd, RESTORE_LOG), "", begun.status)
         attendant = begun.pid
     with anyio.CancelScope(shield=True):  # they are there: until it is known who they are, nobody else can end them
         try:
             came, attended = await run_detached(lambda _: _came(needs, attendant), name="look at the job")
             if needs.pids[0] not in came.start_ticks:
-                raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", 0)
+                raise _failed("restore", _log(log_dir_fd, RESTORE_LOG), "", 0)
         except BaseException:
             await _end_unseen(unit_name, attendant)
             raise
@@ -264,7 +265,7 @@ async def _restore_in_unit(
         with anyio.CancelScope(shield=True):
             done = await start_unit(argv, name, pid_file=pid_file, description=description, deadline_s=deadline_s)
             if done.status != 0:
-                raise failure("restore", _log(log_dir_fd, RESTORE_LOG), "", done.status)
+                raise _failed("restore", _log(log_dir_fd, RESTORE_LOG), "", done.status)
         await anyio.lowlevel.checkpoint()  # whoever does not want it any more is seen here
     except UnitTaken:
         raise  # somebody else's
@@ -304,6 +305,13 @@ async def _take_numbers(needs: Needs, thread_numbers: Sequence[int]) -> None:
             "end what has it (ps -eLo pid,tid,args), or restore in a fresh pid namespace: "
             "unshare --pid --fork --mount-proc",
         )
+
+
+def _failed(step: str, log: str, output: str, status: int | None) -> HegmError:
+    """What went wrong, with the end of CRIU's log in ours: its own goes with the image, or with the try."""
+    error = failure(step, log, output, status)
+    logger.warning("%s; CRIU's log ends so:\n%s", error.message, "\n".join([*log.splitlines()[-_LOG_LINES:], output]))
+    return error
 
 
 def _log(dir_fd: int, name: str) -> str:

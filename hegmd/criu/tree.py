@@ -63,6 +63,7 @@ class Descriptor:
     links: int = 1
     owner: tuple[int, int] = (0, 0)  # user and group
     is_locked: bool = False
+    refers_to: int = 0  # the process that it is a pidfd of; -1 of one that has ended
     trouble: str | None = None  # why no more is known of it
 
     @property
@@ -258,6 +259,7 @@ def _descriptors(proc: Path, pid: int, tell: Tell) -> Iterator[Descriptor]:
             links=seen.st_nlink,
             owner=(seen.st_uid, seen.st_gid),
             is_locked="lock" in facts,
+            refers_to=int(facts.get("Pid", "0")),
         )
 
 

@@ -16,10 +16,10 @@ import pytest
 from hegmd.criu.needs import needs_of
 from hegmd.criu.population import Population, end_all, population_of
 from hegmd.criu.tree import Member as Process
-from hegmd.criu.tree import Tree
+from hegmd.criu.tree import Tree, read_tree
 from hegmd.errors import DENIED, REFUSED, HegmError
 from hegmd.external import Rights
-from hegmd.handed_tree import end_tree, let_all_go, not_theirs, require_no_more
+from hegmd.handed_tree import end_tree, let_all_go, not_theirs, require_no_more, told_of_kin
 from hegmd.migration.operation import Handoff as Wish
 from tests.unit.migration.operations import worker
 
@@ -86,6 +86,30 @@ def test_a_child_of_a_job_that_was_killed_after_its_dump_stood_for_ever(
         assert child not in population_of([child]).stopped
 
 
+STARTS = """
+import subprocess
+started = subprocess.run(["sh", "-c", "sleep 1000 >&2 & echo $!"], check=True, stdout=subprocess.PIPE, text=True)
+print(started.stdout, end="", flush=True)
+input()
+"""
+
+
+def test_what_a_job_had_started_for_good_was_told_of_only_when_the_job_could_not_come_back() -> None:
+    """It has the job's number for its group, and its parent has ended."""
+    argv, pipe = [sys.executable, "-c", STARTS], subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as job:
+        assert job.stdout is not None
+        kin = int(job.stdout.readline())
+        try:
+            told = list(told_of_kin(read_tree(job.pid)))
+        finally:
+            end_all(population_of([kin]))
+            job.kill()
+    assert [line.partition(":")[0] for line in told] == [
+        f"process {kin}, which is not in the job, has its number {job.pid} as its group"
+    ]
+
+
 def test_a_root_that_cannot_be_looked_at_for_want_of_a_descriptor_goes_on(paused: int) -> None:
     ticks = population_of([paused]).start_ticks[paused]
     wish = Wish(path="/images/one", uid=0, gid=0, root_pid=paused, root_ticks=ticks)
@@ -98,3 +122,18 @@ def test_a_root_that_cannot_be_looked_at_for_want_of_a_descriptor_goes_on(paused
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     os.waitid(os.P_PID, paused, os.WCONTINUED)
+
+
+def test_a_child_that_the_job_had_stopped_itself_went_on_after_its_image(paused: int) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        try:
+            ticks = population_of([paused, child.pid]).start_ticks
+            for pid in (paused, child.pid):
+                os.kill(pid, signal.SIGSTOP)
+                os.waitid(os.P_PID, pid, os.WSTOPPED)
+            wish = Wish(path="/images/one", uid=0, gid=0, root_pid=paused, root_ticks=ticks[paused])
+            let_all_go(wish, Population(ticks, frozenset({child.pid})))
+            os.waitid(os.P_PID, paused, os.WCONTINUED)
+            assert population_of([child.pid]).stopped == {child.pid}
+        finally:
+            child.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 from pathlib import Path
 
 import anyio
@@ -44,6 +45,8 @@ async def test_whom_criu_stops_is_on_disk_from_before_that_until_they_go_on(tmp_
     program, op = tmp_path / "criu", attended(paused)
     program.write_text(LOOKS.format(note=tmp_path / "standing" / op.id, seen=tmp_path / "seen"))
     program.chmod(0o755)
+    os.kill(paused, signal.SIGSTOP)
+    await anyio.to_thread.run_sync(os.waitid, os.P_PID, paused, os.WSTOPPED)
 
     async def criu() -> Criu:
         return Criu(str(program), "4.2")
@@ -64,8 +67,16 @@ async def test_whom_criu_stops_is_on_disk_from_before_that_until_they_go_on(tmp_
             await handoff_with(lent, tmp_path, criu, workers=workers).dump(op, lambda _: None)
         tasks.cancel_scope.cancel()
     os.close(lent.criu_dir_fd)
-    assert json.loads((tmp_path / "seen").read_text())["start_ticks"] == {str(paused): start_ticks(paused)}
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert (seen["start_ticks"], seen["stopped"]) == ({str(paused): start_ticks(paused)}, [paused])
+    assert state(paused) == "T", "somebody else has stopped it"
     assert list((tmp_path / "standing").iterdir()) == []
+
+
+async def test_who_stood_still_by_a_signal_before_is_noted(tmp_path: Path) -> None:
+    people = Population({7: 70, 8: 80}, frozenset({8}))
+    StandingNotes(tmp_path).note("1", people)
+    assert StandingNotes(tmp_path).people("1") == people
 
 
 async def test_notes_of_operations_that_are_over_and_of_another_boot_are_of_nobody(tmp_path: Path) -> None:

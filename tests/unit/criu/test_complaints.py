@@ -67,6 +67,16 @@ AFTER = "(00.072246) Error (criu/cr-restore.c:2331): Restoring FAILED.\n"
             "--manage-cgroups",
         ),
         (
+            "(00.07) Error (criu/pidfd.c:148): pidfd: pidfd pid 6677 is not a part of process tree..",
+            "a pidfd of process 6677 open",
+            "have the script close it",
+        ),
+        (
+            "(00.07) Error (criu/files-reg.c:1790): Can't lookup mount=12 for fd=3 path=/queue",
+            "on a mount that it does not see",
+            "have the script close it",
+        ),
+        (
             "(00.07) Error (criu/image.c:112): write failed: No space left on device",
             "no room left",
             "make room",
@@ -84,6 +94,7 @@ def test_a_known_reason_is_told_with_the_next_step(line: str, sentence: str, hin
 def test_an_unknown_reason_is_told_in_criu_s_own_words() -> None:
     error = failure("dump", NOISE + "(00.1) Error (criu/x.c:1): the moon is full\n" + AFTER, "", 1)
     assert error.message == "CRIU's dump failed with status 1: the moon is full"
+    assert error.hint == "see the end of CRIU's log in hegmd's: journalctl -u hegmd"
 
 
 def test_no_reason_at_all() -> None:

@@ -79,6 +79,14 @@ def test_a_file_on_a_dead_disk_was_an_internal_error_and_is_named() -> None:
     ]
 
 
+def test_a_pidfd_of_somebody_who_is_not_in_the_job_was_refused_by_criu_when_the_job_stood() -> None:
+    own, ended = (Descriptor(100, fd, "anon_inode:[pidfd]", refers_to=pid) for fd, pid in ((3, 101), (4, -1)))
+    assert messages(needs_of(tree(own, ended, members=(ROOT, CHILD)))) == []
+    assert messages(needs_of(tree(replace(own, refers_to=7), members=(ROOT, CHILD)))) == [
+        "process 100 has a pidfd of process 7 open (descriptor 3), which is not in the job"
+    ]
+
+
 def test_what_takes_roots_rights_is_said_apart() -> None:
     assert needs_of(tree()).only_by_root == ()
     found = needs_of(tree(members=(ROOT, replace(CHILD, is_confined=True))))

@@ -1,4 +1,4 @@
-"""A restore that CRIU calls finished, and of which the job is not there."""
+"""Restores by something in CRIU's place: that fails, or calls finished what is not there."""
 
 from __future__ import annotations
 
@@ -16,6 +16,25 @@ from hegmd.errors import HegmError
 NOBODY = 1 << 22  # no process has that number
 # In the place of CRIU: leaves somebody who is not the job, and holds the pipe open for as long as they live.
 LEAVES = "#!/bin/sh\nexec 8>{fifo}\nsleep 1000 &\nexit 0\n"
+
+
+FAILS = "#!/bin/sh\necho 'Error (criu/x.c:1): the moon is full' > /proc/self/fd/9/restore.log\nexit 1\n"
+
+
+async def test_criu_log_was_named_as_the_next_step_and_was_gone_by_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was said to be kept with an image that is removed, or that it was never in."""
+    program = tmp_path / "criu"
+    program.write_text(FAILS)
+    program.chmod(0o755)
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with pytest.raises(HegmError, match="the moon is full"):
+            await restore(Criu(str(program), "4.2"), folder, Needs(pids=(NOBODY,)), log_dir_fd=folder, unit_name=None)
+    finally:
+        os.close(folder)
+    assert "CRIU's log ends so:\nError (criu/x.c:1): the moon is full" in caplog.text
 
 
 async def test_whoever_criu_had_made_stayed_where_the_job_itself_was_not_there(tmp_path: Path) -> None:

@@ -53,3 +53,12 @@ def test_who_is_in_a_tree_is_seen_without_what_they_have_open(tmp_path: Path) ->
         (process / "stat").write_text(f"{pid} (name) S {parent} 7 7")
         (process / "fd").write_text("no folder: to list it fails")
     assert pids_below(7, proc_root=str(tmp_path)) == [7, 8, 9]
+
+
+def test_whose_a_pidfd_is_is_seen() -> None:
+    pidfd = os.pidfd_open(os.getppid())
+    try:
+        (found,) = (each for each in read_tree(os.getpid()).descriptors if each.fd == pidfd)
+    finally:
+        os.close(pidfd)
+    assert (found.target, found.refers_to) == ("anon_inode:[pidfd]", os.getppid())
