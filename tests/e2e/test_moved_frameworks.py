@@ -17,6 +17,7 @@ import pytest
 from tests.e2e.agented import SCRIPTS as TRAINING
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import SCRIPTS, BareJob, MovedJob, files_in, steps_alone
+from tests.wide import telling
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
@@ -60,7 +61,7 @@ def _require(modules: tuple[str, ...]) -> None:
         pytest.skip(f"{', '.join(missing)} not installed; `pip install -e '.[frameworks]'` does that")
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", telling(zip(NEEDS, strict=True), [(name,) for name in NEEDS if name != "schedules"]))
 def test_a_training_prints_and_writes_the_same_when_it_is_moved(
     name: str, daemon: RunningDaemon, folders: tuple[Path, Path]
 ) -> None:

@@ -44,6 +44,7 @@ def test_jobs_that_say_anything_else_than_undisturbed_fail_their_cases_though_si
     assert again.stdout.count("beside 1 other") >= 2
 
 
+@pytest.mark.wide
 def test_the_benchmark_measures_each_way_and_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     state = tmp_path / "state"
     words = ["--sizes", "2", "--repeat", "1", "--state", str(state)]

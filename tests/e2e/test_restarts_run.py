@@ -21,17 +21,19 @@ pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh ful
 
 ROOT = Path(__file__).parents[2]
 # Threads that wait for one another by looking all the while take the processors from everybody else's.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", **BARE}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def rehearsed(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, **ONE_THREAD, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}{os.pathsep}{BRISK}"}
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "client", BRISK)))
+    environ = {**os.environ, **ONE_THREAD, **BARE, "PYTHONPATH": paths}
     return subprocess.run(
         [sys.executable, "-m", f"tests.gpu.{program}", "--rehearse", *words],
         env=environ, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
 
 
+@pytest.mark.wide
 def test_trainings_go_from_the_cpu_to_a_gpu_and_back_and_what_was_done_is_not_done_again(tmp_path: Path) -> None:
     state = tmp_path / "state"
     words = ("--state", str(state), "--budget-s", "200", "cpu")

@@ -50,9 +50,10 @@ def test_a_bug_that_is_put_in_is_found(name: str) -> None:
     assert any(live(seed, mutant.parts, odds=mutant.odds).violation is not None for seed in seeds)
 
 
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 25), marks=pytest.mark.wide)], ids=str)
 @pytest.mark.parametrize("odds", {str(mutant.odds): mutant.odds for mutant in MUTANTS.values()}.values(), ids=str)
-def test_without_the_bug_the_same_odds_break_no_promise(odds: dict[str, float]) -> None:
-    for seed in range(25):
+def test_without_the_bug_the_same_odds_break_no_promise(odds: dict[str, float], seeds: range) -> None:
+    for seed in seeds:
         life = live(seed, odds=odds)
         assert life.violation is None, str(life)
 

@@ -17,7 +17,7 @@ LEFT_OUT = {"torch._dynamo", "torch.export"}
 # Is told what is to be deterministic, where anything is.
 TOLD = {"torch._inductor", "torch._inductor.config"}
 # NVIDIA's bindings, which PyTorch imports where they are, for graphs of kernels that nobody captures on a CPU.
-NOT_THERE = ("cuda.bindings", "pynvml")
+NOT_THERE = "cuda.bindings"
 META = "torch._meta_registrations"  # what operators do without numbers, and with it all that is made of other operators
 
 
@@ -68,4 +68,4 @@ def begin_generators():
 if "torch" not in sys.modules:
     gc.set_threshold(100_000, 50, 100)
     sys.meta_path.insert(0, Hollow)
-    sys.modules.update(dict.fromkeys(NOT_THERE))
+    sys.modules[NOT_THERE] = None
