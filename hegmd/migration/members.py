@@ -10,11 +10,12 @@ from collections.abc import Iterator
 
 from hegmd.errors import BUSY, NOT_FOUND, REFUSED
 from hegmd.migration.candidates import Candidate, Snapshot
+from hegmd.migration.course import SUSPENDED
 from hegmd.migration.draft import Draft, candidate_of
 from hegmd.migration.machine import HOLDING
 from hegmd.migration.operation import CHECKPOINT, QUIESCE, RESTART
 from hegmd.migration.telling import in_hand
-from hegmd.migration.wording import listed
+from hegmd.migration.wording import listed, otherwise
 
 NVIDIA = "nvidia"
 
@@ -39,6 +40,16 @@ def members_named(draft: Draft) -> Iterator[Candidate]:
             hint = "wait until hegmctl ps has it on one, and ask again; a loop without a loader calls hegm.boundary()"
             message = f"process {pid} is still beginning, and on no GPU before its first batch"
             draft.against(REFUSED, message, hint, pid=pid)
+            continue
+        held = next((op for op in draft.snapshot.running if any(w.pid == pid and w.is_absent for w in op.live)), None)
+        if candidate is None and held is not None:
+            message = f"process {pid} has ended, and operation {held.id} ({held.phase}) has its state"
+            draft.against(
+                BUSY,
+                message,
+                otherwise(held) if held.phase == SUSPENDED else f"watch it with: hegmctl op {held.id}",
+                pid=pid,
+            )
             continue
         if candidate is None:
             draft.against(NOT_FOUND, f"process {pid} is on no GPU", "see who is with: hegmctl ps", pid=pid)

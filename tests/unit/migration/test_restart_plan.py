@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom, Plan, PoolRoom, Request, Snapshot
 from hegmd.migration.operation import BY_STATE, MIGRATE, RESTART, RESUME, SUSPEND, Limits, Respawn
 from hegmd.migration.plan import planned, planned_resume
 from hegmd.pieces import NEXT_TO_NOTHING_BYTES, whole_size
 from hegmd.protocol.operations import Reason
+from tests.unit.migration.operations import operation, worker
 
 GIB = 1 << 30
 
@@ -37,6 +40,15 @@ def plan_of(found: Plan | tuple[Reason, ...]) -> Plan:
 def said(found: Plan | tuple[Reason, ...]) -> str:
     assert not isinstance(found, Plan)
     return "\n".join(f"{reason.message}; {reason.hint}" for reason in found)
+
+
+@pytest.mark.parametrize(("phase", "next_"), [("suspended", "--resume op1"), ("restoring", "hegmctl op op1")])
+def test_of_a_process_whose_state_is_held_it_was_said_that_it_is_on_no_gpu(phase: str, next_: str) -> None:
+    left = worker(pid=9, method=RESTART, carrier=BY_STATE, saved=True, out=True, at=None)
+    held = operation(left, phase=phase)
+    refused = said(planned(node().replace(running=(held,)), Request(kind=SUSPEND, pids=(9,))))
+    assert f"process 9 has ended, and operation op1 ({phase}) has its state" in refused
+    assert next_ in refused
 
 
 def test_a_better_way_is_taken_where_there_is_one() -> None:
