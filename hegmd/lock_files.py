@@ -39,9 +39,14 @@ class LockFiles:
         with self._opened() as folder_fd:
             with suppress(FileExistsError):
                 os.mkdir(str(parent_pid), 0o755, dir_fd=folder_fd)
-            with _own_folder(str(parent_pid), folder_fd, self._folder / str(parent_pid)) as fd:
-                _write(fd, f"{image}\n{mark}\n", _beginning(mark))
-        return self._folder / str(parent_pid) / LOCK
+            inner = self._folder / str(parent_pid)
+            try:
+                with _own_folder(str(parent_pid), folder_fd, inner) as fd:
+                    _write(fd, f"{image}\n{mark}\n", _beginning(mark))
+            except NotADirectoryError as error:
+                message = f"{inner} is there and is no directory, so that no lock file can be made in it"
+                raise HegmError(EXTERNAL, message, f"see what it is, and remove it: ls -l {inner}") from error
+        return inner / LOCK
 
     def remove(self, mark: str) -> list[Path]:
         """The job is back: take away what was said of it; which files that were. Raises HegmError."""
@@ -50,7 +55,11 @@ class LockFiles:
         gone: list[Path] = []
         with self._opened() as folder_fd:
             for name in filter(str.isdigit, os.listdir(folder_fd)):
-                with suppress(FileNotFoundError, HegmError), _own_folder(name, folder_fd, self._folder / name) as fd:
+                # What is no folder of ours keeps nobody from taking away what is.
+                with (
+                    suppress(FileNotFoundError, NotADirectoryError, HegmError),
+                    _own_folder(name, folder_fd, self._folder / name) as fd,
+                ):
                     halves = [half for half in os.listdir(fd) if half.startswith(_beginning(mark))]
                     for half in halves:  # a daemon was killed while it wrote
                         os.unlink(half, dir_fd=fd)

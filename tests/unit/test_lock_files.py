@@ -36,6 +36,19 @@ def test_it_is_there_for_everybody_to_read_and_goes_with_its_own_job(folder: Pat
     assert sorted(os.listdir(folder)) == ["4712"]
 
 
+def test_a_file_with_a_number_for_its_name_kept_the_lock_files_of_jobs_that_were_back(folder: Path) -> None:
+    """Controllers took a job for gone that trained, and the log blamed the folder that all of them are in."""
+    locks = LockFiles(folder)
+    (folder / "1").write_text("somebody else's")
+    (folder / "2").symlink_to("/nowhere")
+    made = locks.make(4711, "/images/one", "7 1700000000.5")
+    assert made is not None
+    for number in (1, 2):
+        with pytest.raises(HegmError, match=f"{folder}/{number} is there and is no directory"):
+            locks.make(number, "/images/two", "8 1700000000.5")
+    assert locks.remove("7 1700000000.5") == [made]
+
+
 def test_a_second_one_takes_the_place_of_the_first_and_leaves_nothing_beside_it(folder: Path) -> None:
     locks = LockFiles(folder)
     locks.make(4711, "/images/one", "7 1.0")
@@ -92,7 +105,7 @@ def test_nothing_is_written_where_others_could_lead_it_elsewhere(folder: Path, t
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (folder / "4711").symlink_to(elsewhere)
-    with pytest.raises(HegmError, match="cannot be written"):
+    with pytest.raises(HegmError, match="4711 is there and is no directory"):
         LockFiles(folder).make(4711, "/images/one", "7 1.0")
     (folder / "4712").mkdir()
     (folder / "4712").chmod(0o777)
