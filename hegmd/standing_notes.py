@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from hegmd.criu.population import Population
-from hegmd.errors import UNAVAILABLE, HegmError
 from hegmd.protocol.record import as_list, as_map
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ class StandingNotes:
         self._folder = state_dir / FOLDER_NAME
 
     def note(self, op_id: str, people: Population) -> None:
-        """CRIU is about to stop these. Raises HegmError."""
+        """CRIU is about to stop these. Raises nothing: what has begun comes to its end on a full disk, too."""
         note: dict[str, object] = {"boot": _BOOT_ID.read_text().strip(), "start_ticks": dict(people.start_ticks)}
         note["stopped"] = sorted(people.stopped)
         try:
@@ -41,8 +40,9 @@ class StandingNotes:
             with open(fd, "w") as file:
                 json.dump(note, file)
         except OSError as error:
-            message = f"the note of who is to stand for the image cannot be written: {error.strerror or error}"
-            raise HegmError(UNAVAILABLE, message, f"look at the disk of {self._folder}; the job goes on") from error
+            logger.warning(
+                "no note tells who stands for operation %s: %s; look at the disk of %s", op_id, error, self._folder
+            )
 
     def people(self, op_id: str) -> Population | None:
         """Who stood for that operation, by number and start time; None where nobody knows, or of another boot."""

@@ -91,10 +91,12 @@ async def test_notes_of_operations_that_are_over_and_of_another_boot_are_of_nobo
     assert notes.people("2") is None
 
 
-def test_nobody_is_stopped_who_cannot_be_noted(tmp_path: Path) -> None:
+def test_an_image_is_made_where_no_note_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its operation has begun, and has had its room in the journal from the beginning."""
     (tmp_path / "standing").write_text("a file")
-    with pytest.raises(HegmError, match="the note of who is to stand for the image cannot be written"):
-        StandingNotes(tmp_path).note("1", Population({7: 70}))
+    StandingNotes(tmp_path).note("1", Population({7: 70}))
+    assert "no note tells who stands for operation 1" in caplog.text
+    assert StandingNotes(tmp_path).people("1") is None
 
 
 async def test_a_job_stood_for_ever_whose_daemon_had_no_descriptor_left_to_let_it_go(
