@@ -82,7 +82,8 @@ class AgentEffects:
             await released.report()
         while worker.boundary <= effect.beyond:
             await worker.order("survey", limit_s=SURVEY_LIMIT_S)  # comes back at a boundary, or at its limit
-        await self._cast.method(member).note_gone_on(subject)
+        if member.starts:
+            await self._cast.method(member).note_gone_on(subject)
         return events.Verified(**effect.ending(), boundary=worker.boundary)
 
 
