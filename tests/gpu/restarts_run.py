@@ -6,9 +6,10 @@
 Starts a hegmd, and trainings under `hegmctl run --allow-restart`; each is restarted twice by `migrate --via restart`.
 From GPU to GPU (another one where there are two, else the same) every line that it says has to be that of an
 undisturbed run. From the CPU to a GPU and back what it has before a step has to be what it had after the one before,
-bit for bit, each batch the one that was due, and its losses close to those of an undisturbed run on the CPU. Prints a
-table. With --state it goes on where it was cut, and --again does once more what failed. Needs torch, no pytest and no
-systemd. --rehearse is all of that on simulated GPUs, where everything has to be exact.
+bit for bit, each batch the one that was due, and its losses close to those of an undisturbed run on the CPU, where
+numbers are narrow for a while. Prints a table. With --state it goes on where it was cut, and --again does once more
+what failed. Needs torch, no pytest and no systemd. --rehearse is all of that on simulated GPUs, where everything has
+to be exact.
 """
 
 # ruff: noqa: T201 - printing is what this program is for
@@ -45,9 +46,11 @@ CASE_S = 60.0
 ALONE_S = 240.0
 # Between CPU and GPU sums are made in another order; what that comes to grows with the steps.
 TOLERANCE = 2e-3
-# And where a number has 8 bits of bfloat16 on the CPU, and 11 of float16 on the GPU: 2.3e-3 was seen by step 24, and
-# 2.4e-2 by step 267.
-NARROW_TOLERANCE = 5e-2
+# Where a number has 8 bits of bfloat16 on the CPU, and 11 of float16 on the GPU, losses that began alike drift apart:
+# 2.3e-3 was seen by step 24, 2.4e-2 by step 267, 7.3e-2 by step 447. So these are compared for so many steps from the
+# first that is another one; the state and the batches, to the end.
+NARROW_TOLERANCE = 2e-2
+NARROW_STEPS = 50
 # The same kernels, chosen the same way, in every process.
 EXACTLY = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "2"}
 
@@ -60,6 +63,7 @@ class Case:
     by_cpu: bool = False
     exact: bool = True
     tolerance: float = TOLERANCE
+    close_steps: int = STEPS
 
     def places(self, gpus: Sequence[str]) -> list[str]:
         """Where it begins, and where it goes: between GPUs to the other one, if there is another."""
@@ -75,7 +79,7 @@ CASES = {
     "fused": Case(("fused", "dropout")),
     "compiled": Case(("compiled",)),
     "cpu": Case((), by_cpu=True, exact=False),
-    "cpu-amp": Case(("amp",), by_cpu=True, exact=False, tolerance=NARROW_TOLERANCE),
+    "cpu-amp": Case(("amp",), by_cpu=True, exact=False, tolerance=NARROW_TOLERANCE, close_steps=NARROW_STEPS),
 }
 
 
@@ -162,7 +166,7 @@ def first_after_gap(job: RestartedJob, asked_at: float, before: int) -> float:
 
 def differences(said: Sequence[str], wanted: Sequence[str], case: Case) -> str:
     """What of these lines is not as it has to be, beside an undisturbed run's."""
-    after = ""
+    after, parted_at = "", len(said)
     for number, (line, other) in enumerate(zip(said, wanted, strict=False)):
         told, due = line.split(), other.split()
         if case.exact and told != due:
@@ -174,7 +178,10 @@ def differences(said: Sequence[str], wanted: Sequence[str], case: Case) -> str:
         if told[5] != due[5]:
             return f"step {number} had another batch"
         loss, close = float.fromhex(told[6]), float.fromhex(due[6])
-        if not math.isclose(loss, close, rel_tol=case.tolerance, abs_tol=case.tolerance):
+        if loss != close:
+            parted_at = min(parted_at, number)
+        is_close = math.isclose(loss, close, rel_tol=case.tolerance, abs_tol=case.tolerance)
+        if not is_close and number < parted_at + case.close_steps:
             return f"step {number} has the loss {loss:g}, and undisturbed {close:g}"
         after = told[4]
     return "" if said else "it said nothing"

@@ -53,6 +53,13 @@ def test_only_losses_may_differ_a_little_and_only_between_devices() -> None:
     assert restarts_run.differences(AS_IT_IS, AS_IT_IS, restarts_run.Case(())) == ""
 
 
+@pytest.mark.parametrize(("close_steps", "wrong"), [(1, ""), (2, "step 2 has the loss")])
+def test_losses_that_drift_apart_are_compared_for_so_many_steps_from_the_first(close_steps: int, wrong: str) -> None:
+    drifting = changed(1, 6, "0x1.0001p+1")[:2] + changed(2, 6, "0x1.8p+1")[2:]
+    found = restarts_run.differences(drifting, AS_IT_IS, restarts_run.Case((), exact=False, close_steps=close_steps))
+    assert found[: len("step 2 has the loss")] == wrong
+
+
 def test_cases_go_to_the_other_gpu_where_there_is_one_and_by_the_cpu() -> None:
     assert restarts_run.CASES["plain"].places(["gpu0", "gpu1", "gpu2"]) == ["gpu0", "gpu1", "gpu0"]
     assert restarts_run.CASES["plain"].places(["gpu0"]) == ["gpu0", "gpu0", "gpu0"]
