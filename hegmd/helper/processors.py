@@ -3,7 +3,8 @@
 What a process has that was moved counts as its first GPU's for good. A copy between that and memory beside it is left
 to the copy engines then, at 450 GB/s where the driver otherwise has the processors do it at 2,000 (H200, 580.159). The
 program that they run here is this one, built for chips of compute capability 9.0 by `nvcc -O3 -arch=sm_90 -cubin`
-(CUDA 13.0); other chips, and a driver that does not take it, have the copy engines:
+(CUDA 13.0.88; tests/unit/helper/test_processors.py builds it again); other chips, and a driver that does not take or
+not run it, have the copy engines:
 
     extern "C" __global__ void __launch_bounds__(512) copy_words(uint4 *to, const uint4 *from, unsigned long long words)
     {
