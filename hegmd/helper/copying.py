@@ -136,12 +136,22 @@ class Copy:
         here = self._space.address(piece.at, piece.size_bytes)
         self._settle_who(there)
         target, source = (here, there) if self._direction == OUT else (there, here)
-        if self._processors is not None:
-            self._processors.copy_async(target, source, piece.size_bytes, stream)
-        elif self._direction == OUT:
+        if self._is_copied_by_processors(target, source, piece.size_bytes, stream):
+            return
+        if self._direction == OUT:
             cuda.copy_async(target, self._space.context, source, self._context, piece.size_bytes, stream)
         else:
             cuda.copy_async(target, self._context, source, self._space.context, piece.size_bytes, stream)
+
+    def _is_copied_by_processors(self, target: int, source: int, size_bytes: int, stream: Any) -> bool:
+        """Where the driver takes the program and does not run it, the copy engines have that piece and all others."""
+        if self._processors is None:
+            return False
+        try:
+            self._processors.copy_async(target, source, size_bytes, stream)
+        except cuda.CudaError:
+            self._processors = None
+        return self._processors is not None
 
     def _settle_who(self, there: int) -> None:
         """What counts as another GPU's is copied by the processors. A process has one GPU: its first address tells."""
