@@ -73,7 +73,10 @@ class Dumping:
         self._remember(op, Population(start_ticks_in(manifest)))
 
     async def dumped(self, op: Operation) -> Population | None:
-        """Whom CRIU has had: they stand, and whose parent has ended is in no tree any more. None where nobody knows."""
+        """Whom CRIU has had: they stand, and whose parent has ended is in no tree any more. None where nobody knows.
+
+        Raises HegmError where that cannot be looked at now.
+        """
         if op.id not in self._dumped:
             noted = await run_detached(lambda _: self._notes.people(op.id), name="hegmd-note")
             if noted is not None:
@@ -81,7 +84,7 @@ class Dumping:
         return self._dumped.get(op.id)
 
     async def none_stands(self, op: Operation) -> None:
-        """Whom CRIU has had go on, or have ended. Raises nothing."""
+        """Whom CRIU has had go on, or have ended. Raises HegmError for want of a descriptor or a thread."""
         await run_detached(lambda _: self._notes.forget(op.id), name="hegmd-note")
 
     def _remember(self, op: Operation, people: Population) -> None:

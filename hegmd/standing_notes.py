@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 from hegmd.criu.population import Population
 from hegmd.protocol.record import as_list, as_map
+from hegmd.scarcity import scarcity
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +33,9 @@ class StandingNotes:
 
     def note(self, op_id: str, people: Population) -> None:
         """CRIU is about to stop these. Raises nothing: what has begun comes to its end on a full disk, too."""
-        note: dict[str, object] = {"boot": _BOOT_ID.read_text().strip(), "start_ticks": dict(people.start_ticks)}
-        note["stopped"] = sorted(people.stopped)
+        note: dict[str, object] = {"start_ticks": dict(people.start_ticks), "stopped": sorted(people.stopped)}
         try:
+            note["boot"] = _BOOT_ID.read_text().strip()
             self._folder.mkdir(mode=0o700, exist_ok=True)
             fd = os.open(self._folder / op_id, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with open(fd, "w") as file:
@@ -45,11 +46,17 @@ class StandingNotes:
             )
 
     def people(self, op_id: str) -> Population | None:
-        """Who stood for that operation, by number and start time; None where nobody knows, or of another boot."""
-        note: Mapping[str, object] = {}
-        with suppress(OSError, ValueError):
+        """Who stood for that operation, by number and start time; None where nobody knows, or of another boot.
+
+        Raises HegmError where that cannot be read now: nobody is left standing for want of a descriptor.
+        """
+        try:
             note = as_map(json.loads((self._folder / op_id).read_text())) or {}
-        if note.get("boot") != _BOOT_ID.read_text().strip():
+            if note.get("boot") != _BOOT_ID.read_text().strip():
+                return None
+        except (OSError, ValueError) as error:
+            if (scarce := scarcity(error)) is not None:
+                raise scarce from error
             return None
         ticks = as_map(note.get("start_ticks")) or {}
         stopped = frozenset(pid for pid in as_list(note.get("stopped")) or () if isinstance(pid, int))

@@ -191,7 +191,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("hegmd.pool", "hegmd.workers"),
     ),
     "hegmd.scarcity": ("hegmd.errors",),
-    "hegmd.standing_notes": (*GROUND, "hegmd.criu.population"),
+    "hegmd.standing_notes": (*GROUND, "hegmd.criu.population", "hegmd.scarcity"),
     "hegmd.dumping": (
         *(*GROUND, "hegmd.concert", "hegmd.criu", "hegmd.detached", "hegmd.external", "hegmd.handed_agents"),
         *("hegmd.handed_tree", "hegmd.helper.mark", "hegmd.image.in_hand", "hegmd.inventory", "hegmd.manifests"),

@@ -113,3 +113,17 @@ async def test_a_job_stood_for_ever_whose_daemon_had_no_descriptor_left_to_let_i
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert state(stopped) != "T"
+
+
+def test_a_note_that_could_not_be_read_for_want_of_a_descriptor_was_taken_for_none(tmp_path: Path) -> None:
+    """Nobody was let go then, and the note was taken away: whoever was in it stood for ever."""
+    notes, before = StandingNotes(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
+    notes.note("1", Population({7: 70}))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        with pytest.raises(HegmError, match="as many files open as it may"):
+            notes.people("1")
+        notes.note("2", Population({8: 80}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (notes.people("1"), notes.people("2")) == (Population({7: 70}), None)
