@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from hegmd.criu.orders import IMAGES
 from hegmd.criu.population import Population, ask, end_all, population_of
 from hegmd.detached import run_detached
 from hegmd.errors import UNAVAILABLE, HegmError
@@ -31,6 +32,9 @@ from hegmd.units import stop_unit
 logger = logging.getLogger(__name__)
 
 FOLDER_NAME = "reviving"
+# The command line of those whom CRIU has made and given nothing of their own yet.
+_OF_CRIU = frozenset((b"restore", b"--images-dir", IMAGES.encode()))
+_MOST_ROUNDS = 3
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -73,6 +77,25 @@ class HalfRevived:
             logger.warning(
                 "the note of a restore cannot be taken away: %s; look at the disk of %s", error, self._folder
             )
+
+    async def end_left(self, op_id: str) -> None:
+        """End what is left of a restore whose attendant was killed. Raises nothing: what stays has the job's numbers,
+        and the next restore names it."""
+        for _ in range(_MOST_ROUNDS):  # one that is ended may just have made another
+            try:
+                if not await run_detached(lambda _: self._end_found(op_id), name="hegmd-end"):
+                    return
+            except (HegmError, OSError) as error:
+                logger.error("it cannot be seen what a restore has left: %s", error)
+
+    def _end_found(self, op_id: str) -> bool:
+        """Whether there was anybody."""
+        came = [_of(note) for name, note in self._found() if name == op_id]
+        if not came or not came[0]:
+            return False
+        logger.warning("a restore has failed and left processes, which end: %s", sorted(came[0]))
+        end_all(Population(came[0]))
+        return True
 
     async def clear(self, begun: Collection[str], taken: Collection[tuple[int, int]], pool: Pool) -> None:
         """At the start of a daemon: undo every restore whose operation is not among those that have begun.
@@ -151,7 +174,12 @@ def _of(note: Mapping[str, object]) -> Mapping[int, int] | None:
     return {
         pid: ticks
         for pid, ticks in found.items()
-        if ticks >= since and (wanted & _words(pid, "environ") or _command(pid) == (command_of.get(pid) or None))
+        if ticks >= since
+        and (
+            wanted & _words(pid, "environ")
+            or _command(pid) == (command_of.get(pid) or None)
+            or _words(pid, "cmdline") >= _OF_CRIU
+        )
     }
 
 

@@ -135,8 +135,10 @@ class Reviving:
             await self._attend(manifest, back)
             gpus = (await self._look()).gpus
             return revived(manifest, op_id, back.start_ticks, gpus, asked_utc)
-        except BaseException:
+        except BaseException as error:
             with anyio.CancelScope(shield=True):
+                if isinstance(error, runs.LeftBehind):
+                    await self._notes.end_left(op_id)
                 await self.undo(manifest, op_id)
             raise
 

@@ -12,6 +12,7 @@ attendant.py tend FD PID [WISHES] -- PROGRAM ARGUMENTS...
     wait for a restored job, whether or not a daemon lives. Says on FD that the program has succeeded, reaps whoever
     ends, until nobody is left, and ends as PID did, the job's root. If the program fails, everybody who came of it
     is ended: being their nearest reaper, it knows who they are, where a number alone could by then be a stranger's.
+    The program ends with it when it is killed: what came back then would be nobody's.
     On SIGTERM before that, the program has some time to come to its end, since CRIU leaves files behind when it is
     cut off, and then the same is done. So it is on SIGUSR1, at any time, and when nobody is at FD to hear of success.
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 # A terminal that output is led to is not to become the terminal of whoever opens it.
 MODES = {"r": os.O_RDONLY | os.O_NOCTTY, "a": os.O_WRONLY | os.O_APPEND | os.O_NOCTTY, "u": os.O_RDWR | os.O_NOCTTY}
+PR_SET_PDEATHSIG = 1
 PR_SET_KEEPCAPS = 8
 PR_SET_CHILD_SUBREAPER = 36
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 47, 2
@@ -56,8 +58,8 @@ _AGAIN_S = 0.05
 _NOBODY = 65534
 
 
-def start(words: list[str]) -> NoReturn:
-    """See to the wishes and become the program that follows."""
+def start(words: list[str], parent: int | None = None) -> NoReturn:
+    """See to the wishes and become the program that follows, which ends with that parent if one is named."""
     at = words.index("--")
     wanted: list[list[str]] = []
     user: str | None = None
@@ -79,6 +81,8 @@ def start(words: list[str]) -> NoReturn:
         _become(user)
     # A limit on the size of files is an error to it then, from which it cleans up, and not its end: see population.py.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if parent is not None:
+        _end_with(parent)
     os.execv(words[at + 1], words[at + 1 :])
 
 
@@ -104,12 +108,12 @@ def tend(told: int, root: int, words: list[str]) -> int:
     signal.signal(signal.SIGALRM, lambda _number, _frame: _end_descendants())  # again and again, once it has begun
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda _number, _frame: asked.append(signal.alarm(ASKED_GRACE_S)))
-    program = os.fork()
+    attendant, program = os.getpid(), os.fork()
     if program == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         os.close(told)
-        start(words)
+        start(words, attendant)
     status = _status(os.waitpid(program, 0)[1])
     signal.alarm(0)
     if asked or status != 0:
@@ -287,6 +291,15 @@ def _become(told: str) -> None:
     for each in wanted:
         ask(libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, each, 0, 0))
     ask(libc.prctl(PR_SET_KEEPCAPS, 0, 0, 0, 0))
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end us with that parent. Asked for last: who becomes another user is let off it."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it has ended just before
+        os._exit(128 + signal.SIGKILL)
 
 
 def _raise_limits() -> None:

@@ -62,7 +62,7 @@ from hegmd.errors import HegmError, Refused
 from hegmd.external import run
 from hegmd.units import UnitTaken, start_unit, stop_unit, systemd_run
 
-__all__ = ["DUMP_IS_LONG_S", "RESTORE_DEADLINE_S", "Dumped", "Revived", "dump", "end", "restore"]
+__all__ = ["DUMP_IS_LONG_S", "RESTORE_DEADLINE_S", "Dumped", "LeftBehind", "Revived", "dump", "end", "restore"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,10 @@ class Revived:
     unit: str | None
     duration_s: float
     attendant: Population = field(default_factory=lambda: Population({}))
+
+
+class LeftBehind(HegmError):
+    """A restore has failed because the attendant was killed: nobody has ended what CRIU had made by then."""
 
 
 async def dump(
@@ -195,7 +199,9 @@ async def _restore_once(
             end=lambda: end_all(population_of(needs.pids)),
         )
         if not begun.word:
-            raise _failed("restore", _log(log_dir_fd, RESTORE_LOG), "", begun.status)
+            error = _failed("restore", _log(log_dir_fd, RESTORE_LOG), "", begun.status)
+            is_killed = begun.status is None or begun.status < 0
+            raise LeftBehind(error.code, error.message, error.hint, error.facts) if is_killed else error
         attendant = begun.pid
     with anyio.CancelScope(shield=True):  # they are there: until it is known who they are, nobody else can end them
         try:

@@ -27,8 +27,8 @@ OP = "7"
 
 
 @contextmanager
-def sleeper(**environ: str) -> Iterator[subprocess.Popen[str]]:
-    argv = [sys.executable, "-c", SLEEPER]
+def sleeper(*words: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    argv = [sys.executable, "-c", SLEEPER, *words]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environ) as process:
         try:
             assert process.stdout is not None
@@ -127,3 +127,12 @@ async def test_a_job_is_known_by_its_run_whatever_it_calls_itself(tmp_path: Path
     with sleeper(HEGM_RUN="one") as process:
         await noted(tmp_path, process.pid, "python train.py", runs=["one"]).clear((), (), Pool(1 << 20))
         assert process.wait(10) == -9
+
+
+async def test_who_was_made_by_criu_and_has_nothing_of_its_own_yet_is_known_for_that(tmp_path: Path) -> None:
+    """Its attendant was killed, and it had the job's number for good."""
+    with sleeper("restore", "--images-dir", "/proc/self/fd/8") as half, sleeper() as stranger:
+        for process in (stranger, half):
+            await noted(tmp_path, process.pid, "python train.py").end_left(OP)
+        assert half.wait(10) == -9
+        assert stranger.poll() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -52,5 +53,30 @@ async def test_whoever_criu_had_made_stayed_where_the_job_itself_was_not_there(t
             await restore(Criu(str(program), "4.2"), folder, Needs(pids=(NOBODY,)), log_dir_fd=folder, unit_name=None)
         assert [kind for _, kind in poll.poll(10_000)] == [select.POLLHUP]
     finally:
+        os.close(folder)
+        os.close(lives)
+
+
+KILLS = "#!/bin/sh\nexec 8>{fifo}\nkill -9 $PPID\nread said < {never}\n"
+
+
+async def test_criu_went_on_with_a_job_for_nobody_when_its_attendant_was_killed(tmp_path: Path) -> None:
+    """The restore had failed by then, and could be asked for again beside that."""
+    fifo, never, program = tmp_path / "fifo", tmp_path / "never", tmp_path / "criu"
+    os.mkfifo(fifo)
+    os.mkfifo(never)
+    program.write_text(KILLS.format(fifo=fifo, never=never))
+    program.chmod(0o755)
+    lives = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    poll = select.poll()
+    poll.register(lives, 0)
+    try:
+        with pytest.raises(HegmError, match="CRIU's restore failed with status -9"):
+            await restore(Criu(str(program), "4.2"), folder, Needs(pids=(NOBODY,)), log_dir_fd=folder, unit_name=None)
+        assert [kind for _, kind in poll.poll(10_000)] == [select.POLLHUP]
+    finally:
+        with suppress(OSError):
+            os.close(os.open(never, os.O_WRONLY | os.O_NONBLOCK))  # whoever reads there goes on
         os.close(folder)
         os.close(lives)
