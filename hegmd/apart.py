@@ -73,6 +73,9 @@ def _start(argv_for: Callable[[int], Sequence[str]], deadline: float, unwanted: 
     ours, theirs = os.pipe()
     try:
         passed = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
+    except BaseException:
+        os.close(ours)
+        raise
     finally:
         os.close(theirs)
     try:

@@ -36,6 +36,7 @@ import anyio
 from hegmd.descriptors import Descriptors
 from hegmd.detached import run_detached
 from hegmd.errors import ExternalError
+from hegmd.scarcity import scarcity
 
 SYSTEM_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 OUTPUT_TAIL_BYTES = 64 * 1024
@@ -213,37 +214,50 @@ class _Child:
 
     def live(self, unwanted: socket.socket, on_started: Callable[[], object] = lambda: None) -> int:
         """The program's status. Ends it as soon as `unwanted` is readable, and reaps it in any case."""
-        process = self._start()
-        on_started()
         with ExitStack() as held:
-            tails: dict[int, _Tail] = {}
-            for pipe, tail in ((process.stdout, self.stdout), (process.stderr, self.stderr)):
-                if pipe is not None:
-                    held.enter_context(pipe)
-                    os.set_blocking(pipe.fileno(), False)
-                    tails[pipe.fileno()] = tail
+            process, tails = self._start(held)
+            on_started()
             pidfd = self._hold(process)
             held.callback(os.close, pidfd)
             self.status = _see_through(process, _Watch(pidfd, tails), unwanted, self._grace_s)
         return self.status
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self, held: ExitStack) -> tuple[subprocess.Popen[bytes], dict[int, _Tail]]:
+        """The program, and what it says by the descriptors that it comes by, which are `held`."""
         program = self.argv[0] if self.argv[0].startswith("/") else find_program(self.argv[0], self._path)
         if program is None:
             raise missing(self.argv, self._path)
         _log.debug("running %s", self.argv)
-        stdin, filled = subprocess.DEVNULL, False
-        if isinstance(self._stdin, int):
-            stdin = self._stdin
-        elif self._stdin:
-            stdin, filled = _filled(self._stdin), True
-        rights = self._rights
         try:
-            return subprocess.Popen(
+            return self._begun(program, held)
+        except OSError as error:
+            why, hint = error.strerror or str(error), f"run `{_shown(self.argv)}` by hand as the daemon's user"
+            if (scarce := scarcity(error)) is not None:
+                why, hint = scarce.message, scarce.hint
+            raise self._failure(f"{program} cannot be started: {why}", hint) from error
+
+    def _begun(self, program: str, held: ExitStack) -> tuple[subprocess.Popen[bytes], dict[int, _Tail]]:
+        # The pipes are ours: those that Popen makes itself stay open for good where it lacks a descriptor for the next.
+        tails: dict[int, _Tail] = {}
+        rights = self._rights
+        with ExitStack() as theirs:
+            ends: list[int] = []
+            for tail in (self.stdout, self.stderr):
+                ours, end = os.pipe()
+                held.callback(os.close, ours)
+                theirs.callback(os.close, end)
+                os.set_blocking(ours, False)
+                tails[ours] = tail
+                ends.append(end)
+            stdin = self._stdin if isinstance(self._stdin, int) else subprocess.DEVNULL
+            if isinstance(self._stdin, bytes) and self._stdin:
+                stdin = _filled(self._stdin)
+                theirs.callback(os.close, stdin)
+            process = subprocess.Popen(
                 [program, *self.argv[1:]],
                 stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdout=ends[0],
+                stderr=ends[1],
                 bufsize=0,
                 cwd="/",
                 env=dict(self._env),
@@ -253,12 +267,7 @@ class _Child:
                 group=None if rights is None else rights.gid,
                 extra_groups=None if rights is None else rights.groups,
             )
-        except OSError as error:
-            message = f"{program} cannot be started: {error.strerror or error}"
-            raise self._failure(message, f"run `{_shown(self.argv)}` by hand as the daemon's user") from error
-        finally:
-            if filled:
-                os.close(stdin)
+        return process, tails
 
     def _hold(self, process: subprocess.Popen[bytes]) -> int:
         try:
@@ -266,8 +275,10 @@ class _Child:
         except OSError as error:
             process.kill()
             process.wait()
+            scarce = scarcity(error)
             message = f"{_shown(self.argv)} cannot be watched: pidfd_open: {error.strerror}"
-            raise self._failure(message, "hegmd needs Linux 5.3 and a sandbox that allows pidfd_open") from error
+            hint = "hegmd needs Linux 5.3 and a sandbox that allows pidfd_open" if scarce is None else scarce.hint
+            raise self._failure(message, hint) from error
 
     def _failure(self, message: str, hint: str) -> ExternalError:
         return ExternalError(message, hint, argv=self.argv, status=None, output_tail="")

@@ -88,7 +88,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.keeper": (),
     "hegmd.keeper.client": (*GROUND, "hegmd.keeper"),
     # The node
-    "hegmd.external": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.descriptors"),
+    "hegmd.external": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.descriptors", "hegmd.scarcity"),
     "hegmd.apart": ("hegmd.errors", "hegmd.detached", "hegmd.external"),
     "hegmd.units": ("hegmd.errors", "hegmd.detached", "hegmd.external"),
     "hegmd.devices": (*GROUND, "hegmd.log", "hegmd.detached", "hegmd.toml_lines"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 
 import anyio
+import pytest
 
 from hegmd.apart import start_apart
 
@@ -40,3 +42,13 @@ async def test_one_that_says_nothing_ends_by_itself() -> None:
     ended: list[bool] = []
     started = await start_apart(lambda _told: ["/bin/false"], deadline_s=10.0, end=lambda: ended.append(True))
     assert (started.word, started.status, ended) == (b"", 1, [])
+
+
+async def test_a_limit_on_files_that_leaves_no_number_for_its_word_took_a_descriptor_for_good() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+        with pytest.raises(OSError, match="Invalid argument"):
+            await start_apart(lambda _told: ["/bin/false"], deadline_s=10.0, end=lambda: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -160,6 +161,20 @@ async def test_a_file_that_is_no_program(tmp_path: Path) -> None:
     with pytest.raises(ExternalError, match="broken cannot be started: Exec format error") as raised:
         await run([str(broken)], deadline_s=10)
     assert raised.value.status is None
+
+
+async def test_each_try_without_descriptors_for_a_program_took_three_of_them_for_good() -> None:
+    """So a daemon at its limit stayed there; it was said to run the program by hand, and not which limit it was."""
+    taken = {int(name) for name in os.listdir("/proc/self/fd")}
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = [number for number in range(before[0]) if number not in taken][4]  # for its thread, and no pipes
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+        with pytest.raises(ExternalError, match="true cannot be started: hegmd has as many files open") as raised:
+            await run(["true"], deadline_s=10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert "LimitNOFILE=" in raised.value.hint
 
 
 def test_only_absolute_directories_and_executable_files_are_searched(
