@@ -7,6 +7,7 @@ and a thread that does nothing but reap it, should it end while we live. For all
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -73,9 +74,9 @@ def _start(argv_for: Callable[[int], Sequence[str]], deadline: float, unwanted: 
     ours, theirs = os.pipe()
     try:
         passed = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD)
-    except BaseException:
+    except OSError as error:  # EINVAL, where no number as high as that may be had at all
         os.close(ours)
-        raise
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
     finally:
         os.close(theirs)
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import resource
+from collections.abc import Sequence
 
 from hegmd.errors import UNAVAILABLE, HegmError
 
@@ -14,7 +15,14 @@ __all__ = ["scarcity"]
 
 
 def scarcity(error: BaseException) -> HegmError | None:
-    """The error in words where it is of something that there may be more of in a moment; None where it is not."""
+    """The error in words where it is of something that there may be more of in a moment; None where it is not.
+
+    Of errors of work that was done side by side, where all are.
+    """
+    within: Sequence[BaseException] = getattr(error, "exceptions", ())  # of a group, which Python 3.10 has no name for
+    if within:
+        told = [scarcity(each) for each in within]
+        return told[0] if all(told) else None
     if not isinstance(error, OSError):
         return None
     if error.errno == errno.EMFILE:

@@ -147,11 +147,21 @@ async def test_an_unexpected_exception_is_an_internal_error_with_a_reference_int
     assert record.exc_info is not None
 
 
-async def test_a_restore_without_a_descriptor_to_look_at_its_processes_by_was_an_internal_error(bench: Bench) -> None:
+NO_MORE = OSError(errno.EMFILE, "Too many open files", "/proc")
+
+
+@pytest.mark.parametrize("beside", [False, True])
+async def test_a_restore_without_a_descriptor_to_look_at_its_processes_by_was_an_internal_error(
+    bench: Bench, *, beside: bool
+) -> None:
     """Nobody was told of which limit it was, or that it can be asked for again."""
 
     async def looking(call: Call, request: Request) -> Record:
-        raise OSError(errno.EMFILE, "Too many open files", "/proc")
+        if not beside:
+            raise NO_MORE
+        async with anyio.create_task_group(), anyio.create_task_group():
+            raise NO_MORE
+        raise AssertionError
 
     with pytest.raises(HegmError, match="hegmd has as many files open as it may") as caught:
         await bench.answer(Ping(), looking)
