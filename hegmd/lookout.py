@@ -309,21 +309,24 @@ async def _weigh_one(worker: Worker, within_s: float) -> None:
 
 
 async def _ask_weight(worker: Worker, within_s: float) -> None:
-    answered = False
+    """What it said last stands until it has answered: somebody else may be making a plan of it at this moment."""
+    answered, why = False, None
     async with anyio.create_task_group() as tasks:
-        worker.state_bytes, worker.refusals, worker.begin_anew, worker.imports = None, (), None, ()
-        worker.unweighed = None
         tasks.start_soon(_watch_for_a_stop, worker.pid, tasks.cancel_scope)
         try:
             await worker.order("weigh", limit_s=within_s)
             answered = True
         except HegmError as error:
-            worker.unweighed = (error.message, error.hint)
+            why = (error.message, error.hint)
         tasks.cancel_scope.cancel()
+    if answered:
+        return
+    worker.state_bytes, worker.refusals, worker.begin_anew, worker.imports = None, (), None, ()
     # Looked at now: one that was stopped for a moment, as by a profiler, has answered.
-    if not answered and is_stopped(worker.pid):
+    if is_stopped(worker.pid):
         message = f"process {worker.pid} is stopped by a signal or a debugger, and cannot say what it would take along"
-        worker.unweighed = (message, f"let it go on first: kill -CONT {worker.pid}")
+        why = (message, f"let it go on first: kill -CONT {worker.pid}")
+    worker.unweighed = why
 
 
 async def _watch_for_a_stop(pid: int, scope: anyio.CancelScope) -> None:

@@ -263,6 +263,22 @@ async def test_a_job_whose_batches_take_long_could_not_be_restarted(tmp_path: Pa
         assert agent.seen.count("weigh") == 2
 
 
+async def test_who_asked_second_took_the_weight_away_from_the_plan_of_the_first(tmp_path: Path, process: Child) -> None:
+    """Of six `migrate --via restart --dry-run` at once five were refused: what its state comes to "is not known"."""
+    async with supervised(tmp_path, process.pid) as (node, agent):
+        worker = node.workers.find(process.pid)
+        assert worker is not None
+        await refusal_of_restart(node, process.pid)  # the model has no state to tell of
+        worker.state_bytes = 7
+        agent.slow.add("weigh")
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(refusal_of_restart, node, process.pid)
+            await agent.waiting.wait()
+            assert worker.state_bytes == 7
+            agent.go_on.set()
+        assert worker.state_bytes is None
+
+
 async def test_a_plan_ran_the_callers_program_as_the_user_of_a_job_that_came_while_it_was_made(
     tmp_path: Path, process: Child, other: Child
 ) -> None:
