@@ -27,6 +27,9 @@ ASK, START = "ask", "start"
 MOST_ENDED = 1000
 # A parent hears of the end of its child no later than we do, and says so at once; on a busy machine it takes its time.
 SAYS_WITHIN_S = 2.0
+# A supervisor tries to connect at least every five seconds.
+COMES_WITHIN_S = 12.0
+_LOOK_AGAIN_S = 0.25
 
 Send = Callable[[SupervisorOrder, Sequence[int]], Awaitable[None]]
 
@@ -264,6 +267,19 @@ class Supervisors:
     def has_ended(self, uid: int | None, run: str | None) -> bool:
         """Whether the supervisor of that run was there and its process has ended."""
         return (uid, run) in self._ended or any((one.uid, one.run) == (uid, run) and not one.lives for one in self)
+
+    async def come(self, uid: int | None, run: str | None, known: Callable[[], Supervisor | None]) -> Supervisor | None:
+        """The one that `known` finds, connected; None where that of this run has ended, or none comes for a while."""
+        with anyio.move_on_after(COMES_WITHIN_S):
+            while True:
+                found = known()
+                if found is not None and found.connected:
+                    return found
+                if found is None and self.has_ended(uid, run):
+                    break
+                with anyio.move_on_after(_LOOK_AGAIN_S):  # a connection ends a little before its process
+                    await self.news.wait()
+        return None
 
     async def ended_well(self, uid: int, run: str | None, pid: int) -> bool:
         """Whether the command that was that process has ended with 0, by its supervisor's word, which is waited for.

@@ -47,9 +47,6 @@ logger = logging.getLogger(__name__)
 
 NAME = "restart"
 LEAVES_WITHIN_S = 60.0
-# A supervisor tries to connect at least every five seconds.
-SUPERVISOR_COMES_WITHIN_S = 12.0
-_LOOK_AGAIN_S = 0.25
 # What decides on which GPUs a process is, for each vendor; those of the others are taken away.
 SIMULATED = "simulated"
 _VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES", SIMULATED: "HEGM_GPU"}
@@ -352,15 +349,9 @@ class RestartMethod:
 
     async def _supervisor(self, subject: Subject) -> Supervisor:
         """The one that is connected for this operation. Raises Refused when there is none after a while."""
-        with anyio.move_on_after(SUPERVISOR_COMES_WITHIN_S):
-            while True:
-                found = self._known(subject)
-                if found is not None and found.connected:
-                    return found
-                if found is None and self._supervisors.has_ended(subject.uid, subject.run):
-                    break
-                with anyio.move_on_after(_LOOK_AGAIN_S):  # a connection ends a little before its process
-                    await self._supervisors.news.wait()
+        found = await self._supervisors.come(subject.uid, subject.run, lambda: self._known(subject))
+        if found is not None:
+            return found
         raise Refused(
             f"the `hegmctl run` that started process {subject.pid} is gone, and nobody else can start it again",
             f"its state is held: {go_on_command(subject.operation)}",

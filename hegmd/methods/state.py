@@ -11,7 +11,7 @@ from hegmd.methods.base import Making, Progress, Subject
 from hegmd.methods.pooled import Pooled, key_of
 from hegmd.methods.readying import Readying
 from hegmd.pool import Pool
-from hegmd.supervisors import Supervisors
+from hegmd.supervisors import Supervisor, Supervisors
 
 NAME = "state"
 
@@ -50,11 +50,10 @@ class StateCarrier(Pooled):
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
         """Have the state written. Raises OrderFailed, AgentAway, SupervisorAway.
 
-        Its supervisor is told first: from here on the command may end, and is then waited for.
+        Its supervisor is told first: from here on the command may end, and is then waited for. Where hegmd
+        was just started the agent may be back before it.
         """
-        supervisor = self._supervisors.find(subject.uid, subject.run)
-        if supervisor is None:
-            raise Refused(f"the `hegmctl run` that started process {subject.pid} is gone", "the job goes on as it is")
+        supervisor = await self._come(subject)
         if subject.ranks and not supervisor.offer.ranks:
             hint = "the job goes on as it is; start it with this release of hegmctl to restart it"
             raise Refused(f"process {supervisor.pid} is of a release that cannot start ranks from their states", hint)
@@ -62,6 +61,15 @@ class StateCarrier(Pooled):
         memory = await self._pool.to_fill(key_of(subject))
         report = await subject.worker.order("save", fds=[memory.fd], on_progress=on_progress)
         return report.size_bytes or 0
+
+    async def _come(self, subject: Subject) -> Supervisor:
+        def known() -> Supervisor | None:
+            return self._supervisors.find(subject.uid, subject.run)
+
+        supervisor = await self._supervisors.come(subject.uid, subject.run, known) or known()
+        if supervisor is None:
+            raise Refused(f"the `hegmctl run` that started process {subject.pid} is gone", "the job goes on as it is")
+        return supervisor
 
     async def put_back(self, subject: Subject, on_progress: Progress, making: Making) -> int:
         """The process that goes on has done so by itself."""

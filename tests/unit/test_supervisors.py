@@ -12,6 +12,10 @@ import anyio.to_thread
 import pytest
 
 from hegmd.errors import HegmError, Refused
+from hegmd.methods.base import Subject
+from hegmd.methods.readying import Readying
+from hegmd.methods.state import StateCarrier
+from hegmd.pool import Pool
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
 from hegmd.supervisors import OrderFailed, Supervisor, SupervisorAway, Supervisors
 
@@ -190,6 +194,21 @@ async def test_a_second_process_is_no_supervisor_of_a_run_that_has_one(
     async with attending(supervisors, Line()):
         with pytest.raises(Refused, match="supervises run run already"):
             await supervisors.attend("other", other.pid, 0, OFFER, Line().send)
+
+
+async def test_a_supervisor_that_came_back_after_its_agent_was_taken_for_gone(supervisors: Supervisors) -> None:
+    """hegmd was killed before a job was stopped; the next one stopped it, and undid the restart at once."""
+    line, pool = Line(), Pool(1 << 20)
+    carrier = StateCarrier(pool, supervisors, Readying(supervisors, lambda _subject, _gpu: {}))
+    subject = Subject("4", "a", 1, 1, gpu="gpu0", goal="gpu1", left="gpu0", uid=0, run="run")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(carrier.take_out, subject, lambda _done: None)
+        await anyio.wait_all_tasks_blocked()
+        async with attending(supervisors, line):
+            expected = await line.next()
+            assert (expected.do, expected.operation) == ("expect", "4")
+            tasks.cancel_scope.cancel()
+    pool.close()
 
 
 async def test_a_supervisor_that_nobody_has_reaped_counts_as_gone(
