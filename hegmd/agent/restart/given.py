@@ -33,6 +33,8 @@ _NOT_READ = object()
 _state: Any = _NOT_READ
 _claimed: tuple[str | None, str] | None = None
 _lock: int | None = None
+#: What was read by that descriptor.
+_file: os.stat_result | None = None
 #: Which of several ranks this is; None for one that has a state alone.
 _rank: int | None = None
 
@@ -94,8 +96,22 @@ def forget() -> None:
     global _state  # noqa: PLW0603 - one a process
     _state = None
     ground.drop()
+    _close()
     if _rank is None:
         _note(BACK, 0)
+
+
+def _close() -> None:
+    """As long as its descriptor is open the file's memory stays. The script may have closed it, and have its number."""
+    global _claimed, _file  # noqa: PLW0603 - one a process
+    file, _file = _file, None
+    number = (_claimed or (None, ""))[0]
+    _claimed = (None, "")
+    try:
+        if file is not None and number is not None and os.path.samestat(os.fstat(int(number)), file):
+            os.close(int(number))
+    except OSError:
+        pass
 
 
 def note_past() -> None:
@@ -141,9 +157,11 @@ def _handed(of_ranks: str) -> tuple[int, int] | None:
 
 
 def _read() -> Any:
+    global _file  # noqa: PLW0603 - one a process
     number, path = _claimed or (os.environ.get(DESCRIPTOR), os.environ.get(PATH, ""))
     if number is not None:
         try:
+            _file = os.fstat(int(number))
             return plain.read(int(number))
         except ValueError as error:
             if isinstance(error, plain.Damaged):
