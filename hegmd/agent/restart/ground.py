@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from _thread import allocate_lock, start_new_thread
 
 from .. import copying
@@ -67,13 +68,17 @@ class _Ahead:
 
 
 _ahead: _Ahead | None = None
+_forks_are_seen = False
 
 
 def prepare() -> None:
     """Have one taken, beside all else. Raises nothing."""
-    global _ahead  # noqa: PLW0603 - one a process
+    global _ahead, _forks_are_seen  # noqa: PLW0603 - one a process
     if _ahead is not None:
         return
+    if not _forks_are_seen:
+        _forks_are_seen = True
+        os.register_at_fork(after_in_child=_leave_in_child)
     ahead = _Ahead()
     try:
         start_new_thread(ahead.work, ())
@@ -99,6 +104,14 @@ def drop() -> None:
     ground = _prepared()
     if ground is not None:
         ground.close()
+
+
+def _leave_in_child() -> None:
+    """A forked child has not the thread that would let go of the lock, nor any use for memory that is its parent's."""
+    global _ahead
+    ahead, _ahead = _ahead, None
+    if ahead is not None and ahead.ground is not None:
+        ahead.ground.close()
 
 
 def _prepared() -> Ground | None:

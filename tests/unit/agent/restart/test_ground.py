@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from hegmd.agent.restart import ground
+
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +53,38 @@ def test_what_nobody_took_is_let_go_of() -> None:
     ground.drop()
     ground.drop()
     assert _pages_bytes() - before < ground.SIZE_BYTES * 0.5
+
+
+# Forks beside a piece that is prepared, and beside one on its way: with 1 ends who has any of it, or waits for it.
+FORKS = """
+import os, signal
+from hegmd.agent.restart import ground
+
+def in_child(look):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        os._exit(int(look()))
+    return os.waitpid(child, 0)[1]
+
+def is_mapped(address):
+    with open("/proc/self/maps") as maps:
+        return any(int(line.split("-")[0], 16) <= address < int(line.split("-")[1].split()[0], 16) for line in maps)
+
+ground.prepare()
+ground.wait()
+address = ground._ahead.ground.address
+print(in_child(lambda: is_mapped(address)), is_mapped(address))
+ground.drop()
+ground._ahead = late = ground._Ahead()
+print(in_child(lambda: ground.wait() or ground.drop() or False))
+late.work()
+ground.take().close()
+"""
+
+
+def test_a_forked_child_kept_what_its_parent_had_prepared_or_waited_for_it() -> None:
+    """As a loader's worker, which is there before the state is put back and has no use for any of it."""
+    words = [sys.executable, "-c", FORKS]
+    said = subprocess.check_output(words, env={"PYTHONPATH": str(ROOT)}, text=True, timeout=60)
+    assert said.splitlines() == ["0 True", "0"]
