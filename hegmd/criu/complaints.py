@@ -103,8 +103,9 @@ _TABLE: tuple[_Row, ...] = (
     ),
     _Row(
         r"Can't lookup mount=",
-        "the job has something open on a mount that it does not see, as POSIX message queues are",
-        _DUMP_AGAIN,
+        "the job has something open on a mount that CRIU does not see: a POSIX message queue, or a file of a mount "
+        "namespace of its own",
+        f"run the job in the node's own mount namespace, or {_DUMP_AGAIN}",
     ),
     _Row(
         r"(?:mnt: .*(?i:can't|unable|failed|doesn't|isn't))",

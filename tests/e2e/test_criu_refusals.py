@@ -74,7 +74,7 @@ CASES = (
         "a mount namespace",
         "import ctypes\nassert ctypes.CDLL(None).unshare(0x20000) == 0",
         "has namespaces of its own: mnt",
-        "cannot deal with a mount that the job sees",
+        "on a mount that CRIU does not see",
     ),
     Case(
         "shared memory of the node",

@@ -73,7 +73,7 @@ AFTER = "(00.072246) Error (criu/cr-restore.c:2331): Restoring FAILED.\n"
         ),
         (
             "(00.07) Error (criu/files-reg.c:1790): Can't lookup mount=12 for fd=3 path=/queue",
-            "on a mount that it does not see",
+            "on a mount that CRIU does not see",
             "have the script close it",
         ),
         (
