@@ -282,12 +282,15 @@ class DriverMethod:
     # -- how it stands -------------------------------------------------------------------------------------------------
 
     async def verify(self, subject: Subject) -> None:
-        """By the driver's own state and by the video memory that NVML shows; then nothing is held for it there."""
+        """By the driver's own state, after which nothing is held for it there, and by the video memory that NVML shows.
+
+        What is held does not wait for that: the job trains by then, and some nodes show a process late or never.
+        """
         async with self._neighbours.apart(subject.who):
             await self._steps.unlock(subject)
-        await self._until_shown(subject, there=True)
         if subject.gpu is not None:
             await self.give_room(subject, subject.gpu)
+        await self._until_shown(subject, there=True)
 
     async def note_gone_on(self, subject: Subject) -> None:
         """Nothing rests on it."""

@@ -260,6 +260,24 @@ async def test_a_job_stood_until_the_room_of_its_storages_was_given_back_where_t
             await rig.method.give_room(mine, "gpu1")
 
 
+async def test_the_room_of_a_job_that_trained_on_was_held_until_nvml_showed_it(parts: Parts) -> None:
+    async with rigged(parts) as rig:
+        mine = replace(await _with_room_for_storages(rig), goes_on=True)
+        held: list[bool] = []
+
+        async def look() -> NodeSnapshot:
+            held.append(bool(rig.memory.by_owner()))
+            if len(held) == 3:
+                scope.cancel()
+            return await rig.inventory.refresh()
+
+        gpus = Gpus(look)
+        method = DriverMethod(Steps(rig.link, gpus, rig.neighbours), rig.memory, gpus, rig.neighbours)
+        with anyio.CancelScope() as scope:
+            await method.verify(mine)  # it is on the other GPU
+        assert held == [True, False, False]
+
+
 async def test_room_of_storages_that_fits_but_once_beside_them_is_given_back_before_the_job_goes_on(
     parts: Parts,
 ) -> None:
