@@ -308,7 +308,7 @@ class DaemonDesk:
     def _fail(self, message: str) -> None:
         number, self._due, self._order = self._number(), False, None
         self._held.end()
-        hint = "see what it printed; its state is held"
+        hint = "see what it printed"
         report = SuperviseReport(order=number, result="failed", message=message, hint=hint, starts=self._starts)
         self._report(report)
 

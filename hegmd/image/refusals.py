@@ -19,6 +19,7 @@ __all__ = ["taken", "told"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_TO_READ = ("opened", "read", "looked into")
 _NO_DIRECTORY = (errno.ELOOP, errno.ENOTDIR)
 _KINDS = {
     stat.S_IFREG: "a file",
@@ -44,7 +45,8 @@ def told(path: str, what: str) -> Generator[None]:
                 facts,
             ) from error
         if error.errno in _CLOSED:
-            raise HegmError(DENIED, message, "name a directory that you may write", facts) from error
+            may = "read" if what in _TO_READ and error.errno != errno.EROFS else "write"
+            raise HegmError(DENIED, message, f"name a directory that you may {may}", facts) from error
         if error.errno == errno.ENOENT:
             message = f"{path} cannot be {what}: {_obstacle(path) or reason}"
             raise HegmError(NOT_FOUND, message, _step(path, what), facts) from error

@@ -202,7 +202,7 @@ class RestartMethod:
                 elif start.asked is supervisor:
                     why = supervisor.failure or "its supervisor says that it does not run"
                     message = f"the job was not restarted on {gpu}: {'; '.join(filter(None, (start.fallen, why)))}"
-                    start.failure = Refused(message, "see what it printed; its state is held")
+                    start.failure = Refused(message, "see what it printed")
                     continue
                 elif supervisor.offer.pid is None or subject.ranks:
                     await self._have_started(start, supervisor, subject, gpu)

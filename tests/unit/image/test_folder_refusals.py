@@ -65,6 +65,13 @@ def test_what_a_disk_refuses_is_told_with_the_next_step(number: int, code: Code,
     assert words in refused.value.hint
 
 
+def test_who_may_not_look_into_a_directory_was_told_to_name_one_to_write() -> None:
+    for what, step in (("opened", "that you may read"), ("written", "that you may write")):
+        with pytest.raises(HegmError, match="Permission denied") as refused, told("/images/one", what):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        assert refused.value.hint == f"name a directory {step}"
+
+
 @pytest.mark.parametrize(
     ("name", "why", "step"),
     [
