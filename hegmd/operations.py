@@ -20,7 +20,7 @@ from hegmd.migration import events
 from hegmd.migration.adoption import adopted, adopted_of_driver
 from hegmd.migration.candidates import Candidate, Plan, Request, Snapshot
 from hegmd.migration.course import SUSPENDED
-from hegmd.migration.machine import HOLDING
+from hegmd.migration.machine import HOLDING, handle
 from hegmd.migration.operation import MIGRATE, QUIESCE, RESTART, RESUME, SUSPEND, Handoff, Limits, Operation, Respawn
 from hegmd.migration.plan import planned, planned_resume
 from hegmd.migration.runner import Runner
@@ -327,9 +327,11 @@ class Operations:
         """Give up for good the state that an operation holds for a process that is gone. Raises HegmError."""
         op = self.runner.history(op_id).operation
         self._check_owner(asked, op.owner_uid, f"operation {op_id}")
+        event = events.DropAsked(cause="request", by=asked.by)
+        handle(op, event, time.monotonic())  # one that is refused stays at its rest
         await self._resting.wake(op_id)
         try:
-            await self.runner.ask(op_id, events.DropAsked(cause="request", by=asked.by))
+            await self.runner.ask(op_id, event)
         finally:
             self._resting.watch(op_id)
         async for _ in self.runner.follow(op_id):

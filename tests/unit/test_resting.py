@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from hegmd.errors import REFUSED, HegmError
+from hegmd.errors import REFUSED, HegmError, Refused
 from hegmd.pool import Key
 from hegmd.resting import ALWAYS, FULL
 from tests.unit.moving_node import MIB, Node, running
@@ -215,3 +215,25 @@ async def test_a_worker_that_dies_takes_its_file_with_it(tmp_path: Path, process
         process.kill()
         await until(node, "operation.lost")
         assert spilled_files(tmp_path) == []
+
+
+async def test_a_state_that_may_not_be_given_up_was_no_longer_brought_to_disk(tmp_path: Path, process: Child) -> None:
+    """Whoever had asked for that was told that it was there."""
+    async with running(tmp_path) as node:
+        agent = await node.attend(process.pid)
+        agent.slow.add("entrust")
+        entrusted: list[bool] = []
+
+        async def suspend() -> None:
+            await node.operations.suspend([process.pid], node.asked(), spill=True)
+            entrusted.append(agent.entrusted)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(suspend)
+            await agent.waiting.wait()
+            (op,) = node.operations.runner.operations()
+            with pytest.raises(Refused, match="is there still, and what is held is its own"):
+                await node.operations.drop(op.id, node.asked())
+            await anyio.wait_all_tasks_blocked()
+            agent.go_on.set()
+        assert entrusted == [True]
