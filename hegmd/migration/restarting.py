@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hegmd.errors import REFUSED
+from hegmd.errors import BUSY, REFUSED
 from hegmd.migration import targets
 from hegmd.migration.candidates import AgentSurvey, Candidate, Request
 from hegmd.migration.carriage import Choice
@@ -246,9 +246,9 @@ def why_not_better(reasons: Sequence[Reason]) -> str:
 
 
 def offer(reasons: Sequence[Reason], members: Sequence[Candidate]) -> tuple[Reason, ...]:
-    """The same reasons; where the job has a supervisor, with the way that is open to it."""
+    """The same reasons; where the job has a supervisor and is not busy, with the way that is open to it."""
     pids = [candidate.pid for candidate in members if candidate.supervisor is not None]
-    if not pids or not reasons:
+    if not pids or not reasons or any(reason.code == BUSY.name for reason in reasons):
         return tuple(reasons)
     last = reasons[-1]
     hint = f"{last.hint}; or have it started again there: hegmctl migrate {pids[0]} --via restart --to GPU --dry-run"

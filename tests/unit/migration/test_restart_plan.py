@@ -88,6 +88,14 @@ def test_what_an_agent_has_not_looked_at_is_in_the_plan() -> None:
     assert plan.hazards[2] == f"process 7: {unseen}; hegm.keep keeps what is changed there"
 
 
+def test_a_job_that_an_operation_has_was_offered_a_restart_that_it_refuses() -> None:
+    moved = plan_of(planned(node(), ask("gpu1")))
+    other = moved.operation("4", node().candidates, {}, limits=Limits(), utc=0.0)
+    refused = said(planned(node().replace(running=(other,)), ask("gpu2")))
+    assert "operation 4 (migrate, planned) has process 7 already" in refused
+    assert "--via restart" not in refused
+
+
 def test_one_that_is_not_allowed_is_offered() -> None:
     """The refusal alone left people with nothing to do, though their job could have been restarted there."""
     assert "hegmctl migrate 7 --via restart --to GPU --dry-run" in said(planned(node(), ask("gpu2")))
