@@ -1,5 +1,7 @@
 """What stands before and behind CRIU: a small program of its own, by path, with the standard library alone.
 
+Longer than 400 lines because it is one file that is run by its path, and imports nothing of ours.
+
 attendant.py start [WISHES] -- PROGRAM ARGUMENTS...
     Sees to the wishes and becomes the program.
 
@@ -53,6 +55,15 @@ PR_SET_CHILD_SUBREAPER = 36
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 47, 2
 CAPABILITY_VERSION = 0x20080522  # the third, with two words a set
 LIMITS = 16  # that Linux has
+# A processor's tiles (AMX), for which every program has to ask: arch/x86/kernel/fpu/xstate.c of Linux, from 5.16 on.
+ARCH_PRCTL, ARCH_GET_XCOMP_SUPP, ARCH_REQ_XCOMP_PERM, TILES = 158, 0x1021, 0x1023, 18
+PTRACE_TRACEME, PTRACE_PEEKTEXT, PTRACE_POKETEXT, PTRACE_CONT = 0, 1, 4, 7
+PTRACE_SINGLESTEP, PTRACE_GETREGS, PTRACE_SETREGS = 9, 12, 13
+# The places of those registers in what PTRACE_GETREGS gives.
+REGISTERS, RAX, RSI, RDI, ORIG_RAX, RIP = 27, 10, 13, 14, 15, 16
+SYSCALL = 0x050F
+PTRACE = 101
+WORD = (1 << 64) - 1
 ASKED_GRACE_S = 20
 _AGAIN_S = 0.05
 _NOBODY = 65534
@@ -90,8 +101,9 @@ def see_through(pid_file: str, root: int, words: list[str]) -> int:
     """See the program to its end, and name the process that is to be looked after; the program's status."""
     program = os.fork()
     if program == 0:
+        _be_followed()
         start(words)
-    status = _status(os.waitpid(program, 0)[1])
+    status = _status(_follow(program))
     if status == 0:
         fd = os.open(pid_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         os.write(fd, b"%d\n" % root)
@@ -113,8 +125,9 @@ def tend(told: int, root: int, words: list[str]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         os.close(told)
+        _be_followed()
         start(words, attendant)
-    status = _status(os.waitpid(program, 0)[1])
+    status = _status(_follow(program))
     signal.alarm(0)
     if asked or status != 0:
         _end_descendants()
@@ -180,6 +193,84 @@ def _descendants() -> set[int]:
     while more := {pid for pid, parent in parents.items() if parent in found | {os.getpid()}} - found:
         found |= more
     return found
+
+
+# ---- what a processor grants to those who ask ------------------------------------------------------------------------
+
+
+def _has_tiles() -> bool:
+    """Whether a job here may have asked for the processor's tiles, and whether we can have a program ask for them.
+
+    Who has not CAP_SYS_PTRACE leaves it: a program would get no rights by its file with them behind it.
+    """
+    import ctypes
+
+    granted = ctypes.c_uint64()
+    if os.geteuid() != 0 or os.uname().machine != "x86_64":
+        return False
+    failed = ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_GET_XCOMP_SUPP, ctypes.byref(granted))
+    return failed == 0 and bool(granted.value >> TILES & 1)
+
+
+def _be_followed() -> None:
+    """Have our parent see each program that we become before its first instruction."""
+    import ctypes
+
+    if _has_tiles():
+        ctypes.CDLL(None).ptrace(PTRACE_TRACEME, 0, None, None)
+
+
+def _follow(program: int) -> int:
+    """Wait for it to end, and have it ask for the processor's tiles, as CRIU does not; its status as waitpid has it.
+
+    That may be done is passed on by a fork, which is how CRIU makes a job again, and lost by becoming a program, which
+    is how CRIU is started. A job that had asked would end by SIGILL at its next such instruction; PyTorch asks at its
+    first product of bfloat16 on a processor. One that had not asked is none the worse, but for a stack of its own for
+    signals that is too small for tiles: Linux does without that stack then.
+    """
+    while True:
+        status = os.waitpid(program, 0)[1]
+        if not os.WIFSTOPPED(status):
+            return status
+        number = os.WSTOPSIG(status)
+        if number == signal.SIGTRAP:  # it has just become a program
+            number = 0
+            if (ended := _have_it_ask(program)) is not None:
+                return ended
+        _trace(PTRACE_CONT, program, 0, number)
+
+
+def _have_it_ask(program: int) -> int | None:
+    """Have it make one call of the system, and leave no trace of that; its status if it has ended by then."""
+    import ctypes
+
+    as_they_were = (ctypes.c_ulong * REGISTERS)()
+    _trace(PTRACE_GETREGS, program, 0, ctypes.addressof(as_they_were))
+    asking = (ctypes.c_ulong * REGISTERS)(*as_they_were)
+    asking[RAX], asking[RDI], asking[RSI], asking[ORIG_RAX] = ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, TILES, WORD
+    at = asking[RIP]
+    code = ctypes.c_ulong()
+    ctypes.CDLL(None).syscall(PTRACE, PTRACE_PEEKTEXT, program, ctypes.c_ulong(at), ctypes.byref(code))
+    _trace(PTRACE_POKETEXT, program, at, code.value & ~0xFFFF | SYSCALL)
+    _trace(PTRACE_SETREGS, program, 0, ctypes.addressof(asking))
+    came: list[int] = []
+    while not came or came[-1] != signal.SIGTRAP:
+        _trace(PTRACE_SINGLESTEP, program, 0, 0)
+        status = os.waitpid(program, 0)[1]
+        if not os.WIFSTOPPED(status):
+            return status
+        came.append(os.WSTOPSIG(status))
+    _trace(PTRACE_POKETEXT, program, at, code.value)
+    _trace(PTRACE_SETREGS, program, 0, ctypes.addressof(as_they_were))
+    for number in came[:-1]:  # meant for the program
+        os.kill(program, number)
+    return None
+
+
+def _trace(request: int, program: int, address: int, data: int) -> None:
+    import ctypes
+
+    ctypes.CDLL(None).ptrace(request, program, ctypes.c_void_p(address), ctypes.c_void_p(data))
 
 
 # ---- what is opened -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hegmd.errors import EXTERNAL, HegmError
 
-__all__ = ["failure", "first_error"]
+__all__ = ["failure", "first_error", "not_there"]
 
 _TAIL_LINES = 12
 # Its helper processes' ends say nothing, and without CAP_SYS_RESOURCE it goes on with fewer descriptors.
@@ -189,6 +189,13 @@ def failure(step: str, log: str, output: str, status: int | None) -> HegmError:
         else "see whether CRIU works here: hegmctl doctor"
     )
     return HegmError(EXTERNAL, f"CRIU's {step} {ended}: {reason}", hint, facts)
+
+
+def not_there(pid: int) -> HegmError:
+    """The error for a job that is not there once CRIU has said that it is restored."""
+    message = f"CRIU calls the restore done, and the job's process {pid} is not there: it ended as soon as it went on"
+    hint = "see its own output for its last words and the kernel's (dmesg) for how it ended; the image is as it was"
+    return HegmError(EXTERNAL, message, hint, {"pid": pid})
 
 
 class _Known(dict[str, str | None]):

@@ -33,7 +33,7 @@ import anyio.lowlevel
 
 from hegmd.apart import start_apart
 from hegmd.concert import accompanied
-from hegmd.criu.complaints import failure, had_left_overs, had_numbers_taken
+from hegmd.criu.complaints import failure, had_left_overs, had_numbers_taken, not_there
 from hegmd.criu.guise import Guise
 from hegmd.criu.needs import Needs
 from hegmd.criu.orders import (
@@ -207,7 +207,7 @@ async def _restore_once(
         try:
             came, attended = await run_detached(lambda _: _came(needs, attendant), name="look at the job")
             if needs.pids[0] not in came.start_ticks:
-                raise _failed("restore", _log(log_dir_fd, RESTORE_LOG), "", 0)
+                raise _logged(not_there(needs.pids[0]), _log(log_dir_fd, RESTORE_LOG), "")
         except BaseException:
             await _end_unseen(unit_name, attendant)
             raise
@@ -315,7 +315,10 @@ async def _take_numbers(needs: Needs, thread_numbers: Sequence[int]) -> None:
 
 def _failed(step: str, log: str, output: str, status: int | None) -> HegmError:
     """What went wrong, with the end of CRIU's log in ours: its own goes with the image, or with the try."""
-    error = failure(step, log, output, status)
+    return _logged(failure(step, log, output, status), log, output)
+
+
+def _logged(error: HegmError, log: str, output: str) -> HegmError:
     logger.warning("%s; CRIU's log ends so:\n%s", error.message, "\n".join([*log.splitlines()[-_LOG_LINES:], output]))
     return error
 

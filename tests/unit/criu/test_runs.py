@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,12 +50,41 @@ async def test_whoever_criu_had_made_stayed_where_the_job_itself_was_not_there(t
     poll = select.poll()
     poll.register(lives, 0)
     try:
-        with pytest.raises(HegmError, match="CRIU"):
+        with pytest.raises(HegmError, match=f"restore done, and the job's process {NOBODY} is not there"):
             await restore(Criu(str(program), "4.2"), folder, Needs(pids=(NOBODY,)), log_dir_fd=folder, unit_name=None)
         assert [kind for _, kind in poll.poll(10_000)] == [select.POLLHUP]
     finally:
         os.close(folder)
         os.close(lives)
+
+
+# Says which of a processor's features this program may use that it has to ask for, by way of another program.
+SAYS = """
+import ctypes, pathlib, sys
+asked, got = int(sys.argv[1], 16), ctypes.c_uint64()
+ctypes.CDLL(None).syscall(158, asked, ctypes.byref(got))
+pathlib.Path(sys.argv[2]).write_text(str(got.value >> 18 & 1))
+sys.exit(1)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64" or os.geteuid() != 0, reason="it is about x86-64, and root's CRIU")
+async def test_a_job_that_multiplied_by_the_processors_tiles_was_ended_by_its_next_product_after_a_restore(
+    tmp_path: Path,
+) -> None:
+    """CRIU does not ask for them again: the job gets the right from whoever makes it, as a fork passes it on."""
+    says, program, has, may = (tmp_path / name for name in ("says", "criu", "has", "may"))
+    says.write_text(SAYS)
+    commands = (f"{sys.executable} -IS {says} 0x1021 {has}", f"exec {sys.executable} -IS {says} 0x1022 {may}")
+    program.write_text("\n".join(["#!/bin/sh", *commands, ""]))
+    program.chmod(0o755)
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with pytest.raises(HegmError, match="status 1"):
+            await restore(Criu(str(program), "4.2"), folder, Needs(pids=(NOBODY,)), log_dir_fd=folder, unit_name=None)
+    finally:
+        os.close(folder)
+    assert may.read_text() == has.read_text()
 
 
 KILLS = "#!/bin/sh\nexec 8>{fifo}\nkill -9 $PPID\nread said < {never}\n"
