@@ -282,14 +282,17 @@ class DriverMethod:
     # -- how it stands -------------------------------------------------------------------------------------------------
 
     async def verify(self, subject: Subject) -> None:
-        """By the driver's own state, after which nothing is held for it there, and by the video memory that NVML shows.
+        """By the driver's own state, and by the video memory that NVML shows.
 
-        What is held does not wait for that: the job trains by then, and some nodes show a process late or never.
+        What is held for it there does not wait for either: it has made its storages and trains by then, and some nodes
+        show a process late or never.
         """
-        async with self._neighbours.apart(subject.who):
-            await self._steps.unlock(subject)
-        if subject.gpu is not None:
-            await self.give_room(subject, subject.gpu)
+        try:
+            async with self._neighbours.apart(subject.who):
+                await self._steps.unlock(subject)
+        finally:
+            if subject.gpu is not None:
+                await self.give_room(subject, subject.gpu)
         await self._until_shown(subject, there=True)
 
     async def note_gone_on(self, subject: Subject) -> None:

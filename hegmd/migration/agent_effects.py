@@ -72,8 +72,10 @@ class AgentEffects:
 
     async def verify(self, op: Operation, member: Member, effect: effects.Verify, _: Progress) -> Event:
         subject = self._cast.subject(op, member)
-        await self._cast.method(member).verify(subject)
-        await self._cast.carrier(member).gone_on(subject)
+        try:
+            await self._cast.method(member).verify(subject)
+        finally:  # it goes on, whatever could be seen of it
+            await self._cast.carrier(member).gone_on(subject)
         if not member.has_agent:
             return events.Verified(**effect.ending(), boundary=effect.beyond)
         worker = self._cast.worker(member)

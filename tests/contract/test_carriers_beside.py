@@ -362,13 +362,21 @@ class Books(SimulatedMethod):
         return Standing(gpu=None)
 
 
-def _performer(job: Moved) -> Performer:
+def _performer(job: Moved, books: type[Books] = Books) -> Performer:
     rooms = Rooms(SimulatedProvider(parse_topology("1x1GiB")))
     carriers = {job.carrier.name: job.carrier}
-    return Performer(job.rig.workers, {"driver": Books(rooms)}, carriers, start_ticks=start_ticks)
+    return Performer(job.rig.workers, {"driver": books(rooms)}, carriers, start_ticks=start_ticks)
 
 
-async def test_a_job_that_is_seen_to_go_on_has_what_was_still_held_beside_it(moving: Moving) -> None:
+class Unseen(Books):
+    """Where the driver says nothing of it."""
+
+    async def verify(self, subject: Subject) -> None:
+        raise Refused("nothing can be seen", "ask again")
+
+
+@pytest.mark.parametrize("books", [Books, Unseen])
+async def test_a_job_that_goes_on_has_what_was_still_held_beside_it(moving: Moving, books: type[Books]) -> None:
     async with moving() as job:
         await job.suspend()
         await job.carrier.arm(job.off)
@@ -376,12 +384,12 @@ async def test_a_job_that_is_seen_to_go_on_has_what_was_still_held_beside_it(mov
             pass
         await job.carrier.put_back(job.subject, ignored, lambda: nullcontext(lambda: True))
         assert job.held() == {ahead_of(job.subject)}
-        performer = _performer(job)
+        performer = _performer(job, books)
         who: dict[str, Any] = {"pid": job.subject.pid, "start_ticks": job.subject.start_ticks, "token": ""}
         member = worker(job.subject.name, "gpu0", method="driver", carrier="host", **who)
         op = operation(member, id=job.subject.operation)
         event = await performer.perform(op, Verify(number=1, worker=member.name, cause=1, beyond=0), ignored, None)
-        assert isinstance(event, Verified), event
+        assert isinstance(event, Verified) is (books is Books), event
         assert not job.held()
         await job.carrier.give(job.subject)
 

@@ -1,4 +1,7 @@
-"""The moment of a restore by the driver, over its stub: whoever else is on that GPU, and whoever is cut off in it."""
+"""The moment of a restore by the driver, over its stub: whoever else is on that GPU, and whoever is cut off in it.
+
+Longer than 400 lines because room is told of from before the restore until the job goes on.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
-from hegmd.errors import Refused
+from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import HelperLost
 from hegmd.inventory import NodeSnapshot
 from hegmd.methods.base import NoRoom, Outgrown, Subject
@@ -276,6 +279,20 @@ async def test_the_room_of_a_job_that_trained_on_was_held_until_nvml_showed_it(p
         with anyio.CancelScope() as scope:
             await method.verify(mine)  # it is on the other GPU
         assert held == [True, False, False]
+
+
+async def test_what_a_job_that_goes_on_had_left_is_given_back_also_where_nothing_can_be_seen_of_it(
+    parts: Parts,
+) -> None:
+    """The helper was killed in that moment; its room was nobody's until the daemon ended."""
+    async with rigged(parts) as rig:
+        mine = replace(await _with_room_for_storages(rig), goes_on=True)
+        async with rig.method.making(mine) as made:
+            made()
+        rig.node.order("error cuCheckpointProcessGetState 999")
+        with pytest.raises(HegmError):
+            await rig.method.verify(mine)
+        assert rig.memory.by_owner() == {}
 
 
 async def test_room_of_storages_that_fits_but_once_beside_them_is_given_back_before_the_job_goes_on(
