@@ -58,7 +58,7 @@ def test_who_is_in_a_tree_is_seen_without_what_they_have_open(tmp_path: Path) ->
 def test_whose_a_pidfd_is_is_seen() -> None:
     pidfd = os.pidfd_open(os.getppid())
     try:
-        (found,) = (each for each in read_tree(os.getpid()).descriptors if each.fd == pidfd)
+        found = next(each for each in read_tree(os.getpid()).descriptors if (each.pid, each.fd) == (os.getpid(), pidfd))
     finally:
         os.close(pidfd)
     assert (found.target, found.refers_to) == ("anon_inode:[pidfd]", os.getppid())
