@@ -12,7 +12,7 @@ HegmError: Refused says that nothing has changed, NoRoom that room has to be fou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -187,6 +187,18 @@ class Reborn:
     token: str
     run: str | None
     boundary: int
+    #: Whether it comes of an earlier start than the one that is wanted now: its supervisor tries again by itself.
+    is_earlier: bool = False
+
+
+def start_key(kind: str, heading: str, goals: Sequence[str | None]) -> str:
+    """What tells one start of an operation from its others."""
+    return f"{kind} {heading} {' '.join(map(str, goals))}"
+
+
+def goal_of_start(key: str) -> str:
+    """Where the only process of that start was to be."""
+    return key.rpartition(" ")[2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ import anyio
 from hegmd.agent_orders import AgentAway
 from hegmd.errors import TIMEOUT, HegmError, Refused
 from hegmd.methods import launchers
-from hegmd.methods.base import Left, Made, Method, Over, Reborn, Standing, Subject
+from hegmd.methods.base import Left, Made, Method, Over, Reborn, Standing, Subject, goal_of_start
 from hegmd.methods.claims import claimed, has_come_to_its_end, has_passed, note_passed
 from hegmd.methods.pooled import key_of
 from hegmd.methods.started_ranks import NOBODY, Line, RankOnItsWay, Who, line_of, ranks_below
@@ -326,6 +326,9 @@ class RestartMethod:
         supervisor = self._known(subject)
         if subject.ranks and supervisor is not None and not _has_started(supervisor, subject):
             return None
+        is_earlier = supervisor is not None and _has_started_before(supervisor, subject)
+        if supervisor is not None and is_earlier:
+            gpu = goal_of_start(supervisor.offer.key)
         for worker in self._workers:
             about = worker.about
             is_it = not subject.ranks or about.rank == subject.rank
@@ -344,6 +347,7 @@ class RestartMethod:
                     token=worker.token,
                     run=about.run,
                     boundary=worker.boundary,
+                    is_earlier=is_earlier,
                 )
         return None
 
@@ -404,3 +408,9 @@ def _has_started(supervisor: Supervisor, subject: Subject) -> bool:
     """Whether its command runs from the state of the operation; of ranks, from the start that is wanted now."""
     is_it = supervisor.offer.started and supervisor.serves(subject.operation)
     return is_it and (not subject.ranks or supervisor.offer.key == subject.start)
+
+
+def _has_started_before(supervisor: Supervisor, subject: Subject) -> bool:
+    """Whether its command runs, or is tried again, by an order for another start than the one that is wanted now."""
+    is_known = bool(supervisor.offer.key) and not subject.ranks
+    return is_known and _has_started(supervisor, subject) and supervisor.offer.key != subject.start

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from hegmd.errors import UNAVAILABLE, HegmError
-from hegmd.methods.base import Carrier, Method, Rank, Respawn, Subject
+from hegmd.methods.base import Carrier, Method, Rank, Respawn, Subject, start_key
 from hegmd.migration.imaging import Imager
 from hegmd.migration.operation import FORWARD, HOLD, Operation
 from hegmd.migration.operation import Worker as Member
@@ -92,7 +92,7 @@ class Cast:
             uid=op.owner_uid,
             run=member.run,
             respawn=_respawn(op),
-            start=f"{op.kind} {op.heading} {' '.join(str(one.goal) for one in op.workers)}",
+            start=start_key(op.kind, op.heading, [one.goal for one in op.workers]),
             rank=member.rank,
             ranks=_ranks(op),
             agent=self.agent(member),

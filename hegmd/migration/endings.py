@@ -136,6 +136,7 @@ def restored(op: Operation, worker: Worker, pending: Pending, event: events.Rest
         worker = worker.replace(goal=event.landed, anywhere=False)
     if event.pid is not None:
         worker = _replaced(worker, event)
+        op = turns.on_again(op) if event.is_earlier else op
     return op.replace(lacks=None).with_worker(worker.replace(at=event.landed or pending.gpu))
 
 

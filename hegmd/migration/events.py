@@ -240,6 +240,9 @@ class Restored(Ending, tag="restored"):
     token: str = field("of a restart: what its agent calls itself", default="")
     run: str | None = field("of a restart: the `hegmctl run` that started it", default=None)
     boundary: int = field("of a restart: batch boundaries that it has passed", default=0)
+    is_earlier: bool = field(
+        "of a restart: whether it comes of the start before the one that is wanted, tried again", default=False
+    )
 
 
 class Refilled(Ending, tag="refilled"):

@@ -280,6 +280,7 @@ class Performer:
                 token=landed.token,
                 run=landed.run,
                 boundary=landed.boundary,
+                is_earlier=landed.is_earlier,
             )
         if not member.anywhere:  # of whom it is only known that it is not more
             self._note_step(member, IN, member.rest_bytes, took_s, ahead)

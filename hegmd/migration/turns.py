@@ -6,13 +6,20 @@ Owns which reason counts, and what becomes of an image that is not wanted any mo
 from __future__ import annotations
 
 from hegmd.migration import course, effects
-from hegmd.migration.operation import FORWARD, Failure, Operation
+from hegmd.migration.operation import BACK, FORWARD, Failure, Operation
 
 
 def back(op: Operation, code: str, message: str, hint: str) -> Operation:
     """On its way to how everything was, unless it is on a way back already."""
     op = because(op, code, message, hint)
     return course.turned_back(op) if op.heading == FORWARD else op
+
+
+def on_again(op: Operation) -> Operation:
+    """Its only process has come where it was to be after all: what turned it back counts for nothing."""
+    if op.heading != BACK or len(op.workers) > 1:
+        return op
+    return op.replace(heading=FORWARD, failure=None)
 
 
 def image_dropped(op: Operation, code: str, message: str, hint: str) -> Operation:

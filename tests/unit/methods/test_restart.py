@@ -15,7 +15,7 @@ import pytest
 
 from hegmd.agent_orders import AgentAway
 from hegmd.errors import Refused
-from hegmd.methods.base import Over, Rank, Reborn, Subject
+from hegmd.methods.base import Over, Rank, Reborn, Subject, start_key
 from hegmd.methods.claims import has_come_to_its_end, has_passed, lock_path
 from hegmd.methods.restart import RestartMethod
 from hegmd.methods.simulated import SimulatedMethod
@@ -59,6 +59,10 @@ class Attending(Workers):
         self.news.tell()
         return worker
 
+    def go_on(self, pid: int, gpu: str | None) -> None:
+        """That process attends, and has the state of operation 4 back."""
+        self._attending.append(_went_on(pid, gpu))
+
     def leave(self, worker: Worker) -> None:
         """Its process has ended."""
         worker.ended = True
@@ -66,9 +70,9 @@ class Attending(Workers):
         self.news.tell()
 
 
-def _went_on(pid: int) -> Worker:
+def _went_on(pid: int, gpu: str | None = "gpu1") -> Worker:
     """One that says that it has the state of operation 4 back."""
-    about = AgentAttend(token=f"token-{pid}", python_version="3.11", boundary=5, restarted="4", gpu="gpu1", run="run-1")
+    about = AgentAttend(token=f"token-{pid}", python_version="3.11", boundary=5, restarted="4", gpu=gpu, run="run-1")
     worker = Worker(Identity(pid, TICKS, UID), AgentInfo(name="agent", version="1"), about)
     worker.connect(_send, about)
     return worker
@@ -109,6 +113,27 @@ async def test_who_says_that_it_has_the_state_back_is_the_one_that_goes_on(tmp_p
     reborn = await method(tmp_path, NEXT).restore(subject(), "gpu1")
     assert isinstance(reborn, Reborn)
     assert (reborn.pid, reborn.gpu, reborn.boundary) == (NEXT, "gpu1", 5)
+
+
+async def test_one_that_was_started_again_by_an_earlier_order_is_where_that_had_it_and_known_for_it(
+    tmp_path: Path,
+) -> None:
+    """On a real GPU it says itself nothing of where it is: it was taken to be where it was to be brought back to."""
+    supervisors, workers = Supervisors(start_ticks_of), Attending()
+    forth, back = (start_key("migrate", heading, [gpu]) for heading, gpu in (("forward", "gpu1"), ("back", "gpu0")))
+    offer = Supervise(run="run-1", python=True, pid=NEXT, started=True, operation="4", key=forth)
+    workers.go_on(NEXT, gpu=None)
+    parts = method(tmp_path, workers=workers, supervisors=supervisors)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(supervisors.attend, "it", os.getpid(), UID, offer, _send_to_supervisor)
+        await supervisors.news.wait()
+        again = await parts.restore(replace(subject(), goal="gpu0", start=back), "gpu0")
+        first = await parts.restore(replace(subject(), start=forth), "gpu1")
+        tasks.cancel_scope.cancel()
+    supervisors.close()
+    assert isinstance(again, Reborn)
+    assert isinstance(first, Reborn)
+    assert [(one.gpu, one.is_earlier) for one in (again, first)] == [("gpu1", True), ("gpu1", False)]
 
 
 async def test_a_process_that_was_killed_is_not_taken_for_the_one_in_its_place(tmp_path: Path) -> None:

@@ -31,10 +31,11 @@ def restart(to: str = "gpu1") -> Operation:
     return operation(leaving, respawn=Respawn(set={"A": "1"}))
 
 
-def reborn(drive: Drive, gpu: str = "gpu1", who: tuple[int, int, str] = NEW) -> None:
+def reborn(drive: Drive, gpu: str = "gpu1", who: tuple[int, int, str] = NEW, *, is_earlier: bool = False) -> None:
     """End the restore with another process, which stands at the boundary at which the state was saved."""
     pid, start_ticks, token = who
-    drive.end(landed=gpu, pid=pid, start_ticks=start_ticks, token=token, run="run-1", boundary=5)
+    said = {"landed": gpu, "run": "run-1", "boundary": 5, "is_earlier": is_earlier}
+    drive.end(pid=pid, start_ticks=start_ticks, token=token, **said)
 
 
 def found(drive: Drive, gpu: str = "gpu1", **seen: Any) -> None:
@@ -212,6 +213,20 @@ def test_a_process_that_falls_before_its_boundary_is_replaced_where_it_was_and_t
     assert drive.op.phase == "suspended"
     assert drive.op.workers[0].pool_bytes == 10
     assert not drive.op.workers[0].lost
+
+
+def test_one_that_was_started_again_where_it_was_wanted_was_told_to_be_as_it_was() -> None:
+    """Its supervisor had started it again by itself, before it was asked to on the way back."""
+    drive = left()
+    reborn(drive)
+    drive.feed(events.WorkerGone(worker="a", why="it was killed"))
+    drive.wanted = [effect for effect in drive.wanted if effect.tag != "inspect"]
+    assert drive.op.heading == "back"
+    drive.on(lambda: drive.wanted[0].tag == "restore")
+    reborn(drive, "gpu1", (301, 11, "token-again"), is_earlier=True)
+    found(drive)
+    drive.until("done")
+    assert (drive.op.workers[0].pid, drive.op.workers[0].at, drive.op.failure) == (301, "gpu1", None)
 
 
 @pytest.mark.parametrize("phase", ["checkpointing", "restoring"])
