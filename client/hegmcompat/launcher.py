@@ -192,7 +192,7 @@ class Launcher:
     def _look_for_agentless(self, now: float, pid: int | None) -> float | None:
         if self._claim is None or pid is None or self._found or claim_notes.is_back(self._claim):
             return None
-        self._found = self._lookout.look(pid, now) or ""
+        self._found = self._lookout.look(pid, now, self._claim) or ""
         return self._lookout.look_at
 
     # ---- its parts --------------------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@ Seen from outside, in /proc, and only for a process that has PyTorch mapped and 
 with an option of Python's that leaves the agent out, or its environment leads to none. PyTorch is mapped at the
 beginning of its import, so that such a process is ended before its first step. What is slow, or prepares something
 without PyTorch, is left be, and so is what cannot be read. Only children of this process and theirs are looked at.
+
+Where one of them may have the agent and has the right to go on from the state, all are left be: it goes on or ends, and
+what it starts before that, such as a look at PyTorch by `python -I`, is its own affair.
 """
 
 from __future__ import annotations
@@ -31,12 +34,18 @@ class Lookout:
     def __init__(self) -> None:
         self.look_at = 0.0
 
-    def look(self, pid: int, now: float) -> str | None:
-        """What stands against the command that is that process, which was ended then; None where nothing does."""
+    def look(self, pid: int, now: float, right: int | None) -> str | None:
+        """What stands against the command that is that process, which was ended then; None where nothing does.
+
+        `right` is the descriptor of the right to go on from the state; None where a launcher has it, and no rank yet.
+        """
         if now < self.look_at:
             return None
         began = monotonic()
-        why = next(filter(None, map(_why_not_ours, _below(pid))), None)
+        found = _below(pid)
+        why = next(filter(None, map(_why_not_ours, found)), None)
+        if why is not None and right is not None and any(_is_on_its_way(one, right) for one in found):
+            why = None
         self.look_at = now + max(LOOK_EVERY_S, PAUSE * (monotonic() - began))
         if why is not None:
             _end_all(pid)
@@ -45,15 +54,42 @@ class Lookout:
 
 def _why_not_ours(pid: int) -> str | None:
     """Why that process trains without an agent; None where it may have one, or does not train."""
-    words, environ = _entries(pid, "cmdline"), _environ(pid)
+    words = _entries(pid, "cmdline")
     option = option_that_leaves_out(words[1:]) if words is not None and _is_python(pid, words) else None
-    if option is None and (environ is None or leads_to_agent(environ)):
+    if option is None and _is_led_to_agent(pid):
         return None
     if not words or _TORCH not in _read(pid, "maps"):
         return None
     why = f"the option {option}" if option is not None else f"its {PATHS}"
     shown = " ".join(words)[:_LONGEST_WORDS]
     return f"process {pid} ({shown}) has begun anew: {why} leaves hegmd's agent out; it was ended"
+
+
+def _is_on_its_way(pid: int, right: int) -> bool:
+    """Whether that process may have an agent, and has the right to go on from the state."""
+    words = _entries(pid, "cmdline")
+    if not words or not _is_python(pid, words) or option_that_leaves_out(words[1:]) is not None:
+        return False
+    return _is_led_to_agent(pid) and _has_open(pid, right)
+
+
+def _is_led_to_agent(pid: int) -> bool:
+    """By its environment, as far as that can be read."""
+    environ = _environ(pid)
+    return environ is None or leads_to_agent(environ)
+
+
+def _has_open(pid: int, fd: int) -> bool:
+    """Whether it has that file of ours open. What it has besides is not touched: a file on a lost server would not
+    answer."""
+    shown = os.readlink(f"/proc/self/fd/{fd}")
+    with suppress(OSError):
+        for other in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                path = f"/proc/{pid}/fd/{other}"
+                if os.readlink(path) == shown and os.path.samestat(os.stat(path), os.fstat(fd)):
+                    return True
+    return False
 
 
 def _is_python(pid: int, words: list[str]) -> bool:

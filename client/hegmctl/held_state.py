@@ -60,6 +60,11 @@ class HeldState:
         """The descriptors of the state and of the right, as who is started is to have them open."""
         return self._state, self._lock if self._ranks is None else self._ranks.lock
 
+    @property
+    def right(self) -> int | None:
+        """That of one process; a launcher has it for its ranks, and goes on from nothing itself."""
+        return self._lock
+
     def serve(self) -> None:
         """Hand over to the ranks that have asked."""
         if self._ranks is not None:

@@ -288,7 +288,7 @@ class DaemonDesk:
         """End what has begun anew in the place of going on from its state; when to look again at the latest."""
         if not self._started or self._pid is None or self._found or self._held.is_taken_up():
             return None
-        self._found = self._lookout.look(self._pid, now) or ""
+        self._found = self._lookout.look(self._pid, now, self._held.right) or ""
         if self._found:
             self._say(f"{self._found}; {HINT}")
         elif self._tells_at is not None and now >= self._tells_at:

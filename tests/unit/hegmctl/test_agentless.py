@@ -29,11 +29,16 @@ print("mapped", flush=True)
 sys.stdin.read()
 """
 
+# A script that starts another process before it goes on.
+PROBES = (sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])")
+
 
 @contextmanager
-def running(*words: str, path: str | None) -> Iterator[subprocess.Popen[str]]:
+def running(*words: str, path: str | None, fds: tuple[int, ...] = ()) -> Iterator[subprocess.Popen[str]]:
     environ = {"PATH": "/usr/bin:/bin", **({} if path is None else {"PYTHONPATH": path})}
-    with subprocess.Popen(words, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=fds
+    ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "mapped\n"
@@ -55,7 +60,7 @@ def torch(tmp_path: Path) -> str:
 @pytest.mark.parametrize("word", ["-I", "-E", "-S"])
 def test_a_python_that_leaves_the_agent_out_began_anew_to_its_end(torch: str, word: str) -> None:
     with running(sys.executable, word, "-c", TRAINS, torch, path=INJECT) as process:
-        found = Lookout().look(process.pid, 0.0)
+        found = Lookout().look(process.pid, 0.0, None)
         assert found is not None
         assert f"process {process.pid} (" in found
         assert f"the option {word} leaves hegmd's agent out" in found
@@ -66,7 +71,7 @@ def test_a_wrapper_that_drops_the_environment_is_ended_with_what_it_started(torc
     script = 'env -u PYTHONPATH "$@"; echo again'
     with running("sh", "-c", script, "sh", sys.executable, "-c", TRAINS, torch, path=INJECT) as process:
         (training,) = psutil.Process(process.pid).children()
-        found = Lookout().look(process.pid, 0.0)
+        found = Lookout().look(process.pid, 0.0, None)
         assert found is not None
         assert found.startswith(f"process {training.pid} (")
         assert "its PYTHONPATH leaves hegmd's agent out" in found
@@ -79,23 +84,45 @@ def test_a_wrapper_that_drops_the_environment_is_ended_with_what_it_started(torc
 def test_who_may_have_the_agent_is_left_be(torch: str, words: tuple[str, ...]) -> None:
     path = "/mine" if words else f"/mine:{INJECT}"
     with running(sys.executable, "-c", TRAINS, torch, *words, path=path) as process:
-        assert Lookout().look(process.pid, 0.0) is None
+        assert Lookout().look(process.pid, 0.0, None) is None
         assert process.poll() is None
 
 
 def test_who_prepares_something_without_pytorch_is_left_be_and_looked_at_again(torch: str) -> None:
     lookout = Lookout()
     with running(sys.executable, "-I", "-c", TRAINS, path=None) as process:
-        assert lookout.look(process.pid, 1.0) is None
+        assert lookout.look(process.pid, 1.0, None) is None
         assert lookout.look_at >= 1.0 + LOOK_EVERY_S
     with running(sys.executable, "-I", "-c", TRAINS, torch, path=None) as process:
-        assert lookout.look(process.pid, 1.0) is None
-        assert lookout.look(process.pid, lookout.look_at) is not None
+        assert lookout.look(process.pid, 1.0, None) is None
+        assert lookout.look(process.pid, lookout.look_at, None) is not None
 
 
 def test_nobody_elses_process_is_looked_at(torch: str) -> None:
     words = ("sh", "-c", '"$@"; true', "sh", sys.executable, "-I", "-c", TRAINS, torch)
     with running(*words, path=None) as process:
         (other,) = psutil.Process(process.pid).children()
-        assert Lookout().look(other.pid, 0.0) is None
+        assert Lookout().look(other.pid, 0.0, None) is None
         assert other.is_running()
+
+
+@pytest.mark.parametrize(
+    ("words", "has_agent", "hands_on", "is_spared"),
+    [
+        (PROBES, True, True, True),
+        (PROBES, True, False, False),
+        (PROBES, False, True, False),
+        (("sh", "-c", '"$@"; true', "sh"), True, True, False),
+    ],
+    ids=["on its way", "without the state", "without the agent", "a shell"],
+)
+def test_a_look_at_pytorch_by_a_script_that_was_on_its_way_had_all_of_it_ended(
+    torch: str, tmp_path: Path, words: tuple[str, ...], has_agent: bool, hands_on: bool, is_spared: bool
+) -> None:
+    """As of `subprocess.run([sys.executable, "-I", "-c", "import torch"])` before its first loader."""
+    path = INJECT if has_agent else "/mine"
+    with (tmp_path / "right").open("w") as right:
+        fds = (right.fileno(),) if hands_on else ()
+        with running(*words, sys.executable, "-I", "-c", TRAINS, torch, path=path, fds=fds) as process:
+            assert (Lookout().look(process.pid, 0.0, right.fileno()) is None) == is_spared
+            assert (process.poll() is None) == is_spared or process.wait(timeout=10) == -9

@@ -27,7 +27,7 @@ from hegmd.protocol.messages import Noted, Supervise, SuperviseReport, Superviso
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, saying
 from tests.unit.hegmctl.offspring import children, reap
-from tests.unit.hegmctl.test_agentless import TRAINS, running
+from tests.unit.hegmctl.test_agentless import INJECT, PROBES, TRAINS, running
 
 PATIENCE_S = 10.0
 COMMAND = ("python3", "train.py")
@@ -309,6 +309,22 @@ def test_a_training_without_the_agent_began_anew_and_was_not_ended(attended: Att
     attended.until(lambda: attended.reports()[-1].result == "failed")
     assert "has begun anew: the option -I leaves hegmd's agent out" in attended.reports()[-1].message
     assert "start it without -E, -I and -S" in attended.said[-1]
+
+
+def test_a_script_that_looked_at_pytorch_by_another_python_was_ended_on_its_way(
+    attended: Attended, tmp_path: Path
+) -> None:
+    torch = tmp_path / "libtorch_cpu.so"
+    torch.write_bytes(bytes(4096))
+    attended.attend()
+    attended.expect()
+    attended.start()
+    words = (*PROBES, sys.executable, "-I", "-c", TRAINS, str(torch))
+    with attended.lock_path.open("r+b") as right, running(*words, path=INJECT, fds=(right.fileno(),)) as process:
+        attended.desk.started(process.pid)
+        attended.desk.turn(monotonic(), process.pid)
+        assert process.poll() is None
+    assert attended.said == []
 
 
 def test_a_start_in_which_nobody_has_its_state_for_long_is_told_of_once(attended: Attended) -> None:
