@@ -62,6 +62,15 @@ class ImageCell:
         return self.victim == WORKER or (self.victim == CRIU and self.command != RESTORE)
 
 
+#: Ways of their own that no draw is sure to have: the daemon with nothing of the image there yet, and with a whole one
+#: that the journal knows of; CRIU within its dump. That one is the last, since the job may end by it.
+TELLING = (
+    ImageCell(CHECKPOINT, "handing", RECORDED, DAEMON),
+    ImageCell(CHECKPOINT, "ending", RECORDED, DAEMON),
+    ImageCell(CHECKPOINT, "handing", BEGUN, CRIU),
+)
+
+
 def every_image_cell() -> Iterator[ImageCell]:
     """All of them, one victim after the other: the last of them find what the others have left in one daemon."""
     for victim in VICTIMS:

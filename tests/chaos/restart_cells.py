@@ -64,6 +64,10 @@ class RestartCell:
         return self.victim == WORKER and (in_between or self.state in (*_NOT_SAVED, "tidying", "done"))
 
 
+#: A way of its own that no draw is sure to have: the state is whole, and its process has not left yet.
+TELLING = (RestartCell("checkpointing", RECORDED, DAEMON),)
+
+
 def every_restart_cell() -> Iterator[RestartCell]:
     """All of them, one victim after the other."""
     for victim in VICTIMS:

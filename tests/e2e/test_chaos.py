@@ -31,11 +31,13 @@ from tests.chaos.cells import (
 from tests.chaos.gpu_node import GpuNode
 from tests.chaos.image_campaign import ImageCampaign
 from tests.chaos.image_cells import STATES as IMAGE_STATES
+from tests.chaos.image_cells import TELLING as TELLING_OF_IMAGES
 from tests.chaos.image_cells import VICTIMS as OF_IMAGES
 from tests.chaos.image_cells import every_image_cell, few_image_cells
 from tests.chaos.image_node import ImageNode
 from tests.chaos.node import Node
 from tests.chaos.restart_campaign import RestartCampaign
+from tests.chaos.restart_cells import TELLING as TELLING_OF_RESTARTS
 from tests.chaos.restart_cells import VICTIMS as OF_RESTARTS
 from tests.chaos.restart_cells import every_restart_cell, few_restart_cells
 from tests.chaos.restarted_job import RestartedJob
@@ -77,22 +79,26 @@ def test_no_kill_of_the_gpu_helper_does_either(socket_dir: Path) -> None:
 def test_no_kill_during_a_restart_loses_a_training_or_has_it_run_twice(socket_dir: Path) -> None:
     """A choice of them that is always the same: each round takes Python, PyTorch and often a daemon anew."""
     with Node(socket_dir, nameless=True) as node:
-        tally = RestartCampaign(node, say=print).run(few_restart_cells(SEED, 4))
-    assert tally.kills.total() == 4, tally
+        tally = RestartCampaign(node, say=print).run([*few_restart_cells(SEED, 4), *TELLING_OF_RESTARTS])
+    assert tally.kills.total() == 5, tally
+    assert tally.kills[DAEMON] == 1, tally
 
 
 def test_no_kill_around_an_image_leaves_half_of_one_or_half_a_job(socket_dir: Path) -> None:
-    """A choice of them that is always the same, of those that the job itself survives."""
+    """A choice of them that is always the same, of those that the job itself survives; but CRIU's last may end it."""
     with ImageNode(socket_dir, criu_or_skip(), nameless=False) as node:
-        tally = ImageCampaign(node, say=print).run(few_image_cells(SEED, 4))
-    assert tally.rounds == 4, tally
-    assert tally.kills[DAEMON] == tally.kills[CLIENT] == 1, tally  # the others may be over before they are seen
-    assert tally.ended_jobs == 0, tally
+        tally = ImageCampaign(node, say=print).run([*few_image_cells(SEED, 4), *TELLING_OF_IMAGES])
+    assert tally.rounds == 7, tally
+    assert (tally.kills[DAEMON], tally.kills[CLIENT]) == (3, 1), tally  # the others may be over before they are seen
+    assert tally.ends["checkpoint undone"] > 0, tally
+    assert tally.ends["checkpoint done, restored"] > 0, tally
+    assert tally.ended_jobs <= 1, tally
 
 
 def test_the_whole_run_kills_everybody_in_each_state_of_an_image() -> None:
     cells = list(every_image_cell())
     assert len(cells) == len(set(cells)) > 200
+    assert set(TELLING_OF_IMAGES) < set(cells)
     states = {(command, state) for command, states in IMAGE_STATES.items() for state in states}
     assert states == {(cell.command, cell.state) for cell in cells if cell.victim == DAEMON}
     assert {cell.victim for cell in cells} == set(OF_IMAGES)
@@ -101,6 +107,7 @@ def test_the_whole_run_kills_everybody_in_each_state_of_an_image() -> None:
 def test_the_whole_run_kills_everybody_in_each_state_of_a_restart() -> None:
     cells = list(every_restart_cell())
     assert len(cells) == len(set(cells)) > 150
+    assert set(TELLING_OF_RESTARTS) < set(cells)
     assert {cell.victim for cell in few_restart_cells(SEED, len(OF_RESTARTS))} == set(OF_RESTARTS)
 
 
