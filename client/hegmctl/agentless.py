@@ -5,8 +5,9 @@ with an option of Python's that leaves the agent out, or its environment leads t
 beginning of its import, so that such a process is ended before its first step. What is slow, or prepares something
 without PyTorch, is left be, and so is what cannot be read. Only children of this process and theirs are looked at.
 
-Where one of them may have the agent and has the right to go on from the state, all are left be: it goes on or ends, and
-what it starts before that, such as a look at PyTorch by `python -I`, is its own affair.
+Where one of them may have the agent, has PyTorch itself, and has the right to go on from the state, all are left be:
+it goes on or ends, and what it starts before that, such as a look at PyTorch by `python -I`, is its own affair. One
+that has no PyTorch is no training: what it starts is.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ def _why_not_ours(pid: int) -> str | None:
 
 
 def _is_on_its_way(pid: int, right: int) -> bool:
-    """Whether that process may have an agent, and has the right to go on from the state."""
+    """Whether that process may have an agent, trains itself, and has the right to go on from the state."""
     words = _entries(pid, "cmdline")
     if not words or not _is_python(pid, words) or option_that_leaves_out(words[1:]) is not None:
         return False
-    return _is_led_to_agent(pid) and _has_open(pid, right)
+    return _is_led_to_agent(pid) and _has_open(pid, right) and _TORCH in _read(pid, "maps")
 
 
 def _is_led_to_agent(pid: int) -> bool:

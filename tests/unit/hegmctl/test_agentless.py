@@ -29,8 +29,14 @@ print("mapped", flush=True)
 sys.stdin.read()
 """
 
-# A script that starts another process before it goes on.
-PROBES = (sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])")
+WRAPS = (sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])")
+# A script that starts another process before it goes on, and has what that file is mapped.
+_PROBES = """
+import mmap, subprocess, sys
+file = open(sys.argv[1], "rb")
+held = mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ)
+subprocess.run(sys.argv[2:])
+"""
 
 
 @contextmanager
@@ -106,20 +112,27 @@ def test_nobody_elses_process_is_looked_at(torch: str) -> None:
         assert other.is_running()
 
 
+def probes(torch: str) -> tuple[str, ...]:
+    """A training that looks at PyTorch by another Python as well."""
+    return (sys.executable, "-c", _PROBES, torch)
+
+
 @pytest.mark.parametrize(
-    ("words", "has_agent", "hands_on", "is_spared"),
+    ("by", "has_agent", "hands_on", "is_spared"),
     [
-        (PROBES, True, True, True),
-        (PROBES, True, False, False),
-        (PROBES, False, True, False),
-        (("sh", "-c", '"$@"; true', "sh"), True, True, False),
+        ("training", True, True, True),
+        ("training", True, False, False),
+        ("training", False, True, False),
+        ("wrapper", True, True, False),
+        ("shell", True, True, False),
     ],
-    ids=["on its way", "without the state", "without the agent", "a shell"],
+    ids=["on its way", "without the state", "without the agent", "a wrapper in Python", "a shell"],
 )
 def test_a_look_at_pytorch_by_a_script_that_was_on_its_way_had_all_of_it_ended(
-    torch: str, tmp_path: Path, words: tuple[str, ...], has_agent: bool, hands_on: bool, is_spared: bool
+    torch: str, tmp_path: Path, by: str, has_agent: bool, hands_on: bool, is_spared: bool
 ) -> None:
     """As of `subprocess.run([sys.executable, "-I", "-c", "import torch"])` before its first loader."""
+    words = {"training": probes(torch), "wrapper": WRAPS, "shell": ("sh", "-c", '"$@"; true', "sh")}[by]
     path = INJECT if has_agent else "/mine"
     with (tmp_path / "right").open("w") as right:
         fds = (right.fileno(),) if hands_on else ()

@@ -27,7 +27,7 @@ from hegmd.protocol.messages import Noted, Supervise, SuperviseReport, Superviso
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, saying
 from tests.unit.hegmctl.offspring import children, reap
-from tests.unit.hegmctl.test_agentless import INJECT, PROBES, TRAINS, running
+from tests.unit.hegmctl.test_agentless import INJECT, TRAINS, probes, running
 
 PATIENCE_S = 10.0
 COMMAND = ("python3", "train.py")
@@ -319,7 +319,7 @@ def test_a_script_that_looked_at_pytorch_by_another_python_was_ended_on_its_way(
     attended.attend()
     attended.expect()
     attended.start()
-    words = (*PROBES, sys.executable, "-I", "-c", TRAINS, str(torch))
+    words = (*probes(str(torch)), sys.executable, "-I", "-c", TRAINS, str(torch))
     with attended.lock_path.open("r+b") as right, running(*words, path=INJECT, fds=(right.fileno(),)) as process:
         attended.desk.started(process.pid)
         attended.desk.turn(monotonic(), process.pid)
