@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 RECEIVE_BYTES = 262_144
 MAX_FDS = 16
 _FD_BYTES = 4
+# A signal that comes between Python's last look for one and the kernel's call does not end that call: Ctrl-C would be
+# heeded when something is heard, which may be never. So no call lasts longer than this, and Python looks in between.
+LOOK_EVERY_S = 0.5
 
 
 class Descriptors:
@@ -126,10 +129,7 @@ class Wire:
 
     def receive(self, deadline: float | None) -> bytes:
         """Some bytes; none at the end of the stream. Descriptors that came with them wait for `take`."""
-        self._wait_until(deadline)
-        data, ancillary, flags, _address = self._socket.recvmsg(
-            RECEIVE_BYTES, _socket.CMSG_SPACE(MAX_FDS * _FD_BYTES), _socket.MSG_CMSG_CLOEXEC
-        )
+        data, ancillary, flags = self._received_by(deadline)
         for level, kind, payload in ancillary:
             if level == _socket.SOL_SOCKET and kind == _socket.SCM_RIGHTS:
                 whole = len(payload) - len(payload) % _FD_BYTES
@@ -139,6 +139,18 @@ class Wire:
                 else:
                     self._received.extend(fds)
         return data
+
+    def _received_by(self, deadline: float | None) -> tuple[bytes, list[tuple[int, int, bytes]], int]:
+        while True:
+            look_at = monotonic() + LOOK_EVERY_S
+            self._wait_until(look_at if deadline is None else min(deadline, look_at))
+            try:
+                return self._socket.recvmsg(
+                    RECEIVE_BYTES, _socket.CMSG_SPACE(MAX_FDS * _FD_BYTES), _socket.MSG_CMSG_CLOEXEC
+                )[:3]
+            except TimeoutError:
+                if deadline is not None and monotonic() >= deadline:
+                    raise
 
     def take(self, count: int) -> Descriptors | None:
         """The next descriptors in the order in which they came; None when fewer came."""

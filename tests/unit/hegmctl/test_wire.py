@@ -7,6 +7,7 @@ import fcntl
 import os
 import resource
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -45,6 +46,30 @@ def test_an_interrupt_was_lost_after_an_answer_without_descriptors(ends: tuple[W
         sys.setprofile(None)
     assert called[:1] == ["take"]
     assert "__del__" not in called
+
+
+WAITS = """
+import _socket, signal, threading
+from hegmctl.wire import Wire
+
+ours, theirs = _socket.socketpair()
+idle = threading.Event()
+other = threading.Thread(target=idle.wait, daemon=True)
+other.start()
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    # To a thread for which the kernel's call in this one does not end, as it does not for one that came just before.
+    threading.Timer(0.2, signal.pthread_kill, (other.ident, signal.SIGINT)).start()
+    Wire(ours).receive(None)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_a_signal_that_came_just_before_the_call_was_heeded_when_something_was_heard() -> None:
+    """Ctrl-C beside a daemon that says nothing: twice in whole runs of these tests."""
+    ran = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=15, check=False)
+    assert ran.stdout == "interrupted\n", ran.stderr
 
 
 def test_descriptors_go_both_ways_and_are_not_inherited(ends: tuple[Wire, socket.socket]) -> None:
