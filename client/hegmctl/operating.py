@@ -311,10 +311,8 @@ def _watch(
         if seen and not watched.has_begun:
             session.sink.note("what was restored so far ends again; the image stays as it is")
             raise
-        if not seen:
-            if (
-                not getattr(request, "dry_run", False) and watched.refusal is None
-            ):  # it is still being planned, or has only just begun
+        if not seen:  # it is still being planned, or has only just begun
+            if not getattr(request, "dry_run", False) and watched.refusal is None:
                 session.sink.note("if anything has begun it goes on: see `hegmctl ops`")
             raise
         _interrupted(session, connection, seen[-1].id, request)

@@ -149,7 +149,7 @@ class DriverMethod:
         GPUs at once does not stand for the look, where that room was to be had.
         """
         await self._steps.expect(subject, "checkpoint", CHECKPOINTED)
-        if set(gpus_of(subject.goal)).isdisjoint(gpus_of(subject.gpu)) and subject.goal is not None:
+        if subject.goal is not None and set(gpus_of(subject.goal)).isdisjoint(gpus_of(subject.gpu)):
             room_bytes = await self._room.keep(subject)
             if room_bytes:
                 return room_bytes

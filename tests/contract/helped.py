@@ -107,3 +107,12 @@ def places(sizes_mib: Sequence[int] = SIZES_MIB, start: int = 0) -> list[list[in
 
 async def carry(link: Link, gpu: str, direction: str, owner: Owner, where: list[list[int]]) -> Mapping[str, Any]:
     return await ask(link, "copy", lane="7", gpu=gpu, direction=direction, handles=owner.handles(), places=where)
+
+
+async def move(link: Link, owner: Owner, here: str, there: str) -> None:
+    """Have the driver put it on the other GPU, where it makes its storages anew."""
+    await ask(link, "lock", pid=owner.pid, timeout_s=1.0)
+    await ask(link, "checkpoint", pid=owner.pid)
+    await ask(link, "restore", pid=owner.pid, pairs=[[here, there], [there, here]])
+    await ask(link, "unlock", pid=owner.pid)
+    assert [owner.ask(word) for word in ("free", "make", "fill")][:2] == ["freed", "made"]

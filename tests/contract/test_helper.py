@@ -15,7 +15,7 @@ from hegmd.errors import HegmError, Refused
 from hegmd.helper.link import DriverFailed, HelperLost
 from hegmd.helper.staging import PACE
 from hegmd.vram import VideoMemory
-from tests.contract.helped import GIB, MIB, SIZE_BYTES, SOON_S, Owner, ask, carry, hold, linked, places
+from tests.contract.helped import GIB, MIB, SIZE_BYTES, SOON_S, Owner, ask, carry, hold, linked, move, places
 from tests.stubs.cuda.node import CudaNode
 
 # -- the node ------------------------------------------------------------------------------------------------------
@@ -214,11 +214,7 @@ async def test_memory_of_a_moved_process_is_opened_where_it_counts_as_being(node
     """Opened on the GPU that it is on, it was read from the other at 90 GB/s of the link's 394."""
     here, there = node.uuids
     async with linked(node) as link:
-        await ask(link, "lock", pid=owner.pid, timeout_s=1.0)
-        await ask(link, "checkpoint", pid=owner.pid)
-        await ask(link, "restore", pid=owner.pid, pairs=[[here, there], [there, here]])
-        await ask(link, "unlock", pid=owner.pid)
-        assert [owner.ask(word) for word in ("free", "make", "fill")][:2] == ["freed", "made"]
+        await move(link, owner, here, there)
         held, sizes = await hold(link, here, [SIZE_BYTES])
         with held:
             await ask(link, "open", lane="7", gpus=[there, here])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contract.helped import SIZE_BYTES, Owner, ask, carry, hold, linked, places
+from tests.contract.helped import SIZE_BYTES, Owner, ask, carry, hold, linked, move, places
 from tests.stubs.cuda.node import CudaNode
 
 
@@ -25,11 +25,7 @@ async def test_what_counts_as_another_gpus_is_copied_within_one_by_its_processor
     """The copy engines had it at a quarter of the speed; and still have it where the driver takes or runs none."""
     here, there = node.uuids
     async with linked(node) as link:
-        await ask(link, "lock", pid=owner.pid, timeout_s=1.0)
-        await ask(link, "checkpoint", pid=owner.pid)
-        await ask(link, "restore", pid=owner.pid, pairs=[[here, there], [there, here]])
-        await ask(link, "unlock", pid=owner.pid)
-        assert [owner.ask(word) for word in ("free", "make", "fill")][:2] == ["freed", "made"]
+        await move(link, owner, here, there)
         held, sizes = await hold(link, there, [SIZE_BYTES])
         if order:
             node.order(order)

@@ -116,8 +116,6 @@ def _leave_in_child() -> None:
 
 def _prepared() -> Ground | None:
     global _ahead
+    wait()
     ahead, _ahead = _ahead, None
-    if ahead is None:
-        return None
-    with ahead.lock:
-        return ahead.ground
+    return None if ahead is None else ahead.ground

@@ -23,6 +23,15 @@ LEAVES = "#!/bin/sh\nexec 8>{fifo}\nsleep 1000 &\nexit 0\n"
 FAILS = "#!/bin/sh\necho 'Error (criu/x.c:1): the moon is full' > /proc/self/fd/9/restore.log\nexit 1\n"
 
 
+async def _restored_by(program: Path) -> None:
+    """A restore from the folder that it is in, by that in CRIU's place."""
+    folder = os.open(program.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        await restore(Criu(str(program), "4.2"), folder, Needs(pids=(NOBODY,)), log_dir_fd=folder, unit_name=None)
+    finally:
+        os.close(folder)
+
+
 async def test_criu_log_was_named_as_the_next_step_and_was_gone_by_then(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -30,12 +39,8 @@ async def test_criu_log_was_named_as_the_next_step_and_was_gone_by_then(
     program = tmp_path / "criu"
     program.write_text(FAILS)
     program.chmod(0o755)
-    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with pytest.raises(HegmError, match="the moon is full"):
-            await restore(Criu(str(program), "4.2"), folder, Needs(pids=(NOBODY,)), log_dir_fd=folder, unit_name=None)
-    finally:
-        os.close(folder)
+    with pytest.raises(HegmError, match="the moon is full"):
+        await _restored_by(program)
     assert "CRIU's log ends so:\nError (criu/x.c:1): the moon is full" in caplog.text
 
 
@@ -46,15 +51,13 @@ async def test_whoever_criu_had_made_stayed_where_the_job_itself_was_not_there(t
     program.write_text(LEAVES.format(fifo=fifo))
     program.chmod(0o755)
     lives = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     poll = select.poll()
     poll.register(lives, 0)
     try:
         with pytest.raises(HegmError, match=f"restore done, and the job's process {NOBODY} is not there"):
-            await restore(Criu(str(program), "4.2"), folder, Needs(pids=(NOBODY,)), log_dir_fd=folder, unit_name=None)
+            await _restored_by(program)
         assert [kind for _, kind in poll.poll(10_000)] == [select.POLLHUP]
     finally:
-        os.close(folder)
         os.close(lives)
 
 
@@ -78,12 +81,8 @@ async def test_a_job_that_multiplied_by_the_processors_tiles_was_ended_by_its_ne
     commands = (f"{sys.executable} -IS {says} 0x1021 {has}", f"exec {sys.executable} -IS {says} 0x1022 {may}")
     program.write_text("\n".join(["#!/bin/sh", *commands, ""]))
     program.chmod(0o755)
-    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with pytest.raises(HegmError, match="status 1"):
-            await restore(Criu(str(program), "4.2"), folder, Needs(pids=(NOBODY,)), log_dir_fd=folder, unit_name=None)
-    finally:
-        os.close(folder)
+    with pytest.raises(HegmError, match="status 1"):
+        await _restored_by(program)
     assert may.read_text() == has.read_text()
 
 
@@ -98,15 +97,13 @@ async def test_criu_went_on_with_a_job_for_nobody_when_its_attendant_was_killed(
     program.write_text(KILLS.format(fifo=fifo, never=never))
     program.chmod(0o755)
     lives = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     poll = select.poll()
     poll.register(lives, 0)
     try:
         with pytest.raises(HegmError, match="CRIU's restore failed with status -9"):
-            await restore(Criu(str(program), "4.2"), folder, Needs(pids=(NOBODY,)), log_dir_fd=folder, unit_name=None)
+            await _restored_by(program)
         assert [kind for _, kind in poll.poll(10_000)] == [select.POLLHUP]
     finally:
         with suppress(OSError):
             os.close(os.open(never, os.O_WRONLY | os.O_NONBLOCK))  # whoever reads there goes on
-        os.close(folder)
         os.close(lives)
