@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before anything large is imported, which would be imported twice
+    from hegmd.own_memory import start_again_if_useful
+
+    start_again_if_useful()
+
 import argparse
 import faulthandler
 import json

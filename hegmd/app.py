@@ -14,6 +14,7 @@ import platform
 import resource
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 
 import anyio
@@ -24,6 +25,7 @@ from hegmd.audit_file import check_openable
 from hegmd.config import Config, after_reload, changes
 from hegmd.detached import run_detached
 from hegmd.devices.node_spec import Topology
+from hegmd.devices.shared_library import return_free_memory
 from hegmd.doctor.facts import NodeFacts
 from hegmd.errors import TIMEOUT, HegmError
 from hegmd.events import EventLog
@@ -31,6 +33,7 @@ from hegmd.examination import Examination
 from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.log import LogSetup, fields
 from hegmd.metrics import Build, Counters, Tallies, read_own_process, render
+from hegmd.own_memory import MemoryReturn
 from hegmd.processes import ProcessTable
 from hegmd.processes.procfs import start_ticks_of
 from hegmd.protocol.messages import PROTOCOL_VERSION, ConfigReply, Limits, ReloadReply
@@ -92,6 +95,7 @@ class App:
         self._events = EventLog(config.events.remembered)
         self._workers = Workers(start_ticks_of)
         self._counters = Counters()
+        self._memory = MemoryReturn(return_free_memory, time.monotonic())
         self._audit = Audit(config.audit.file)
         self._textfile = Textfile(config.metrics.textfile, config.metrics.textfile_interval_s, self._metrics)
         self._providers = providers_for(config, topology)
@@ -319,6 +323,7 @@ class App:
         for vendor in snapshot.vendors:
             if vendor.state in {"failed", "stale"}:
                 self._counters.vendor_failed(vendor.vendor)
+        self._memory.look(self._counters.connections_total - self._counters.connections, time.monotonic())
 
     async def _metrics(self) -> str:
         """The metrics as text, for the socket, the loopback port and the textfile alike."""

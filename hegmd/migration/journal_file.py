@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 NAME = "operations.journal"
-# A journal that has grown by so much since it was last made small is made small again.
+# A journal that has grown by so much since it was last made small is made small again, whatever is under way.
 COMPACT_BYTES = 4 * 1024 * 1024
+# By so much: before the first record of an operation, when no job is parked for it.
+QUIET_COMPACT_BYTES = 256 * 1024
 # A migration of one process takes some 30 records of 0.4 KiB; of eight ranks, about 200 of them.
 OPERATION_BYTES = 128 * 1024
 
@@ -73,7 +75,8 @@ class JournalFile:
 
         `histories` are what stands in the journal, without the record, for where it has to be written anew first.
         """
-        if self.is_due:
+        grown_bytes = self._size_bytes - self._small_bytes
+        if self.is_due or (ahead_bytes and grown_bytes > QUIET_COMPACT_BYTES):
             try:
                 self.rewrite(histories)
             except HegmError:

@@ -76,6 +76,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.service": GROUND,
     "hegmd.state_dir": ("hegmd.errors",),
     "hegmd.news": (),
+    "hegmd.own_memory": ("hegmd.__main__",),
     "hegmd.task_home": (),
     "hegmd.detached": ("hegmd.errors",),
     "hegmd.descriptors": (),

@@ -13,10 +13,10 @@ from hegmd.errors import NOT_FOUND, HegmError
 from hegmd.events import EventLog
 from hegmd.migration import events, journal
 from hegmd.migration.journal import History
-from hegmd.migration.journal_file import NAME
+from hegmd.migration.journal_file import NAME, QUIET_COMPACT_BYTES
 from hegmd.migration.ledger import Ledger
 from hegmd.migration.machine import handle
-from hegmd.migration.operation import Operation
+from hegmd.migration.operation import Failure, Operation
 from tests.simulation.disk import ModelDisk
 from tests.unit.migration.operations import operation
 
@@ -135,4 +135,22 @@ async def test_only_the_newest_that_are_over_are_known() -> None:
     assert len(ledger.histories) == journal.REMEMBERED
     assert "2" not in ledger.histories
     assert "3" in ledger.histories
+    ledger.close()
+
+
+async def test_the_journal_is_made_small_before_an_operation_and_never_grew_beyond_a_bound() -> None:
+    """Issue 14, row 17: it grew from 12.5 kB to 1.2 MB in ten minutes, and on up to more than 4 MiB."""
+    ledger, disk, _ = _opened()
+    sizes: list[int] = []
+    for number in range(3 * journal.REMEMBERED):
+        op = operation(id=str(number))
+        await ledger.enter(*_begun(op))
+        over = op.replace(phase="done", failure=Failure(code="refused", message="x" * 4000, hint="y"))
+        record, _ = journal.step(op, events.Begin(), over, (), now=0.0, utc=1.0)
+        await ledger.write(History(over), record)
+        ledger.forget_oldest()
+        sizes.append(len(disk.read(FOLDER / NAME)))
+    small = len(journal.compacted(ledger.histories.values()))
+    assert max(sizes) <= small + QUIET_COMPACT_BYTES + 2 * small // journal.REMEMBERED
+    assert sizes != sorted(sizes)  # it was made small, and more than once
     ledger.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import socket
 import stat
@@ -14,7 +16,7 @@ import pytest
 
 from hegmd.errors import BUSY, DENIED, REFUSED, UNAVAILABLE, HegmError
 from hegmd.metrics import Counters
-from hegmd.protocol.connection import Answer, Failure
+from hegmd.protocol.connection import Answer, Failure, ServerConnection
 from hegmd.protocol.messages import Caller, Hello, Limits, Ping, Pong, Welcome
 from hegmd.protocol.record import Record
 from hegmd.server.auth import Peer, Policy
@@ -81,6 +83,30 @@ async def test_clients_come_and_go_and_are_counted(socket_path: Path) -> None:
             await three.hello()
             while admission.current > 1:
                 await anyio.lowlevel.checkpoint()
+
+
+async def test_nothing_of_a_connection_stays_when_it_has_ended(socket_path: Path) -> None:
+    """Issue 14, row 17: the daemon's memory grew with 2,000 connections and stayed there."""
+    kinds = (Session, Call, PeerStream, ServerConnection)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(found, kinds) for found in gc.get_objects())
+
+    async with listening(socket_path) as (_, admission, counters):
+        before = alive()
+        for _ in range(3):
+            with contextlib.ExitStack() as held:
+                for _ in range(30):
+                    talker = held.enter_context(connected(socket_path))
+                    await talker.hello()
+                    await talker.ask(Ping())
+                assert alive() > before
+            while admission.current:
+                await anyio.lowlevel.checkpoint()
+        await anyio.lowlevel.checkpoint()
+        assert counters.connections_total == 90
+        assert alive() == before
 
 
 async def _refusal(talker: Talker) -> HegmError:
