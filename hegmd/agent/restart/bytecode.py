@@ -75,6 +75,10 @@ class Loops:
             found = self._list[self._skip_prefix(self._at[target])]
         return bool(found.opname == "FOR_ITER")
 
+    def is_handing_on(self, offset: int) -> bool:
+        """Whether the instruction asks another iterator for what a generator gives: `yield from`."""
+        return self._instruction(offset).opname in ("SEND", "YIELD_FROM")
+
     def head_after_call(self, offset: int) -> Head | None:
         """The head of the loop over what the call at this offset gives, if it is within the line of a `for`."""
         index = self._at[self._instruction(offset).offset]

@@ -232,12 +232,18 @@ def _look_into_generator(generator: Any, given: int, loader_of: Any) -> dict[str
             if number is None:
                 return {"kind": "other", "name": "loader of accelerate's of a kind that is not known"}
             return {"kind": "loader", "number": number, "given": given + ahead[1]}
+        held = gc.get_referents(generator)
         if generator.gi_running:
-            loops = iterators_of(generator.gi_frame)
-            return {"kind": "through", "of": look_into(loops[-1][1], given, loader_of) if loops else {"kind": "first"}}
-        inner = [found for found in gc.get_referents(generator) if _is_known(found, loader_of)]
+            frame = generator.gi_frame
+            loops = iterators_of(frame)
+            if loops:
+                return {"kind": "through", "of": look_into(loops[-1][1], given, loader_of)}
+            if not loops_of(frame.f_code).is_handing_on(frame.f_lasti):
+                return {"kind": "through", "of": {"kind": "first"}}
+            held = list(frame.f_locals.values())  # `yield from`, as of a bar that is switched off
+        inner = {id(found): found for found in held if _is_known(found, loader_of)}
         if len(inner) == 1:
-            return {"kind": "through", "of": look_into(inner[0], given, loader_of)}
+            return {"kind": "through", "of": look_into(next(iter(inner.values())), given, loader_of)}
     return {"kind": "other", "name": f"generator {generator.gi_code.co_name}()"}
 
 

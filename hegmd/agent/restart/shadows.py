@@ -43,13 +43,14 @@ class Entering:
         if not frames:
             return None
         head = loops_of(frames[-1].f_code).head_after_call(frames[-1].f_lasti)
-        here = (head.line, None) if head is not None else (None, frames[-1].f_lineno)
         depth = len(frames) - 1
         for loop in self._loops:
             if loop["depth"] != depth or not loop["needs"]:
                 continue
             wanted, _value, line = loop["needs"][0]
-            if (None if line else loop["line"], line) == here and self._leads_to(frames):
+            # A loop over `hegm.resumable` does not name `enumerate`: its count is made in the head all the same.
+            is_here = frames[-1].f_lineno == line if head is None else head.line == loop["line"]
+            if is_here and self._leads_to(frames):
                 if wanted != name:
                     return None
                 value = loop["needs"].pop(0)[1]
