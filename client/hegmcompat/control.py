@@ -30,16 +30,24 @@ LOCK_REMOVED = "lock-removed"
 BEGINNING_S = 10.0
 _LOOK_AGAIN_S = 0.02
 _REASON_BYTES = 2000
+_PID_BYTES = 32
 _MOST_PID = 2**22
 
 
 @dataclass(slots=True)
 class _Awaited:
-    """A launcher whose lock is waited for, by a descriptor that tells when it ends."""
+    """A launcher whose lock is waited for, by descriptors that tell when it and its worker end."""
 
     launcher_pid: int
     pidfd: int
+    worker_fd: int
     refused_before: tuple[int, int, int, int] | None
+    lock_before: tuple[int, int, int, int] | None
+
+    def close(self) -> None:
+        """Wait for it no more."""
+        os.close(self.pidfd)
+        os.close(self.worker_fd)
 
 
 class Control:
@@ -70,7 +78,7 @@ class Control:
                 results[pid] = became if became == READY or became.startswith("error: ") else f"{SIGNALLED} ({became})"
         finally:
             for one in awaited.values():
-                os.close(one.pidfd)
+                one.close()
         return results
 
     def checkpoint_all(self) -> dict[int, str]:
@@ -85,7 +93,7 @@ class Control:
         """The launchers that wait with a lock."""
         found: set[int] = set()
         if self._at.path is not None:
-            text = private_files.read(self._at.path.with_name(LOCK), 32) or b""
+            text = private_files.read(self._at.path.with_name(LOCK), _PID_BYTES) or b""
             found.update([int(text)] if text.strip().isdigit() else [])
         with suppress(OSError):
             for name in os.listdir(self._at.folder):
@@ -129,9 +137,7 @@ class Control:
                     return NO_PROCESS
                 if monotonic() >= begun_by:
                     return "error: SIGUSR1 would end it: no agent is in it (yet)"
-            refused = private_files.identity(self._at.state_of(launcher_pid).with_name(REFUSED))
-            launcher_fd = os.pidfd_open(launcher_pid)
-            awaited[pid] = _Awaited(launcher_pid, launcher_fd, refused)
+            awaited[pid] = self._watched(launcher_pid, pid)
             signal.pidfd_send_signal(worker_fd, signal.SIGUSR1)
         except ProcessLookupError:
             return SIGNALLED if pid in awaited else NO_PROCESS
@@ -146,8 +152,19 @@ class Control:
     @staticmethod
     def _forgotten(pid: int, awaited: dict[int, _Awaited], result: str) -> str:
         if pid in awaited:
-            os.close(awaited.pop(pid).pidfd)
+            awaited.pop(pid).close()
         return result
+
+    def _watched(self, launcher_pid: int, worker_pid: int) -> _Awaited:
+        """That launcher and this worker of it, as they are before the signal. Raises OSError."""
+        refused = private_files.identity(self._at.state_of(launcher_pid).with_name(REFUSED))
+        lock = private_files.identity(self._at.lock_of(launcher_pid))
+        launcher_fd = os.pidfd_open(launcher_pid)
+        try:
+            return _Awaited(launcher_pid, launcher_fd, os.pidfd_open(worker_pid), refused, lock)
+        except OSError:
+            os.close(launcher_fd)
+            raise
 
     def _await(self, awaited: dict[int, _Awaited]) -> dict[int, str]:
         """What becomes of each, until the limit."""
@@ -169,7 +186,7 @@ class Control:
     def _seen(self, one: _Awaited) -> str | None:
         # Asked for before the lock is looked at: a launcher that makes one and ends has still made one.
         has_ended = _ends_within(one.pidfd, 0)
-        if os.path.lexists(self._at.lock_of(one.launcher_pid)):
+        if self._has_own_lock(one):
             return READY
         path = self._at.state_of(one.launcher_pid).with_name(REFUSED)
         now = private_files.identity(path)
@@ -177,6 +194,14 @@ class Control:
             said = private_files.read(path, _REASON_BYTES) or b"the worker refused"
             return f"error: {said.decode('utf-8', 'replace').strip()}"
         return EXITED if has_ended else None
+
+    def _has_own_lock(self, one: _Awaited) -> bool:
+        """Whether the launcher has made a lock: anybody may have put a file of that name there while it trains."""
+        path = self._at.lock_of(one.launcher_pid)
+        now = private_files.identity(path)
+        if now is None or now == one.lock_before or not _ends_within(one.worker_fd, 0):
+            return False
+        return (private_files.read(path, _PID_BYTES) or b"").strip() == str(one.launcher_pid).encode()
 
 
 def _ends_within(pidfd: int, wait_s: float) -> bool:

@@ -11,9 +11,11 @@ import struct
 from pathlib import Path
 
 _TABLES = {socket.AF_INET: "/proc/net/tcp", socket.AF_INET6: "/proc/net/tcp6"}
-_LOCAL, _REMOTE, _STATE, _UID = 1, 2, 3, 7
-# Once an end has closed, the table may have 0 in the place of its user.
-_ESTABLISHED = "01"
+_LOCAL, _REMOTE, _STATE, _UID, _INODE = 1, 2, 3, 7, 9
+# The peer's end is open, or the peer has said that it sends no more and still reads: FIN_WAIT1 and FIN_WAIT2.
+_HOLDS = ("01", "04", "05")
+# Once a process has closed its end, the table has no inode of it, and may have 0 in the place of its user.
+_NO_INODE = "0"
 
 
 def uid_at(connection: socket.socket) -> int | None:
@@ -31,7 +33,8 @@ def uid_at(connection: socket.socket) -> int | None:
     for line in lines:
         fields = line.split()
         if [fields[_LOCAL], fields[_REMOTE]] == wanted:
-            return int(fields[_UID]) if fields[_STATE] == _ESTABLISHED else None
+            is_held = fields[_STATE] in _HOLDS and fields[_INODE] != _NO_INODE
+            return int(fields[_UID]) if is_held else None
     return None
 
 

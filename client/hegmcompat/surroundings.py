@@ -20,13 +20,15 @@ COMMAND = "command"
 LOOPBACK = "127.0.0.1"
 _SHORTEST_TOKEN = 16
 _LONGEST_S = 1e6
+#: How often locks are looked at where HEGM_POLL_INTERVAL asks for less: HeGM takes a whole processor at 0.
+SHORTEST_POLL_S = 0.01
 #: Every variable that is read here, and what it says.
 VARIABLES = {
     "HEGM_CHECKPOINT_DIR": "The folder of all launchers, each with one of its pid in it; `/checkpoint` if not set.",
     "HEGM_CHECKPOINT_PATH": "The file for the state, where it is not to go by the launcher's pid; `lock` is beside it.",
     "HEGM_EXIT_CODE": "What a worker ends with that has left its state; 99 if not set.",
-    "HEGM_POLL_INTERVAL": "How often locks are looked at, in seconds; 1 if not set.",
-    "HEGM_CTRL_CHECKPOINT_TIMEOUT": "How long hegm-ctrl waits for locks, in seconds; 300 if not set.",
+    "HEGM_POLL_INTERVAL": "How often locks are looked at, in seconds; 1 if not set, 0.01 at the least.",
+    "HEGM_CTRL_CHECKPOINT_TIMEOUT": "How long hegm-ctrl waits for locks, in seconds; 300 if not set, 0 for not at all.",
     "HEGM_CTRL_HOST": "The address of the REST interface; 127.0.0.1 if not set.",
     "HEGM_CTRL_PORT": "Its port; 8298 if not set.",
     "HEGM_CTRL_TOKEN": "What callers have to send as `Authorization: Bearer TOKEN`. Without one the interface "
@@ -65,7 +67,7 @@ def read_surroundings(environ: Mapping[str, str]) -> Surroundings:
         folder=_absolute("HEGM_CHECKPOINT_DIR", environ.get("HEGM_CHECKPOINT_DIR") or "/checkpoint"),
         path=None if path is None else _file(path),
         exit_code=_whole(environ, "HEGM_EXIT_CODE", 99, 1, 255),
-        poll_interval_s=_seconds(environ, "HEGM_POLL_INTERVAL", 1.0),
+        poll_interval_s=max(_seconds(environ, "HEGM_POLL_INTERVAL", 1.0), SHORTEST_POLL_S),
         checkpoint_limit_s=_seconds(environ, "HEGM_CTRL_CHECKPOINT_TIMEOUT", 300.0),
         host=environ.get("HEGM_CTRL_HOST") or LOOPBACK,
         port=_whole(environ, "HEGM_CTRL_PORT", 8298, 0, 65535),
@@ -135,7 +137,7 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value <= _LONGEST_S:
-        hint = f"give it a number of seconds above 0, {_LONGEST_S:.0f} at most, or unset it"
+    if not 0 <= value <= _LONGEST_S:
+        hint = f"give it a number of seconds from 0 to {_LONGEST_S:.0f}, or unset it"
         raise HegmError(USAGE, f"{name} is {text!r}", hint)
     return value

@@ -41,10 +41,12 @@ def control(
 
 
 def leaves_lock(folder: Path, launcher_pid: int) -> str:
-    """What a worker does at the signal that its launcher then answers with a lock."""
+    """What a worker does at the signal, and its launcher with a lock after it."""
     lock = folder / str(launcher_pid) / "lock"
     lock.parent.mkdir(mode=0o700, exist_ok=True)
-    return f"signal.signal(signal.SIGUSR1, lambda *_: open({str(lock)!r}, 'w').close())"
+    made = f"open({str(lock) + '.new'!r}, 'w').write('{launcher_pid}')"
+    moved = f"os.replace({str(lock) + '.new'!r}, {str(lock)!r})"
+    return f"signal.signal(signal.SIGUSR1, lambda *_: ({made}, {moved}, os._exit(99)))"
 
 
 def test_a_file_that_is_named_by_digits_of_another_script_is_no_launcher(tmp_path: Path) -> None:
@@ -80,6 +82,42 @@ def test_without_a_lock_the_limit_ends_the_waiting(tmp_path: Path) -> None:
     with child(TAKES_IT) as worker:
         workers.register(tmp_path, os.getpid(), worker.pid)
         asked = control(tmp_path, limit_s="0.05")
+        assert asked.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
+
+
+def test_a_lock_that_anybody_had_put_there_was_taken_for_a_state(tmp_path: Path) -> None:
+    """Issue 14, row 7: `checkpoint-ready` came after 0.1 s, and there was no state."""
+    launcher = os.getpid()
+    lock = tmp_path / str(launcher) / "lock"
+    lock.parent.mkdir()
+    lock.write_text(str(launcher))
+    with child(TAKES_IT) as worker:
+        workers.register(tmp_path, launcher, worker.pid)
+        asked = control(tmp_path, limit_s="0.05")
+        assert asked.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
+    puts = f"open({str(lock)!r} + '.new', 'w').write('{launcher}'), os.replace({str(lock)!r} + '.new', {str(lock)!r})"
+    with child(f"signal.signal(signal.SIGUSR1, lambda *_: ({puts}))") as worker:  # the worker trains on
+        workers.register(tmp_path, launcher, worker.pid)
+        assert asked.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
+
+
+@pytest.mark.parametrize("written", ["", "somebody"])
+def test_a_lock_that_names_another_was_taken_for_the_launchers(tmp_path: Path, written: str) -> None:
+    """Issue 14, row 7: a worker that has ended has left its state only where its launcher says so."""
+    lock = tmp_path / str(os.getpid()) / "lock"
+    lock.parent.mkdir()
+    puts = f"print({written!r}, end='', file=open({str(lock)!r}, 'w')), os._exit(99)"
+    with child(f"signal.signal(signal.SIGUSR1, lambda *_: ({puts}))") as worker:
+        workers.register(tmp_path, os.getpid(), worker.pid)
+        asked = control(tmp_path, limit_s="0.3")
+        assert asked.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
+
+
+def test_a_limit_of_0_did_not_start(tmp_path: Path) -> None:
+    """Issue 14, row 7: HeGM takes 0 for asking without waiting, and for looking as often as can be."""
+    with child(TAKES_IT) as worker:
+        workers.register(tmp_path, os.getpid(), worker.pid)
+        asked = control(tmp_path, limit_s="0")
         assert asked.checkpoint([worker.pid]) == {worker.pid: "signalled (timeout-waiting-lock)"}
 
 

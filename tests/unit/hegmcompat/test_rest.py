@@ -184,6 +184,29 @@ def test_who_had_hung_up_was_taken_for_root() -> None:
             assert uid_at(accepted) is None
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_who_had_sent_all_of_a_request_was_taken_for_a_stranger(host: str) -> None:
+    """Issue 14, row 7: `shutdown(SHUT_WR)` after the request got a 403, 40 times of 40; HeGM answers it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with (
+        socket.create_server((host, 0), family=family) as listening,
+        socket.create_connection(listening.getsockname()[:2], timeout=5) as caller,
+        listening.accept()[0] as accepted,
+    ):
+        caller.shutdown(socket.SHUT_WR)
+        assert accepted.recv(1) == b""
+        assert uid_at(accepted) == os.geteuid()
+
+
+def test_a_request_whose_sender_had_closed_its_side_was_refused(served: rest.Server) -> None:
+    """Issue 14, row 7."""
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+        connection.sendall(b"POST /resume HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}")
+        connection.shutdown(socket.SHUT_WR)
+        said = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert b" 200 " in said.splitlines()[0]
+
+
 def test_the_interface_also_listens_on_ipv6(tmp_path: Path) -> None:
     server = rest.serve(_control(tmp_path), "::1", 0, None)
     try:

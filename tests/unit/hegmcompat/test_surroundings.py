@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hegmcompat.surroundings import is_loopback, read_surroundings, require_token_off_loopback
+from hegmcompat.surroundings import SHORTEST_POLL_S, is_loopback, read_surroundings, require_token_off_loopback
 from hegmd.errors import HegmError
 
 TOKEN = "0123456789abcdef"
@@ -38,6 +38,13 @@ def test_each_variable_is_heard() -> None:
     assert (found.host, found.port, found.token, found.is_quiet) == ("::1", 9000, TOKEN, True)
 
 
+def test_a_pause_of_0_was_refused_and_is_a_short_one() -> None:
+    """Issue 14, row 7: HeGM takes it, and looks without a pause."""
+    found = read_surroundings({"HEGM_POLL_INTERVAL": "0", "HEGM_CTRL_CHECKPOINT_TIMEOUT": "0"})
+    assert found.poll_interval_s == SHORTEST_POLL_S > 0
+    assert found.checkpoint_limit_s == 0
+
+
 def test_a_named_path_is_everybodys() -> None:
     found = read_surroundings({"HEGM_CHECKPOINT_PATH": "/data/mine.pt"})
     assert found.state_of(7) == Path("/data/mine.pt")
@@ -51,7 +58,7 @@ def test_a_named_path_is_everybodys() -> None:
         ("HEGM_EXIT_CODE", "256"),
         ("HEGM_EXIT_CODE", "ninety"),
         ("HEGM_CTRL_PORT", "65536"),
-        ("HEGM_POLL_INTERVAL", "0"),
+        ("HEGM_POLL_INTERVAL", "-1"),
         ("HEGM_POLL_INTERVAL", "nan"),
         ("HEGM_POLL_INTERVAL", "1e300"),
         ("HEGM_CTRL_CHECKPOINT_TIMEOUT", "-1"),
