@@ -171,6 +171,36 @@ pip_install() {
         fail "pip could not install: $*"
 }
 
+# What pip fetches, in a line each with its size, and how far the large ones are: in place on a terminal, by quarters in a
+# pipe. Two minutes without a word look like a program that hangs.
+tell_downloads() {
+    local line name="" fetched whole quarter=0
+    while IFS= read -r line; do
+        case $line in
+        *.metadata*) ;;
+        *Downloading\ *[MG]B\)*) name=${line#*Downloading } quarter=0 && say "downloading $name" ;;
+        *Using\ cached\ *[MG]B\)*) say "using ${line#*Using }" ;;
+        "Installing collected packages"*) say "unpacking what was downloaded" ;;
+        Progress\ *)
+            read -r _ fetched _ whole <<<"$line"
+            [ -n "$name" ] && [ "$((whole))" -ge 50000000 ] || continue
+            if [ -t 2 ]; then
+                printf '\r\033[Ksetup: %d of %d MB' $((fetched / 1000000)) $((whole / 1000000)) >&2
+                [ "$fetched" != "$whole" ] || printf '\r\033[K' >&2
+            elif [ $((4 * fetched / whole)) -gt "$quarter" ]; then
+                quarter=$((4 * fetched / whole))
+                say "${name%% *}: $((fetched / 1000000)) of $((whole / 1000000)) MB"
+            fi
+            ;;
+        esac
+    done
+}
+
+pip_install_aloud() {
+    "$venv/bin/python" -m pip install --progress-bar raw --disable-pip-version-check --no-input "$@" | tell_downloads ||
+        fail "pip could not install: $*"
+}
+
 install_project() {
     # Launchers written by older versions of pip import `re`, which alone costs hegmctl half of its time budget.
     pip_install --upgrade 'pip>=25.1'
@@ -178,12 +208,13 @@ install_project() {
     # HEGM_TORCH_INDEX=https://download.pytorch.org/whl/cpu
     local index=()
     [ -z "${HEGM_TORCH_INDEX:-}" ] || index=(--extra-index-url "$HEGM_TORCH_INDEX")
+    say "what is not in pip's cache is downloaded: up to 1 GB, most of it PyTorch"
     if [ "$level" = run ]; then
-        pip_install "${index[@]}" --editable '.[training]'
+        pip_install_aloud "${index[@]}" --editable '.[training]'
     elif [ "$level" = dev ]; then
-        pip_install "${index[@]}" --editable '.[dev,training]'
+        pip_install_aloud "${index[@]}" --editable '.[dev,training]'
     else
-        pip_install "${index[@]}" --editable '.[dev,training,frameworks]'
+        pip_install_aloud "${index[@]}" --editable '.[dev,training,frameworks]'
     fi
 }
 

@@ -89,7 +89,8 @@ async def check(facts: NodeFacts) -> Finding:
         return fail(error.message, error.hint)
     if done.status == 0:
         return ok("`criu check` says: looks good")
-    refused = re.match(r"Failed to .*", done.output_tail)
+    # A node that systemd has not booted gets a line about that first, and the failure on the next one.
+    refused = re.search(r"(?m)^Failed to .*", done.output_tail)
     if facts.under_systemd and refused is not None:
         return warn(f"systemd did not run `criu check` ({clipped(refused[0], 50)})", step)
     reason = _first_reason(done.output_tail) or f"status {done.status}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -57,18 +58,18 @@ class Checkout:
         path.write_text(text)
         path.chmod(0o755)
 
-    def start(self, level: str) -> subprocess.Popen[str]:
+    def start(self, level: str, said_to: int = subprocess.STDOUT) -> subprocess.Popen[str]:
         return subprocess.Popen(
             ["bash", "tools/setup.sh", level],
             cwd=self.root,
             env={"PATH": str(self.programs), "HOME": str(self.root)},
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=said_to,
             text=True,
         )
 
-    def run(self, level: str) -> tuple[int, str]:
-        with self.start(level) as process:
+    def run(self, level: str, said_to: int = subprocess.STDOUT) -> tuple[int, str]:
+        with self.start(level, said_to) as process:
             output, _ = process.communicate()
         return process.returncode, output
 
@@ -103,6 +104,7 @@ def test_a_higher_level_holds_the_lower_ones(checkout: Checkout, done: str, aske
     assert (checkout.installed() == []) is enough
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changed", ["pyproject.toml", "hegmd/__init__.py", "tools/setup.sh", "tests/package-lock.json"]
 )
@@ -114,6 +116,62 @@ def test_a_changed_input_is_acted_on_once(checkout: Checkout, changed: str) -> N
     assert checkout.run("dev")[0] == 0
     assert checkout.installed() != []
     assert checkout.run("dev") == (0, "")
+
+
+# What pip says of a large file, a small one and one of its cache.
+SAYS = """Collecting torch
+  Downloading torch-2.13.0-cp311.whl.metadata (30 kB)
+  Downloading torch-2.13.0-cp311.whl (915.1 MB)
+Progress 1000000 of 915100000
+Progress 460000000 of 915100000
+Progress 915100000 of 915100000
+  Downloading packaging-26.0.whl (66 kB)
+Progress 66000 of 66000
+Using cached numpy-2.3.0.whl (16.6 MB)
+Installing collected packages: numpy, torch
+"""
+
+
+def _be_told(checkout: Checkout) -> None:
+    (checkout.root / "says").write_text(SAYS)
+    python = checkout.root / ".venv" / "bin" / "python"
+    python.write_text(f"{INTERPRETER}case \"$*\" in *progress-bar*) cat '{checkout.root}/says' ;; esac\n")
+
+
+def test_a_gigabyte_was_downloaded_without_a_word(checkout: Checkout) -> None:
+    """Issue 14, row 18: `make demo` was silent for a minute."""
+    _be_told(checkout)
+    status, said = checkout.run("run")
+    assert status == 0
+    assert "up to 1 GB" in said
+    assert [line for line in said.splitlines() if "torch-2.13" in line or "numpy" in line] == [
+        "setup: downloading torch-2.13.0-cp311.whl (915.1 MB)",
+        "setup: torch-2.13.0-cp311.whl: 460 of 915 MB",
+        "setup: torch-2.13.0-cp311.whl: 915 of 915 MB",
+        "setup: using cached numpy-2.3.0.whl (16.6 MB)",
+    ]
+    assert "packaging" not in said
+
+
+def test_on_a_terminal_the_progress_of_a_download_is_shown_in_place(checkout: Checkout) -> None:
+    _be_told(checkout)
+    ours, theirs = os.openpty()
+    try:
+        checkout.run("run", said_to=theirs)
+        said = os.read(ours, 65536).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "\r\x1b[Ksetup: 1 of 915 MB\r\x1b[Ksetup: 460 of 915 MB\r" in said
+    assert said.count("torch-2.13.0-cp311.whl") == 1
+
+
+def test_a_failure_of_pip_is_not_lost_behind_its_progress(checkout: Checkout) -> None:
+    python = checkout.root / ".venv" / "bin" / "python"
+    python.write_text(f'{INTERPRETER}case "$*" in *progress-bar*) exit 1 ;; esac\n')
+    status, said = checkout.run("run")
+    assert status == 1
+    assert "pip could not install" in said
 
 
 def test_a_moved_checkout_is_set_up_again(checkout: Checkout) -> None:
