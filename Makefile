@@ -25,13 +25,14 @@ demo: ## start a simulated node with a few processes and look at it
 	@$(PYTHON) contrib/demo/demo.py
 	@$(PYTHON) contrib/demo/moving.py
 
-check: ## the quick part of the tests: house rules, unit, contract, simulation
-	@tools/setup.sh dev
-	$(PYTEST)
-
 # More than one of these for a processor were tried, and each test took a third more of it; more than four gain nothing.
 # WORKERS= runs one test after the other.
 WORKERS := -n logical --maxprocesses 4 --dist loadgroup
+
+check: ## the quick part of the tests: house rules, unit, contract, simulation; what takes longer is in `make test`
+	@tools/setup.sh dev
+	@$(COMPILE)
+	$(PYTEST) -m "not e2e and not gpu and not bench and not wide and not thorough" -q $(WORKERS)
 
 # A thousand processes of ours are started by these tests, in environments that write no bytecode: each would compile all
 # that it imports, 0.3 s of a daemon's 0.6 s.

@@ -1,4 +1,4 @@
-"""Which cells of a table of cases `make test` runs: those that are a way of their own.
+"""Which cells of a table of cases `make test` runs: those that are a way of their own; and which of these `make check`.
 
 The others go one of these ways once more, by the same code, and are left to `make test-wide`.
 """
@@ -19,6 +19,13 @@ def telling(cells: Iterable[tuple[Any, ...]], which: Collection[tuple[Any, ...]]
         pytest.param(*cell, id="-".join(map(_name_of, cell)), marks=() if cell in which else pytest.mark.wide)
         for cell in table
     ]
+
+
+def quick_first(values: Iterable[Any], count: int) -> list[Any]:
+    """All of the values for `parametrize`, of which those after the first few are not in the quick part."""
+    table = list(values)
+    assert 0 < count <= len(table), "the quick part has some, and not more than there are"
+    return [pytest.param(value, marks=() if at < count else pytest.mark.thorough) for at, value in enumerate(table)]
 
 
 def _name_of(value: object) -> str:

@@ -25,7 +25,7 @@ from hegmctl.connection import Connection, connect  # noqa: E402 - only now it c
 from hegmctl.tables import wrapped  # noqa: E402 - as above
 
 GIB = 1 << 30
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 JOBS = (("vision", "gpu0", 3), ("language", "gpu0", 2), ("speech", "gpu1", 6))
 
 

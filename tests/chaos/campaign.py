@@ -20,7 +20,7 @@ from tests.chaos.jobs import BY_HAND, WITH_TORCH, Job, Trainee, descriptors, res
 from tests.chaos.node import REST_LIMIT_S, Client, Node
 from tests.looks import pause
 
-HALT_LIMIT_S = 60.0
+HALT_LIMIT_S = 120.0
 #: A daemon may have grown by so much over all rounds of its life; caches and the story of each operation are in it.
 GROWTH_BYTES = 24 << 20
 Say = Callable[[str], object]

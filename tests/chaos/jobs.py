@@ -22,10 +22,11 @@ from typing_extensions import Self
 from tests.e2e.agented import SCRIPTS
 from tests.e2e.moved_job import environment
 from tests.e2e.references import said_by
+from tests.patience import HANG_S
 
 WITH_TORCH = SCRIPTS / "chained.py"
 BY_HAND = SCRIPTS / "chained_by_hand.py"
-PATIENCE_S = 60.0
+PATIENCE_S = HANG_S
 
 
 class Trainee(Protocol):

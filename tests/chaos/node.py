@@ -32,7 +32,7 @@ from tests.e2e.moved_job import environment
 from tests.looks import pause, still_there
 from tests.stubs.build import build_stub
 
-REST_LIMIT_S = 90.0
+REST_LIMIT_S = 120.0
 SHARED_MEMORY = Path("/dev/shm")
 OVER = frozenset({"done", "undone", "lost"})
 _NAMELESS = '[pool]\nmemory = "nameless"\n'

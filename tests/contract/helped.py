@@ -15,11 +15,12 @@ import anyio
 
 from hegmd.descriptors import Descriptors
 from hegmd.helper.link import Link, child_environment
+from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode
 
 MIB = 1 << 20
 GIB = 1 << 30
-SOON_S = 20.0
+SOON_S = HANG_S
 PROGRAM = Path(__file__).resolve().parents[1] / "stubs" / "cuda" / "program.py"
 SIZES_MIB = (3, 4, 1)
 SIZE_BYTES = sum(SIZES_MIB) * MIB

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode
 
 ROOT = Path(__file__).parents[2]
@@ -73,13 +74,14 @@ def said(node: CudaNode, script: str) -> list[str]:
         env={**os.environ, **node.environment(), "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.splitlines()
 
 
+@pytest.mark.thorough
 def test_access_is_undone_and_had_again_for_the_pairs_that_had_it(node: CudaNode) -> None:
     lines = said(
         node,
@@ -97,6 +99,7 @@ print(reached())
     assert lines[2] == "[True, True]"
 
 
+@pytest.mark.thorough
 def test_pytorch_has_asked_for_access_once_before_it_can_be_refused_and_who_had_none_has_none_after(
     node: CudaNode,
 ) -> None:
@@ -106,6 +109,7 @@ def test_pytorch_has_asked_for_access_once_before_it_can_be_refused_and_who_had_
     assert lines[1] == "[False, False]"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("order", "why"),
     [("error cuCtxDisablePeerAccess 1 2 2", "cuCtxDisablePeerAccess"), ("error cuDeviceCanAccessPeer 999", "999")],
@@ -132,6 +136,7 @@ print(cuda.cuCtxEnablePeerAccess(program.contexts[1], 0))
     assert lines[1] == "704", "access is as it was"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("script", "why"),
     [
@@ -156,6 +161,7 @@ print(copies, reached())
     assert lines[1] == "[] [True, True]"
 
 
+@pytest.mark.thorough
 def test_after_a_restore_the_driver_refuses_and_that_stops_nothing(node: CudaNode) -> None:
     lines = said(
         node,
@@ -174,6 +180,7 @@ print(program.digest() == program.digest())
     assert lines == ["[False, False]", "True"]
 
 
+@pytest.mark.thorough
 def test_a_device_is_named_as_the_driver_has_it_now_and_not_as_it_was_at_first(node: CudaNode) -> None:
     """PyTorch goes on naming the GPU that a process began on; room held by that name would be on the wrong one."""
     first, second = node.uuids

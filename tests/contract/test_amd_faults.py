@@ -21,6 +21,7 @@ Look = Callable[[], VendorSnapshot]
 Make = Callable[[], AmdProvider]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, NO_PERMISSION, 3])
 def test_what_is_not_supported_or_not_permitted_is_nobodys_fault(look: Look, scenario: Scenario, code: int) -> None:
     scenario.order(f"error amdsmi_get_gpu_activity {code}", f"error amdsmi_get_gpu_ecc_count@0 {code}")
@@ -59,6 +60,7 @@ FUNCTIONS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("code", [1, 7, 9, 13, 40, 4294967294])
 def test_no_failure_of_one_call_fails_the_snapshot_or_the_other_gpu(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import HANG_S
 from tests.stubs.amdsmi.scenario import Scenario, uuid
 from tests.stubs.amdsmi.sysfs import FakeSys
 from tests.stubs.build import build_stub
@@ -52,7 +53,7 @@ def in_a_process(
     """What a fresh process is told, twice, and what it logs; it must write nothing to stdout, and warn of nothing."""
     environment = {"ROCM_PATH": str(rocm), "PYTHONPATH": f"{python_path}:{REPO}", **scenario.environment()}
     command = [sys.executable, "-W", "error", "-c", LOOK, str(kernel.root), str(rocm)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=15)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.stdout == ""
     assert done.returncode == 0, done.stderr
     told, said = json.loads(done.stderr)
@@ -97,6 +98,7 @@ def test_a_missing_binding_leaves_the_kernels_files(own_rocm: Path, scenario: Sc
     assert "the Python package amdsmi is not here" in said
 
 
+@pytest.mark.thorough
 def test_a_library_older_than_the_binding_leaves_the_kernels_files(
     own_rocm: Path, scenario: Scenario, kernel: FakeSys
 ) -> None:

@@ -18,6 +18,7 @@ from hegmd.devices.base import PROVIDERS, DeviceAbsent, DeviceProvider
 from hegmd.devices.simulated import SimulatedProvider
 from hegmd.devices.topology import parse_topology
 from hegmd.testing.contracts import check_absent, check_provider
+from tests.patience import HANG_S
 from tests.stubs.amdsmi.scenario import Scenario
 from tests.stubs.amdsmi.sysfs import FakeSys
 from tests.stubs.nvml.node import MakeNode
@@ -75,7 +76,7 @@ for make in PROVIDERS.values():
     make().close()
 assert not {"pynvml", "amdsmi"} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True, timeout=15)
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True, timeout=HANG_S)
 
 
 @pytest.mark.contract

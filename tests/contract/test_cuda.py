@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from hegmd.testing.progress import ROWS
+from tests.patience import HANG_S
 from tests.stubs.cuda.node import GIB, CudaNode
+from tests.wide import quick_first
 
 REPO = Path(__file__).resolve().parents[2]
 # A row that only watches or waits for a queue takes 2 s; the rest is a busy machine.
-ROW_S = 60
+ROW_S = HANG_S
 
 
 @pytest.fixture
@@ -42,8 +44,7 @@ def run_row(name: str, node: CudaNode) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.contract
-@pytest.mark.timeout(ROW_S + 5)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", quick_first(ROWS, 3))
 def test_the_stub_keeps_the_drivers_contract(name: str, folder: Path) -> None:
     done = run_row(name, CudaNode.make(folder, gpus=max(2, ROWS[name].gpus), gpu_bytes=4 * GIB))
     assert done.returncode == 0, done.stderr
@@ -63,7 +64,7 @@ BROKEN = {
 
 
 @pytest.mark.contract
-@pytest.mark.timeout(ROW_S + 5)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_row_fails_over_a_driver_that_breaks_it(name: str, folder: Path) -> None:
     node = CudaNode.make(folder, gpu_bytes=4 * GIB)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import HANG_S
 from tests.stubs.cuda.node import GIB, CudaNode
 from tests.stubs.nvml.scenario import MIB
 
@@ -48,7 +49,7 @@ def run(code: str, node: CudaNode | None, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=15,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -62,6 +63,7 @@ STARTED = """
 """
 
 
+@pytest.mark.thorough
 def test_without_a_driver_it_says_what_is_missing(tmp_path: Path) -> None:
     """An empty folder in front of the loader's own cannot hide a real libcuda, so this is for machines without one."""
     if os.path.exists("/dev/nvidiactl"):
@@ -69,11 +71,13 @@ def test_without_a_driver_it_says_what_is_missing(tmp_path: Path) -> None:
     assert run(STARTED, None, LD_LIBRARY_PATH=str(tmp_path)).startswith("None cuInit: there is no libcuda.so.1 to load")
 
 
+@pytest.mark.thorough
 def test_without_the_binding_it_says_what_is_missing(node: CudaNode) -> None:
     code = "import sys; sys.modules['cuda.bindings'] = None\n" + textwrap.dedent(STARTED)
     assert run(code, node).startswith("None cuInit: the Python package cuda-bindings cannot be used")
 
 
+@pytest.mark.thorough
 def test_a_driver_that_does_not_start_says_why_in_its_own_words(node: CudaNode) -> None:
     node.order("error cuInit 999")
     assert run(STARTED, node) == "999 cuInit: CUDA_ERROR_UNKNOWN (999)"
@@ -82,6 +86,7 @@ def test_a_driver_that_does_not_start_says_why_in_its_own_words(node: CudaNode) 
     assert run(STARTED, node) == "13000"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("call", ["state(1)", "lock(1, 100)", "checkpoint(1)", "restore(1)", "unlock(1)"])
 def test_a_driver_older_than_the_call_is_told_apart_from_one_that_refuses(call: str, tmp_path: Path) -> None:
     """Drivers before 570 have none of the checkpoint calls."""
@@ -100,6 +105,7 @@ def test_a_driver_older_than_the_call_is_told_apart_from_one_that_refuses(call: 
     assert printed == "None not in this driver"
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_meant_never_reaches_the_driver(node: CudaNode) -> None:
     printed = run(
         """
@@ -122,6 +128,7 @@ def test_what_cannot_be_meant_never_reaches_the_driver(node: CudaNode) -> None:
     assert {call.function for call in node.calls()} == {"cuInit"}
 
 
+@pytest.mark.thorough
 def test_nothing_is_asked_of_a_process_before_the_driver_is_initialised(node: CudaNode) -> None:
     """Error 3 from every call of one measurement; none in another, with NVML open beside it. Nobody leans on either."""
     printed = run(
@@ -135,6 +142,7 @@ def test_nothing_is_asked_of_a_process_before_the_driver_is_initialised(node: Cu
     assert printed == "[3, 3, 3, 3]"
 
 
+@pytest.mark.thorough
 def test_devices_are_named_as_nvml_names_them(node: CudaNode) -> None:
     printed = run(
         """
@@ -149,6 +157,7 @@ def test_devices_are_named_as_nvml_names_them(node: CudaNode) -> None:
     assert printed == str([(0, first, "0000:19:00.0", 2 * GIB), (1, second, "0000:29:00.0", 2 * GIB)])
 
 
+@pytest.mark.thorough
 def test_a_process_sees_the_devices_that_it_is_given_and_no_others(node: CudaNode) -> None:
     code = "cuda.start(); print([device.uuid for device in cuda.devices()])"
     first, second = node.uuids
@@ -157,6 +166,7 @@ def test_a_process_sees_the_devices_that_it_is_given_and_no_others(node: CudaNod
     assert run(code, node, CUDA_VISIBLE_DEVICES="1,7,0") == str([second])
 
 
+@pytest.mark.thorough
 def test_a_target_that_sees_one_gpu_is_moved_by_the_map_of_all(node: CudaNode) -> None:
     run(
         """
@@ -215,6 +225,7 @@ def test_another_chip_is_no_place_for_a_process(node: CudaNode) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("order", "code"), [("nccl_p2p {}", 801), ("nccl_p2p {} 1", 1), ("lose step:restore@{} 2", 2)])
 def test_a_restore_that_fails_for_good_is_what_the_node_is_told_to_play(order: str, code: int, node: CudaNode) -> None:
     """Live peer-to-peer communicators: the checkpoint goes well, and nothing after it ever does."""
@@ -235,6 +246,7 @@ def test_a_restore_that_fails_for_good_is_what_the_node_is_told_to_play(order: s
     )
 
 
+@pytest.mark.thorough
 def test_an_order_holds_for_its_gpu_and_its_calls_alone(node: CudaNode) -> None:
     node.order("error cuMemCreate@1 2 2 3")
     printed = run(
@@ -249,6 +261,7 @@ def test_an_order_holds_for_its_gpu_and_its_calls_alone(node: CudaNode) -> None:
     assert [call.subject for call in node.calls("cuMemCreate")] == [1, 1, 1, 1, 0]
 
 
+@pytest.mark.thorough
 def test_what_a_restore_needs_for_a_moment_has_to_be_there_too(node: CudaNode) -> None:
     node.restore_bytes = 64 * MIB
     node.context_bytes = 256 * MIB
@@ -267,6 +280,7 @@ def test_what_a_restore_needs_for_a_moment_has_to_be_there_too(node: CudaNode) -
     )
 
 
+@pytest.mark.thorough
 def test_processors_copy_words_and_what_is_left_of_one_or_lies_askew_goes_as_ever(node: CudaNode) -> None:
     said = run(
         """
@@ -292,6 +306,7 @@ def test_processors_copy_words_and_what_is_left_of_one_or_lies_askew_goes_as_eve
     assert len(node.calls("cuLaunchKernel")) == 2
 
 
+@pytest.mark.thorough
 def test_two_in_one_process_do_not_take_each_others_functions(node: CudaNode) -> None:
     """The stubs of libcuda and libnvidia-ml have functions of one name; the loader would join what is global."""
     node.nvml(node.folder / "nvml-scenario")

@@ -15,6 +15,7 @@ from tests.stubs.cuda.node import CudaNode
 # -- what fails ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [1, 719], ids=["one-copy", "the-context"])
 async def test_a_copy_that_fails_leaves_nothing_open_and_the_bytes_where_they_were(
     node: CudaNode, owner: Owner, number: int
@@ -40,6 +41,7 @@ async def test_a_copy_that_fails_leaves_nothing_open_and_the_bytes_where_they_we
                 await carry(link, here, "out", owner, places())
 
 
+@pytest.mark.thorough
 async def test_a_copy_that_hangs_is_ended_and_done_again(node: CudaNode, owner: Owner) -> None:
     here, there = node.uuids
     async with linked(node) as link:
@@ -60,6 +62,7 @@ async def test_a_copy_that_hangs_is_ended_and_done_again(node: CudaNode, owner: 
             assert owner.ask("digest") == owner.digest
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "cuMemImportFromShareableHandle"])
 async def test_memory_that_cannot_be_mapped_leaves_the_lane_as_it_was(node: CudaNode, owner: Owner, call: str) -> None:
     here, there = node.uuids
@@ -79,6 +82,7 @@ async def test_memory_that_cannot_be_mapped_leaves_the_lane_as_it_was(node: Cuda
             await carry(link, here, "out", owner, places())
 
 
+@pytest.mark.thorough
 async def test_memory_that_cannot_be_pinned_leaves_no_lane(node: CudaNode) -> None:
     with Descriptors([os.memfd_create("pool")]) as pool:
         os.ftruncate(pool.view()[0], 2 * MIB)
@@ -94,6 +98,7 @@ async def test_memory_that_cannot_be_pinned_leaves_no_lane(node: CudaNode) -> No
             await open_lane()
 
 
+@pytest.mark.thorough
 async def test_host_memory_that_cannot_be_mapped_is_a_refusal_and_no_fault_of_ours(node: CudaNode) -> None:
     """It was seen where huge pages were promised twice."""
     with Descriptors(list(os.pipe())) as pipe:
@@ -102,6 +107,7 @@ async def test_host_memory_that_cannot_be_mapped_is_a_refusal_and_no_fault_of_ou
                 await ask(link, "open", lane="7", gpus=node.uuids, host_bytes=2 * MIB, fds=pipe.view()[:1])
 
 
+@pytest.mark.thorough
 async def test_what_makes_no_sense_is_refused_before_the_driver_sees_it(node: CudaNode, owner: Owner) -> None:
     here, there = node.uuids
     async with linked(node) as link:
@@ -123,6 +129,7 @@ async def test_what_makes_no_sense_is_refused_before_the_driver_sees_it(node: Cu
             assert (await carry(link, here, "out", owner, []))["copied_bytes"] == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", [[0, 3 * MIB, 512, 0], [0, 3 * MIB - 256, 512, 0], [2, 1 << 40, 512, 0]])
 @pytest.mark.parametrize("direction", ["out", "in"])
 async def test_an_agents_place_beyond_its_own_allocation_is_neither_read_nor_written(

@@ -17,6 +17,7 @@ import pytest
 from hegmd.devices.base import DeviceError
 from hegmd.devices.nvidia import NvidiaProvider
 from hegmd.testing.contracts import check_provider, check_snapshot
+from tests.patience import HANG_S
 from tests.stubs.build import build_stub
 from tests.stubs.nvml.node import MakeNode, NvidiaNode
 from tests.stubs.nvml.scenario import MIB, h200, uuid
@@ -64,6 +65,7 @@ def calls(node: NvidiaNode) -> set[str]:
 # ---- older and odd libraries ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.contract
 def test_a_library_as_of_driver_470_tells_the_same(tmp_path: Path, make_nvidia_node: MakeNode) -> None:
     newer = check_provider(given_node(tmp_path, make_nvidia_node, hide=()).provider)
@@ -87,6 +89,7 @@ def test_the_newest_process_lists_are_asked_where_there_are_two(node: NvidiaNode
     assert not set(PROCESS_LISTS_V2) & calls(node)
 
 
+@pytest.mark.thorough
 def test_a_library_without_process_lists_says_that_it_does_not_tell(tmp_path: Path, make_nvidia_node: MakeNode) -> None:
     node = given_node(tmp_path, make_nvidia_node, hide=PROCESS_LISTS_V3 + PROCESS_LISTS_V2)
     provider = node.provider()
@@ -98,6 +101,7 @@ def test_a_library_without_process_lists_says_that_it_does_not_tell(tmp_path: Pa
     assert all("does not tell which processes" in gpu.health.notes[0] for gpu in snapshot.gpus)
 
 
+@pytest.mark.thorough
 def test_a_library_from_before_our_time_is_refused_with_words(tmp_path: Path, make_nvidia_node: MakeNode) -> None:
     node = given_node(tmp_path, make_nvidia_node, hide=["nvmlInitWithFlags"])
     with pytest.raises(DeviceError, match="Function Not Found"):
@@ -105,6 +109,7 @@ def test_a_library_from_before_our_time_is_refused_with_words(tmp_path: Path, ma
     assert not node.is_driver_open()
 
 
+@pytest.mark.thorough
 def test_temperature_where_only_the_newer_question_is_left(tmp_path: Path, make_nvidia_node: MakeNode) -> None:
     node = given_node(tmp_path, make_nvidia_node, hide=["nvmlDeviceGetTemperature"])
     provider = node.provider()
@@ -158,6 +163,7 @@ def test_opening_again_neither_loads_the_library_again_nor_leaves_anything_open(
     assert len(node.kept_descriptors()) == 1
 
 
+@pytest.mark.thorough
 def test_a_library_that_was_replaced_on_disk_is_the_one_that_is_loaded_next(
     node: NvidiaNode, provider: NvidiaProvider
 ) -> None:
@@ -172,6 +178,7 @@ def test_a_library_that_was_replaced_on_disk_is_the_one_that_is_loaded_next(
     assert set(PROCESS_LISTS_V2) <= calls(node)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("old_stays", [True, False])
 def test_a_library_whose_name_leads_to_another_file_is_loaded_anew(node: NvidiaNode, old_stays: bool) -> None:
     """As a driver's package does it: libnvidia-ml.so.1 is a link to libnvidia-ml.so.580.159.04, and then to .590.10."""
@@ -273,7 +280,7 @@ def test_the_library_is_found_by_its_name(node: NvidiaNode) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=15,
+        timeout=HANG_S,
     )
     assert [gpu["name"] for gpu in json.loads(done.stdout)] == ["NVIDIA H200", "NVIDIA H200"]
     assert not done.stderr

@@ -8,6 +8,7 @@ from tests.contract.helped import SIZE_BYTES, Owner, ask, carry, hold, linked, m
 from tests.stubs.cuda.node import CudaNode
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "order",
     [
@@ -44,6 +45,7 @@ async def test_what_counts_as_another_gpus_is_copied_within_one_by_its_processor
     assert len(node.calls("cuModuleUnload")) == (0 if "Load" in order else loaded)
 
 
+@pytest.mark.thorough
 async def test_what_never_moved_is_left_to_the_driver(node: CudaNode, owner: Owner) -> None:
     async with linked(node) as link:
         held, sizes = await hold(link, node.uuids[0], [SIZE_BYTES])

@@ -400,6 +400,7 @@ def test_what_the_allocator_takes_for_storages(sizes: list[int], taken_mib: int)
     assert cuda_state.padding_bytes(sizes) + sum(sizes) == taken_mib * MIB
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_shown(case: str, tmp_path: Path) -> None:
     node = CudaNode.make(tmp_path / "node")

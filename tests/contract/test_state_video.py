@@ -210,6 +210,7 @@ CASES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_a_state_in_video_memory(case: str, tmp_path: Path) -> None:
     node = CudaNode.make(tmp_path / "node")
@@ -219,6 +220,7 @@ def test_a_state_in_video_memory(case: str, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.thorough
 def test_the_program_that_compares_the_ways_of_a_state_runs(tmp_path: Path) -> None:
     """It is run where a machine with a GPU is lent, which is no time to find out."""
     node = CudaNode.make(tmp_path / "node")

@@ -17,11 +17,12 @@ import msgpack
 from typing_extensions import Self
 
 from tests.e2e.references import said_by
+from tests.patience import HANG_S
 
 SCRIPTS = Path(__file__).with_name("training")
 INJECT = Path(__file__).parents[2] / "hegmd" / "agent" / "inject"
 BRISK = Path(__file__).with_name("brisk")
-ENDS_WITHIN_S = 60.0
+ENDS_WITHIN_S = HANG_S
 
 
 def environment(socket_path: Path | None, inject: str = str(INJECT), **more: str) -> dict[str, str]:

@@ -17,7 +17,9 @@ from types import TracebackType
 import psutil
 from typing_extensions import Self
 
-READY_WITHIN_S = 30.0
+from tests.patience import HANG_S
+
+READY_WITHIN_S = HANG_S
 
 
 class RunningDaemon:

@@ -20,6 +20,7 @@ from hegmd.protocol import operations as told
 from hegmd.protocol.messages import Operations, OperationsReply, Story, StoryReply
 from tests.e2e.daemon import RunningDaemon
 from tests.looks import pause
+from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +29,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 # As often is a figure asked for again.
 LOOKS = 3000
-ANSWER_LIMIT_S = 50.0
+ANSWER_LIMIT_S = HANG_S
 
 
 class DrivenProgram:

@@ -27,10 +27,11 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BARE, environment
 from tests.e2e.real_criu import criu_or_skip
 from tests.e2e.references import said_by
+from tests.patience import HANG_S
 
 SCRIPT = Path(__file__).with_name("training") / "handed.py"
 STEPS = 400
-ENDS_WITHIN_S = 60.0
+ENDS_WITHIN_S = HANG_S
 
 
 def daemon_with_criu(folder: Path, *arguments: str, **environ: str) -> RunningDaemon:

@@ -27,13 +27,14 @@ from typing_extensions import Self
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.references import said_by
+from tests.patience import HANG_S
 
 SCRIPTS = Path(__file__).with_name("moved")
 ROOT = Path(__file__).parents[2]
 BRISK = Path(__file__).with_name("brisk")
 # For a script that needs nothing of PyTorch's compiler; see brisk/sitecustomize.py.
 BARE = {"BARE_TORCH": "1"}
-ENDS_WITHIN_S = 60.0
+ENDS_WITHIN_S = HANG_S
 MARK = "step"
 # Between two lines while a command runs, which needs a few boundaries and has time.
 PACE_MS = 10

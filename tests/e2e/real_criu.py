@@ -24,8 +24,9 @@ from hegmd.criu.population import end_all, population_of
 from hegmd.criu.program import WANTED, Criu, version_of
 from hegmd.criu.tree import read_tree
 from hegmd.external import find_program
+from tests.patience import HANG_S
 
-ENDS_WITHIN_S = 30.0
+ENDS_WITHIN_S = HANG_S
 UNPACKED = Path(__file__).parents[2] / "build" / "criu" / "bin" / "criu"
 
 
@@ -71,7 +72,7 @@ class Job:
 
     def gone(self) -> int:
         """Its exit status, once it is no more."""
-        status = self.process.wait(timeout=30)
+        status = self.process.wait(timeout=HANG_S)
         if self.process.stdout is not None:
             self.process.stdout.close()
         return status

@@ -16,13 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.patience import HANG_S
+
 PRELOADED = Path(__file__).with_name("preloaded.py")
 # PyTorch would start a Python for each processor, which imports it as well, to compile three functions; and it would
 # compile nine programs more, to see that those instructions which the processor names are there. It looks once.
 ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 # What goes before a script that trains in two ranks, in place of a launcher.
 TWO_RANKS = (str(Path(__file__).with_name("ranks_alone.py")), "2")
-ENDS_WITHIN_S = 60.0
+ENDS_WITHIN_S = HANG_S
 
 _there: list[subprocess.Popen[str]] = []
 _numbers = itertools.count()

@@ -19,6 +19,7 @@ from typing_extensions import Self
 
 from hegmd.agent.restart import plain
 from tests.e2e.agented import BRISK
+from tests.patience import HANG_S
 
 PRELOADED = Path(__file__).with_name("preloaded.py")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -64,7 +65,7 @@ class Restarts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=60)
+        self._process.wait(timeout=HANG_S)
         if self._process.stdout is not None:
             self._process.stdout.close()
 

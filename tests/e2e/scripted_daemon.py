@@ -27,8 +27,9 @@ from hegmd.protocol.messages import (
     Order,
     Welcome,
 )
+from tests.patience import HANG_S
 
-PATIENCE_S = 60.0
+PATIENCE_S = HANG_S
 
 
 class Gone(Exception):

@@ -14,13 +14,14 @@ from pathlib import Path
 
 from tests.e2e.handed_job import ENDS_WITHIN_S, daemon_with_criu
 from tests.e2e.moved_job import environment
+from tests.patience import HANG_S
 
 
 def main(folder: Path, image: str, pid: int) -> int:
     """The exit status of the restore, or 1 when the job does not end."""
     with daemon_with_criu(folder) as daemon:
         words = [sys.executable, "-m", "hegmctl", "restore", "--truncate-outputs", image]
-        status = subprocess.run(words, env=environment(daemon.socket_path), timeout=60, check=False).returncode
+        status = subprocess.run(words, env=environment(daemon.socket_path), timeout=HANG_S, check=False).returncode
         if status:
             sys.stdout.write(daemon.log_text()[-4000:])
             return status

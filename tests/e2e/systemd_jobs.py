@@ -23,9 +23,10 @@ from tests.e2e.agented import BRISK
 from tests.e2e.systemd_node import SystemdNode
 from tests.e2e.systemd_service import SERVICE, drop_in
 from tests.looks import COMMAND_MS, pause
+from tests.patience import HANG_S
 from tests.stubs.build import build_stub
 
-PATIENCE_S = 60.0
+PATIENCE_S = HANG_S
 
 
 def asked(node: SystemdNode, *words: str) -> dict[str, Any]:

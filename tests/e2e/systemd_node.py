@@ -29,11 +29,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from tests.patience import HANG_S
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-BOOT_TIMEOUT_S = 60.0
-COMMAND_TIMEOUT_S = 60.0
+BOOT_TIMEOUT_S = HANG_S
+COMMAND_TIMEOUT_S = HANG_S
 
 # Runs as the first process of the new namespaces; $1 is an empty directory, $2 the notify socket, the rest directories
 # to show inside. Every path it removes or empties lies below the overlay, and `set -e` ends it if that is not mounted.
@@ -302,7 +304,7 @@ def _end_machine(process: subprocess.Popen[bytes]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=10)
+            process.wait(timeout=HANG_S)
     _end(process)
 
 

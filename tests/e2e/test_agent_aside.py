@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.agented import SCRIPTS, Training, undisturbed
 from tests.e2e.scripted_daemon import Gone, ScriptedDaemon
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 
 
 def test_it_is_taken_over_by_a_daemon_at_another_socket_and_trains_on_as_if_nothing_had_been(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from tests.e2e.agented import BRISK, INJECT, SCRIPTS, Training, environment, und
 from tests.e2e.moved_job import BARE
 from tests.e2e.scripted_daemon import Attended, Gone, ScriptedDaemon
 from tests.looks import pause
+from tests.patience import HANG_S
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
 
 SLEEPER = str(SCRIPTS / "sleeper.py")
@@ -295,7 +296,7 @@ def test_tracebacks_and_classes_look_as_they_do_without_it(socket_path: Path) ->
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=HANG_S,
         )
         outputs.append((done.stdout, done.stderr))
     assert outputs[0] == outputs[1]

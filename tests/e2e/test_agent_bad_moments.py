@@ -11,8 +11,9 @@ import pytest
 
 from tests.e2e.agented import Training, environment, undisturbed
 from tests.e2e.scripted_daemon import ScriptedDaemon
+from tests.patience import HANG_S
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.e2e]
 
 
 def test_a_forked_child_has_no_agent_and_trains_on(socket_path: Path) -> None:
@@ -44,7 +45,7 @@ def test_a_forked_child_has_no_agent_and_trains_on(socket_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "0\n"
         assert agent.order("park", limit_s=0.05).result == "failed"  # the parent's connection still stands
-        process.communicate("\n", timeout=30)
+        process.communicate("\n", timeout=HANG_S)
         assert process.returncode == 0
 
 

@@ -20,9 +20,10 @@ from hegmctl.connection import connect
 from tests.e2e.agented import INJECT, SCRIPTS, Training, undisturbed
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.scripted_daemon import ScriptedDaemon
+from tests.patience import HANG_S
 from tests.wide import telling
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e]
 
 ROOT = Path(__file__).parents[2]
 BY_HAND = str(SCRIPTS / "by_hand.py")
@@ -161,7 +162,13 @@ def _outcomes(daemon: RunningDaemon, words: list[str], folder: Path, **more: str
     outcomes = []
     for before in ((), (*HEGMCTL, "--socket", str(daemon.socket_path), "run", "--")):
         ran = subprocess.run(
-            [*before, *words], env=_environ(**more), cwd=folder, capture_output=True, text=True, timeout=30, check=False
+            [*before, *words],
+            env=_environ(**more),
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            check=False,
         )
         outcomes.append((ran.returncode, ran.stdout, ran.stderr))
     return outcomes
@@ -209,7 +216,7 @@ def test_a_virtual_environment_and_its_own_sitecustomize_are_used(
 ) -> None:
     python = sys.executable if name == "python3" else find_python(name, installed=True)
     venv = tmp_path / "my env"
-    subprocess.run([python, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=30)
+    subprocess.run([python, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=HANG_S)
     (packages,) = venv.glob("lib/python*/site-packages")
     (packages / "sitecustomize.py").write_text("import os\nos.write(2, b'their own')\n")
     own = str(venv / "bin" / "python")
@@ -284,7 +291,7 @@ def test_a_python_that_shuts_us_out_runs_without_an_agent_and_is_shown_so(
         assert "hegmctl run" in refused.stderr
     finally:
         for job in jobs:
-            job.communicate("", timeout=30)
+            job.communicate("", timeout=HANG_S)
 
 
 def _hegmctl(daemon: RunningDaemon, *words: str) -> subprocess.CompletedProcess[str]:
@@ -293,7 +300,7 @@ def _hegmctl(daemon: RunningDaemon, *words: str) -> subprocess.CompletedProcess[
         env=_environ(),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -303,7 +310,7 @@ def test_the_scripts_own_variables_are_found_in_the_code_of_any_python(name: str
     """Each Python has a bytecode of its own, and its own way to set what a function's variables hold."""
     python = sys.executable if name == "python3.11" and sys.version_info[:2] == (3, 11) else find_python(name)
     script = str(SCRIPTS / "variables_anywhere.py")
-    done = subprocess.run([python, "-B", script], capture_output=True, text=True, check=False, timeout=50)
+    done = subprocess.run([python, "-B", script], capture_output=True, text=True, check=False, timeout=HANG_S)
     assert (done.returncode, done.stderr) == (0, "")
     places = ("0", "1", "5", "6", "12")
     assert done.stdout.splitlines() == [f"{function} {at}" for function in ("counting", "calling") for at in places]

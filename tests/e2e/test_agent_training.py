@@ -15,7 +15,7 @@ from tests.e2e.references import ONE_COMPILER
 from tests.e2e.scripted_daemon import Gone, ScriptedDaemon
 from tests.wide import telling
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 
 MOVES = 4
 WITH_TORCH = ("plain", "workers", "gan", "iterable", "threaded", "no_loader")

@@ -10,7 +10,7 @@ import pytest
 from hegmd.protocol.messages import Migrate, OperationReply
 from tests.e2e.driven import DrivenNode, Watched, at_rest, helper_of, only_its_own
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e]
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3])

@@ -21,7 +21,7 @@ from tests.e2e.driven import GIB, LOOKS, DrivenNode, DrivenProgram, Watched, at_
 from tests.looks import pause
 from tests.wide import telling
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e]
 
 OPEN = "cuIpcOpenMemHandle_v2"
 # Three pieces are opened on the way out, and three on the way in: where the helper is when it is interrupted.

@@ -43,7 +43,7 @@ from tests.chaos.restart_cells import every_restart_cell, few_restart_cells
 from tests.chaos.restarted_job import RestartedJob
 from tests.e2e.real_criu import criu_or_skip
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 SEED = 16
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 

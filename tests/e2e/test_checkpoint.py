@@ -25,7 +25,7 @@ from tests.looks import COMMAND_MS, pause
 from tests.stubs.build import build_stub
 from tests.wide import telling
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 

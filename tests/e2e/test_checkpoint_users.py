@@ -19,7 +19,7 @@ from hegmd.criu.population import population_of
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, as_user, daemon_with_criu, losses_alone
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 BOB = 54712

@@ -21,6 +21,7 @@ from hegmd import __version__
 from hegmd.protocol.record import Record
 from tests.e2e.daemon import RunningDaemon
 from tests.looks import COMMAND_MS, pause
+from tests.patience import HANG_S
 from tests.unit.hegmctl.running import as_nobody, command, environment, hegmctl
 from tests.unit.hegmctl.terminal import Terminal
 from tests.unit.hegmctl.test_cli import Running
@@ -46,7 +47,7 @@ def answer(daemon: RunningDaemon, *words: str) -> dict[str, Any]:
 
 def eventually(look: Callable[[], dict[str, Any]], true: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Ask until the answer is the one waited for; the daemon may show what is a quarter of a second old."""
-    deadline = monotonic() + 10
+    deadline = monotonic() + HANG_S
     while not true(seen := look()):
         assert monotonic() < deadline, seen
         pause(COMMAND_MS)
@@ -324,7 +325,7 @@ async def test_the_asynchronous_face_with_the_real_daemon(daemon: RunningDaemon)
                 seen.append(event.message)
                 scope.cancel()
 
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANG_S):
             async with anyio.create_task_group() as tasks:
                 scope = tasks.cancel_scope
                 tasks.start_soon(follow)

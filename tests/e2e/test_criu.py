@@ -18,7 +18,7 @@ from hegmd.criu.tree import read_tree
 from hegmd.errors import HegmError
 from tests.e2e.real_criu import criu_or_skip, directory, ended_after, ends, job, pipe, python, tell
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e]
 
 ATTENDANT = Path(str(attendant.__file__))
 

@@ -19,7 +19,7 @@ from hegmd.errors import HegmError
 from tests.e2e.agented import environment
 from tests.e2e.real_criu import criu_or_skip, directory, ended_after, ends, job, pipe, python, tell
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e]
 ROOT = Path(__file__).parents[2]
 
 # Threads that compute, a child that does too, and memory that takes a while to write.

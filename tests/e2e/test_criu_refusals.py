@@ -22,8 +22,9 @@ from hegmd.criu.tree import read_tree
 from hegmd.errors import HegmError
 from tests.e2e.agented import environment
 from tests.e2e.real_criu import Job, criu_or_skip, directory, ended_after, job, python, tell
+from tests.patience import HANG_S
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e]
 
 GOES_ON = """
 import signal, sys
@@ -163,7 +164,7 @@ def test_a_job_from_outside_of_its_pid_namespace_was_found_out_by_criu_alone(tmp
         env=environment(None, PYTHONPATH=str(Path(__file__).parents[2])),
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=HANG_S,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

@@ -15,7 +15,7 @@ from hegmd.criu.population import end_all, population_of, wait_until_free
 from tests.e2e.agented import SCRIPTS, environment, undisturbed
 from tests.e2e.real_criu import Job, criu_or_skip, directory, ended_after, ends, job, pipe
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 ROOT = Path(__file__).parents[2]
 
 

@@ -22,7 +22,6 @@ from tests.e2e.real_criu import Job, criu_or_skip, directory, ended_after, job, 
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(60),
     pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to be somebody else"),
 ]
 BOB = 54713

@@ -27,7 +27,7 @@ from hegmd.protocol.messages import (
 from tests.e2e.driven import GIB, LOOKS, DrivenNode, Watched, at_rest, helper_of, only_its_own
 from tests.wide import telling
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e]
 
 LOCK, CHECKPOINT = "cuCheckpointProcessLock", "cuCheckpointProcessCheckpoint"
 RESTORE, UNLOCK = "cuCheckpointProcessRestore", "cuCheckpointProcessUnlock"

@@ -27,7 +27,7 @@ from hegmd.protocol.messages import (
 )
 from tests.e2e.driven import GIB, DrivenNode, Watched, only_its_own
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e]
 
 STATE, RESTORE = "cuCheckpointProcessGetState", "cuCheckpointProcessRestore"
 

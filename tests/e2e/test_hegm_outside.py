@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.e2e.hegm_steps import BATCHES, EPOCHS, TRAINING, Steps, steps
 from tests.e2e.moved_job import BARE, BRISK
 
 pytest.importorskip("torch", reason="the steps train a little; `make test` installs it")
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.e2e]
 
 RECORDED = Path(__file__).with_name("hegm_0_3_3.json")
 # By which a state is known to be of the same training; HeGM has no such file.
@@ -28,7 +29,7 @@ OURS_ALONE = "LAUNCHER/command"
 
 @pytest.fixture(scope="module")
 def ours() -> Steps:
-    programs = [f"{sys.executable} -m hegmcompat.{name}" for name in ("launcher_cli", "ctrl_cli")]
+    programs = [f"{shlex.quote(sys.executable)} -m hegmcompat.{name}" for name in ("launcher_cli", "ctrl_cli")]
     return steps(programs, _environ(), hasty=True)
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.mounting import NAMESPACE, why_no_mounts
 from tests.unit.hegmctl.running import environment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e]
 
 PROGRAM = Path(__file__).with_name("sandboxed") / "small_disk.py"
 

@@ -12,7 +12,7 @@ from tests.e2e.real_criu import criu_or_skip
 from tests.e2e.rehearsal import rehearse
 from tests.room import MIB, SHARED_MEMORY, skip_without
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e]
 
 
 def run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:

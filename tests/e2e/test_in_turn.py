@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.rehearsal import rehearse
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e]
 
 ROW = "the_wrong_order_changes_nothing"
 

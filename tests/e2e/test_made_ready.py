@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from hegmd.protocol.operations import Operation
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BARE, PACE_MS, SCRIPTS, MovedJob, Script
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 ENOUGH_BYTES = 3 << 30
@@ -44,7 +45,7 @@ class EvaluatingJob(MovedJob):
         self.notes = folder / "notes"
         with python.open("a") as words_of_it:
             words_of_it.write(f"export HEGM_AGENT_DEBUG={self.notes}\n")
-            words_of_it.write(f'exec {sys.executable} "$@"\n')
+            words_of_it.write(f'exec {shlex.quote(sys.executable)} "$@"\n')
         python.chmod(0o755)
         words = ["run", "--allow-restart", "--gpu", "gpu0", *options, "--", str(python), str(SCRIPTS / "evaluating.py")]
         command = [sys.executable, "-m", "hegmctl", *words, str(self.evaluates)]

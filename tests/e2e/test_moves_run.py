@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.rehearsal import rehearse
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e]
 
 
 def run(folder: Path, *words: str, program: str = "moves_run", **more: str) -> subprocess.CompletedProcess[str]:

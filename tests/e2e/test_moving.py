@@ -23,8 +23,9 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BARE, BRISK
 from tests.e2e.references import TWO_RANKS
 from tests.looks import pause, still_there
+from tests.patience import HANG_S
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +90,7 @@ class Job:
             env=self.environ,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_S,
             check=False,
         )
         assert ran.returncode == status, ran.stdout + ran.stderr

@@ -19,7 +19,7 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import ROOT, SCRIPTS, BareJob, MovedJob, undisturbed_steps
 from tests.looks import pause
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
 
 MIB = 1 << 20

@@ -17,7 +17,6 @@ from tests.e2e.moved_job import SCRIPTS, BareJob, undisturbed_steps
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(120),
     pytest.mark.xdist_group("memory of the node"),
     pytest.mark.usefixtures("preloaded"),
 ]

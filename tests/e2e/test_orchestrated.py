@@ -15,8 +15,9 @@ import pytest
 
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.handed_job import ENDS_WITHIN_S, HandedJob, daemon_with_criu, losses_alone
+from tests.patience import HANG_S
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 # Nobody knows how fast they are; a job of so many has not ended when a few images of it are there.
@@ -86,7 +87,7 @@ def test_images_every_so_often_go_on_under_the_next_daemon_and_the_newest_comes_
     there.mkdir()
     (tmp_path / "other").mkdir()
     copied = f"tar -S -C {images} -cf - {newest} | tar -C {there} -xpf -"
-    subprocess.run(["sh", "-ec", copied], check=True, timeout=60)
+    subprocess.run(["sh", "-ec", copied], check=True, timeout=HANG_S)
     program = [
         sys.executable,
         "-m",

@@ -15,11 +15,11 @@ import pytest
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.test_moving import LARGE, LONG, Job, is_as_undisturbed
 from tests.looks import COMMAND_MS, pause, still_there
+from tests.patience import HANG_S
 from tests.room import MIB, SHARED_MEMORY, skip_without
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(180),
     pytest.mark.xdist_group("memory of the node"),
     pytest.mark.usefixtures("preloaded"),
 ]
@@ -152,7 +152,7 @@ def test_two_daemons_on_one_state_directory_the_second_leaves_everything_alone(d
         job.operation("suspend", pid)
         before = pieces(daemon.folder / "state")
         second = [word.replace("hegmd.sock", "second.sock") for word in daemon.command()]
-        refused = subprocess.run(second, capture_output=True, text=True, check=False, timeout=60)
+        refused = subprocess.run(second, capture_output=True, text=True, check=False, timeout=HANG_S)
         assert refused.returncode != 0
         assert f"another hegmd (pid {daemon.process.pid}) holds" in refused.stderr
         assert pieces(daemon.folder / "state") == before

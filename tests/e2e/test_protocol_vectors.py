@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.daemon import RunningDaemon
+from tests.patience import HANG_S
 
 pytestmark = pytest.mark.e2e
 
@@ -20,7 +21,6 @@ NODE = shutil.which("node", path=os.pathsep.join((str(Path(sys.executable).paren
 CLIENT = REPO / "tests" / "e2e" / "node_client"
 
 
-@pytest.mark.timeout(60)
 def test_node_plays_every_vector(socket_dir: Path) -> None:
     assert NODE, "node is missing: tools/setup.sh installs it"
     with RunningDaemon(socket_dir) as daemon:
@@ -29,7 +29,7 @@ def test_node_plays_every_vector(socket_dir: Path) -> None:
             cwd=CLIENT,
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=HANG_S,
             check=False,
         )
     assert played.returncode == 0, played.stdout + played.stderr

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.agented import SCRIPTS
 from tests.e2e.restarted import LEFT_STATUS, REFUSED_STATUS, Ended, Restarts, Spot
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts")]
 
 ROOT = Path(__file__).parents[2]
 TRAINER = str(ROOT / "tests" / "bench" / "restarted" / "trained.py")

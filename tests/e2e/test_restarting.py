@@ -23,13 +23,14 @@ import pytest
 from hegmctl.connection import connect
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BARE, SCRIPTS, SLOWLY_MS, MovedJob, Script, steps_alone
+from tests.patience import HANG_S
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 LEAVING = str(SCRIPTS / "leaving.py")
 TWO_VENDORS = Path(__file__).parents[2] / "contrib" / "simulation" / "two-vendors.toml"
-PATIENCE_S = 40.0
+PATIENCE_S = HANG_S
 PACE_MS = 10
 # These trainings come to their end, and are not to meanwhile: test_made_ready has those that train on until then.
 IN_TURN = '[restart]\nready = "in-turn"\n'

@@ -15,7 +15,7 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.moved_job import BARE, SCRIPTS, SLOWLY_MS, MovedJob, Script, steps_alone
 from tests.e2e.references import TWO_RANKS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.xdist_group("ranks")]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("ranks")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 RANKED = str(SCRIPTS / "ranked.py")

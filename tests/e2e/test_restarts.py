@@ -12,7 +12,7 @@ from tests.e2e.agented import SCRIPTS
 from tests.e2e.forms import form_of
 from tests.e2e.restarted import LEFT_STATUS, REFUSED_STATUS, UNRESTORED_STATUS, Restarts
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts")]
 
 
 @pytest.fixture(scope="module")

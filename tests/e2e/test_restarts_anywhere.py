@@ -20,7 +20,7 @@ import pytest
 from tests.e2e.agented import SCRIPTS
 from tests.e2e.restarted import LEFT_STATUS, Restarts, Spot
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("restarts")]
 
 SEED = int(os.environ.get("HEGM_TEST_SEED", "7"))
 MOVED = SCRIPTS.parent / "moved"

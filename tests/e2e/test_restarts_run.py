@@ -16,7 +16,7 @@ from tests.gpu.moves_jobs import TRAINING
 from tests.gpu.restart_node import RestartedJob, RestartNode
 from tests.stubs.cuda.node import GIB, CudaNode
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 ROOT = Path(__file__).parents[2]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import HANG_S
 from tests.unit.hegmctl.running import command, environment
 
 pytestmark = pytest.mark.e2e
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 def _run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*words), env=environment(**environ), capture_output=True, text=True, timeout=40, check=False
+        command(*words), env=environment(**environ), capture_output=True, text=True, timeout=HANG_S, check=False
     )
 
 

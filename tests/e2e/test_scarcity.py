@@ -22,7 +22,7 @@ from tests.e2e.daemon import RunningDaemon
 from tests.e2e.test_moving import Job
 from tests.looks import pause
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 MIB = 1 << 20

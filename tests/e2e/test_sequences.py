@@ -15,7 +15,7 @@ from hegmd.protocol.operations import OperationProgress
 from tests.e2e.daemon import RunningDaemon
 from tests.e2e.test_moving import LONG, Job, is_as_undisturbed
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 

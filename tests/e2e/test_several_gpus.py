@@ -22,7 +22,7 @@ from tests.e2e.driven import GIB, LOOKS, MIB, DrivenNode, DrivenProgram, Watched
 from tests.looks import pause
 from tests.wide import telling
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e]
 
 # What the pieces on each of its GPUs come to, in turn; the counter is with the first.
 FIRST_BYTES, SECOND_BYTES = 64 * MIB + 512, 200 * MIB

@@ -22,7 +22,7 @@ from tests.e2e.mounting import NAMESPACE, why_no_mounts
 from tests.e2e.test_moving import Job
 from tests.looks import pause
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("preloaded")]
 pytest.importorskip("torch", reason="torch is not installed; `tools/setup.sh full` installs it")
 
 # Trains until it is told to stop, or for so many epochs, and prints a number of each epoch in full.

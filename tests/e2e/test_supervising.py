@@ -21,11 +21,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.patience import HANG_S
 from tests.unit.hegmctl.running import command, environment
 
 pytestmark = pytest.mark.e2e
 
-PATIENCE_S = 20.0
+PATIENCE_S = HANG_S
 # Says each signal that comes, and ends with TERM; its two lines come before it waits.
 HEARS = """
 import os, signal, sys

@@ -11,7 +11,7 @@ import pytest
 from hegmd.protocol.messages import Drained, Operations, OperationsReply, Story, StoryReply, Swap
 from tests.e2e.driven import GIB, DrivenNode, Watched
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.e2e]
 
 
 def test_jobs_that_a_new_daemon_has_moved_are_not_looked_for_where_an_older_one_left_them(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from tests.e2e.systemd_service import SERVICE
 pytest_plugins = ["tests.e2e.systemd_packages"]
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(180),
     pytest.mark.xdist_group("packages"),
     pytest.mark.usefixtures("preloaded"),
 ]

@@ -16,7 +16,7 @@ from tests.e2e.systemd_service import install
 
 pytest_plugins = ["tests.e2e.systemd_packages"]
 TREE = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120), pytest.mark.xdist_group("packages")]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("packages")]
 
 # What every package and every new group changes by the system's own book-keeping.
 _BOOK_KEEPING = (

@@ -12,7 +12,7 @@ from tests.e2e.systemd_node import SystemdNode
 from tests.e2e.systemd_service import CONFIGURATION, SERVICE, SOCKET, ask, drop_in, main_pid
 
 pytest_plugins = ["tests.e2e.systemd_packages"]
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(60), pytest.mark.xdist_group("packages")]
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("packages")]
 
 EXPOSURE_LIMIT = 3.0
 

@@ -17,7 +17,6 @@ from tests.e2e.systemd_service import SERVICE, install, main_pid
 pytest_plugins = ["tests.e2e.systemd_packages"]
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(180),
     pytest.mark.xdist_group("packages"),
     pytest.mark.usefixtures("preloaded"),
 ]

@@ -13,7 +13,6 @@ from tests.e2e.systemd_node import SystemdNode, why_not
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(60),
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
 ]
 

@@ -40,6 +40,7 @@ from tests.gpu import nvidia_smi
 from tests.gpu.comparison import MIB, Row, compare_gpus, compare_processes, compare_rows, compare_topology, table
 from tests.gpu.jobs import VramJob
 from tests.gpu.moves_node import require_nvml
+from tests.patience import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SNAPSHOTS = 100
@@ -259,7 +260,7 @@ print(f"{before:.1f} MiB before NVML, {opened:.1f} MiB with it, {rss_mib():.1f} 
 
 def step_memory() -> bool:
     """Resident memory of a Python that does nothing but open NVML."""
-    done = subprocess.run([sys.executable, "-c", BARE], text=True, capture_output=True, check=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", BARE], text=True, capture_output=True, check=True, timeout=HANG_S)
     print(done.stdout, end="")
     return True
 
@@ -349,7 +350,7 @@ def _whole_process(command: list[str], environ: dict[str, str]) -> str:
 
 
 def _json(command: list[str], environ: dict[str, str]) -> dict[str, list[object]]:
-    done = subprocess.run(command, env=environ, text=True, capture_output=True, check=True, timeout=30)
+    done = subprocess.run(command, env=environ, text=True, capture_output=True, check=True, timeout=HANG_S)
     answer: dict[str, list[object]] = json.loads(done.stdout)
     return answer
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing_extensions import Self
 
 from tests.gpu.moves_node import ROOT, Node, WentWrongError
+from tests.patience import HANG_S
 
 TRAINING = Path(__file__).with_name("training")
 STUB = "HEGM_CUDA_STUB"
@@ -264,7 +265,7 @@ class Jobs:
     def _reference(self, kind: Kind) -> Lines:
         if kind.name not in self._references:
             if kind.program == "steps" and self._compiler is not None:
-                _, errors = self._compiler.communicate(timeout=60)
+                _, errors = self._compiler.communicate(timeout=HANG_S)
                 if self._compiler.returncode:
                     raise WentWrongError(f"nvcc: {errors[-600:]}")
             self._begin_reference(kind)

@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 
+from tests.patience import HANG_S
+
 PROGRAM = "nvidia-smi"
 _NOT_KNOWN = re.compile(
     r"^\[?(n/a|not supported|unknown error|requested functionality has been deprecated)\]?$", re.IGNORECASE
@@ -21,7 +23,7 @@ def is_there() -> bool:
 
 def run(*arguments: str) -> str:
     """Its output. Raises CalledProcessError or TimeoutExpired."""
-    return subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, check=True, timeout=HANG_S).stdout
 
 
 def told(text: str) -> str | None:

@@ -17,6 +17,8 @@ from tests.house.source import Module, is_within
 MODULE_LINES = 600
 MODULE_LINES_WITHOUT_REASON = 400
 FUNCTION_LINES = 60
+# Before a test may say that what it waits for hangs.
+LEAST_S = 120
 LONG_REASON = "Longer than 400 lines because"
 
 # The simulation has an event loop of its own kind, on which time is what it says; anyio has no such thing.
@@ -116,6 +118,22 @@ def sleep(module: Module) -> Iterator[str]:
             owner, _, last = called.rpartition(".")
             if called in direct or (owner in slept and last in {"sleep", "sleep_until"}):
                 yield f"{node.lineno}: {called}() to synchronise"
+
+
+def impatience(module: Module) -> Iterator[str]:
+    """A limit on something that must happen says only that it hangs: tests/patience.py has the one figure.
+
+    Less than a second is a time that a test gives, to see it pass.
+    """
+    for node in module.nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        given = [word.value for word in node.keywords if word.arg == "timeout"]
+        if _called(node).rpartition(".")[2] in {"fail_after", "timeout"}:
+            given += node.args[:1]
+        for limit in given:
+            if isinstance(limit, ast.Constant) and isinstance(limit.value, int | float) and 1 <= limit.value < LEAST_S:
+                yield f"{node.lineno}: {limit.value} s in {_called(node)}() depends on the machine: HANG_S"
 
 
 def patching(module: Module) -> Iterator[str]:

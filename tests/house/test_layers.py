@@ -18,7 +18,7 @@ import pytest
 from tests.house import rules
 from tests.house.source import PACKAGES, Module, is_within, modules
 
-pytestmark = [pytest.mark.xdist_group("source"), pytest.mark.timeout(120)]  # as in test_shape
+pytestmark = [pytest.mark.xdist_group("source")]  # as in test_shape
 
 # What the client may use as well, and what every part of the daemon above the protocol may.
 OUTSIDE = ("hegmd", "hegmd.errors", "hegmd.protocol")

@@ -49,13 +49,11 @@ def test_the_words_are_spelled_right() -> None:
     _run("codespell")
 
 
-@pytest.mark.timeout(240)
 def test_mypy_finds_nothing() -> None:
     _run("mypy")
 
 
 @pytest.mark.wide
-@pytest.mark.timeout(240)
 def test_pyright_finds_nothing() -> None:
     """As much of the processor as all other house rules together, and half as much again: CI runs it by `make lint`."""
     _run("pyright")

@@ -13,7 +13,7 @@ from tests.house import rules
 from tests.house.source import Module, modules, modules_of_tests, python_files
 
 # The project is parsed once, by the first of them in one process, and is in that one's way until its end.
-pytestmark = [pytest.mark.xdist_group("source"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.xdist_group("source")]
 
 Rule = Callable[[Module], Iterator[str]]
 

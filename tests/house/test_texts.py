@@ -18,16 +18,19 @@ TEXTS = [
     in {".c", ".conf", ".h", ".js", ".json", ".md", ".mjs", ".py", ".service", ".sh", ".socket", ".toml", ""}
 ]
 # Folders that exist on every system: a path under one of them says nothing about a developer.
-SYSTEM_FOLDERS = {"/", "/home", "/mnt", "/opt", "/root", "/srv", "/tmp", "/usr", "/var"}
+SYSTEM_FOLDERS = {
+    *("/", "/dev/shm", "/home", "/media", "/mnt", "/opt", "/root", "/run", "/srv", "/tmp", "/usr", "/usr/local"),
+    *("/usr/local/src", "/usr/src", "/var", "/var/cache", "/var/lib", "/var/local", "/var/opt", "/var/tmp"),
+}
 
 
 def _relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def own_places() -> list[str]:
+def own_places(root: Path, home: Path) -> list[str]:
     """Where this checkout lies and who works on it: absolute paths that mean nothing anywhere else."""
-    places = {ROOT, *(parent for parent in ROOT.parents if len(parent.parts) > 1), Path.home()}
+    places = {root, *(parent for parent in root.parents if len(parent.parts) > 1), home}
     return sorted(str(place) for place in places if str(place) not in SYSTEM_FOLDERS)
 
 
@@ -37,7 +40,7 @@ def mentions(text: str, places: list[str]) -> list[str]:
 
 
 def test_no_file_names_a_place_of_this_machine() -> None:
-    places = own_places()
+    places = own_places(ROOT, Path.home())
     found = {_relative(path): mentions(path.read_text(errors="replace"), places) for path in TEXTS}
     assert {path: named for path, named in found.items() if named} == {}
 
@@ -47,6 +50,16 @@ def test_a_place_of_this_machine_would_be_seen() -> None:
     assert mentions("run /checkouts/hegmd/tools/x", places) == ["/checkouts", "/checkouts/hegmd"]
     assert mentions('HOME="/home/ada"', places) == ["/home/ada"]
     assert mentions("docs/checkouts/x, /checkoutsmore, $HOME/checkouts, ${X}/checkouts", places) == []
+
+
+@pytest.mark.parametrize(
+    "folder", ["/home/ada", "/opt", "/root", "/tmp", "/usr/local/src", "/var/lib", "/var/tmp", "/srv/a b"]
+)
+def test_a_clone_below_a_folder_of_every_system_took_that_folder_for_a_place_of_its_own(folder: str) -> None:
+    """Issue 14, row 22: below /var/tmp, each text that names /var/tmp was an offence."""
+    root = Path(folder, "hegmd")
+    own = {str(root)} | ({folder} if folder in {"/home/ada", "/srv/a b"} else set())
+    assert own_places(root, Path("/root")) == sorted(own)
 
 
 def _links(text: str) -> list[str]:

@@ -19,14 +19,15 @@ from tests.simulation.daemon import Daemon, Parts
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.seeds import live
 from tests.simulation.weather import draw_odds
-
-pytestmark = pytest.mark.timeout(180)  # seconds of work each on a machine that has others to do
+from tests.wide import quick_first
 
 # What 3,000 more of them would find, `make bench-chaos` does with its 100,000.
 SEEDS = 1500
 # Restarts have lives of their own, as many as these lack of 2,000: test_restarts.py.
 OF_RESTARTS = {"came-on", "drop-asked", "next-awaited", "training-ended"}
 CHUNK = 250
+# Of lives that differ by their seeds alone, the quick part has the first few.
+QUICK_SEEDS = 3
 # Lives in which what is rare happens come before all others, which are lived only where these do not have it any more.
 RARE_EVENTS = (386, 127, 10, 5, 31, 165, 495)
 RARE_LUCK = (216, 248, 194, 30, 17, 9, 12)
@@ -36,20 +37,21 @@ ENOUGH = 600
 QUIET = dict.fromkeys(draw_odds(live(0).daemon.random), 0.0)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+@pytest.mark.parametrize("first", quick_first(range(0, SEEDS, CHUNK), 1))
 def test_every_promise_is_kept_whatever_happens(first: int) -> None:
     for seed in range(first, first + CHUNK):
         life = live(seed)
         assert life.violation is None, str(life)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", quick_first(MUTANTS, 12))
 def test_a_bug_that_is_put_in_is_found(name: str) -> None:
     mutant = MUTANTS[name]
     seeds = dict.fromkeys((mutant.found_by, *range(ENOUGH)))
     assert any(live(seed, mutant.parts, odds=mutant.odds).violation is not None for seed in seeds)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 25), marks=pytest.mark.wide)], ids=str)
 @pytest.mark.parametrize("odds", {str(mutant.odds): mutant.odds for mutant in MUTANTS.values()}.values(), ids=str)
 def test_without_the_bug_the_same_odds_break_no_promise(odds: dict[str, float], seeds: range) -> None:
@@ -95,6 +97,7 @@ def test_a_seed_lives_the_same_life_again() -> None:
     assert live(41).daemon.story == live(41).daemon.story
 
 
+@pytest.mark.thorough
 def test_the_events_in_a_journal_lead_to_the_same_operations_again() -> None:
     """The journal keeps what changed; computed anew from its events, it is the same."""
     replayed = 0
@@ -159,7 +162,7 @@ def test_the_quiet_lives_have_every_phase_and_come_to_every_point_at_which_a_dae
     }
 
 
-@pytest.mark.parametrize("seed", QUIET_SEEDS)
+@pytest.mark.parametrize("seed", quick_first(QUIET_SEEDS, QUICK_SEEDS))
 def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_life_breaks_no_promise(seed: int) -> None:
     """Before and after every record and every effect, one after the other; nothing is left to chance."""
     for at, what in enumerate(_quiet(seed).seen):
@@ -168,6 +171,7 @@ def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_life_breaks_no_promise(
         assert life.violation is None, f"killed at {what}, point {at}\n{life}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [4, 11])
 def test_a_daemon_that_is_killed_again_while_it_recovers_breaks_no_promise(seed: int) -> None:
     for at in range(0, len(_quiet(seed).seen), 4):
@@ -181,13 +185,14 @@ def test_a_daemon_that_is_killed_again_while_it_recovers_breaks_no_promise(seed:
             assert life.violation is None, f"killed at point {at} and {later} after it\n{life}"
 
 
-@pytest.mark.parametrize("seed", QUIET_SEEDS)
+@pytest.mark.parametrize("seed", quick_first(QUIET_SEEDS, QUICK_SEEDS))
 def test_an_operation_that_is_cancelled_at_any_point_breaks_no_promise(seed: int) -> None:
     for at, what in enumerate(_quiet(seed).seen):
         life = live(seed, odds=QUIET, points=Point(at).cancel)
         assert life.violation is None, f"cancelled at {what}, point {at}\n{life}"
 
 
+@pytest.mark.thorough
 def test_a_journal_that_was_written_with_a_full_disk_can_be_read(tmp_path: Path) -> None:
     """Whatever the models did, the bytes are those of the real journal file."""
     found = 0

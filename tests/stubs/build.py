@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.patience import HANG_S
+
 SOURCES = Path(__file__).resolve().parent
 CACHE = SOURCES.parent.parent / "build" / "stubs"
 COMPILER = os.environ.get("CC", "cc")
@@ -78,7 +80,7 @@ def _compile(sources: Sequence[Path], scratch: Path, hide: Sequence[str], so_nam
     exports.write_text("{ global: *; local: " + "".join(f"{function}; " for function in hide) + "};" if hide else "{};")
     command = [COMPILER, *FLAGS, f"-Wl,-soname,{so_name}", f"-Wl,--version-script={exports}"]
     done = subprocess.run(
-        [*command, "-o", scratch / "stub.so", *sources], capture_output=True, text=True, check=False, timeout=60
+        [*command, "-o", scratch / "stub.so", *sources], capture_output=True, text=True, check=False, timeout=HANG_S
     )
     if done.returncode:
         raise RuntimeError(f"{COMPILER} could not build the stub {so_name}:\n{done.stderr}")

@@ -18,6 +18,7 @@ from hegmd.protocol.snapshots import Check
 from hegmd.server.session import PeerGone
 from hegmd.service import Offer
 from hegmd.wiring import node_means
+from tests.patience import HANG_S
 
 NO_OFFER = Offer(notify_address=None, watchdog_limit_s=None, descriptor_names=())
 
@@ -35,13 +36,16 @@ def hung() -> Iterator[threading.Event]:
     answers.set()
     for thread in threading.enumerate():
         if thread.name == "hegmd-config":
-            thread.join(10)
+            thread.join(HANG_S)
+
+
+def config_of(tmp_path: Path) -> Config:
+    environ = {"HEGM_SOCKET": str(tmp_path / "s"), "HEGM_STATE_DIR": str(tmp_path / "state")}
+    return load(user_mode=True, environ={**environ, "XDG_CONFIG_HOME": str(tmp_path)})
 
 
 def app_of(topology: Topology, tmp_path: Path, load_again: Callable[[], Config]) -> App:
-    environ = {"HEGM_SOCKET": str(tmp_path / "s"), "HEGM_STATE_DIR": str(tmp_path / "state")}
-    config = load(user_mode=True, environ={**environ, "XDG_CONFIG_HOME": str(tmp_path)})
-    return App(config, load_again, LogSetup(2, {}, ""), NO_OFFER, topology, user_mode=True)
+    return App(config_of(tmp_path), load_again, LogSetup(2, {}, ""), NO_OFFER, topology, user_mode=True)
 
 
 async def test_a_reload_from_a_disk_that_hangs_can_be_cancelled(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from hegmd.crew import share_out
+from tests.patience import HANG_S
 
 
 def test_every_item_is_worked_on_once_and_each_thread_has_its_own_worker() -> None:
@@ -61,5 +62,5 @@ def test_a_node_without_threads_left_some_running_on_a_descriptor_that_was_close
         "print(len([one for one in there if one is not threading.main_thread()]))\n"
     )
     argv = [sys.executable, "-c", code, str(stacks)]
-    ran = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    ran = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert (ran.returncode, ran.stdout.strip()) == (0, str(stacks)), ran.stderr

@@ -14,6 +14,7 @@ import pytest
 
 from hegmd.detached import Looks, run_detached
 from hegmd.errors import HegmError
+from tests.patience import HANG_S
 
 
 async def test_the_result_comes_back() -> None:
@@ -100,7 +101,7 @@ async def main():
 anyio.run(main)
 print("left")
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=15, check=False)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (ended.stdout, ended.stderr, ended.returncode) == ("left\n", "", 0)
 
 

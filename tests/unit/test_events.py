@@ -220,6 +220,7 @@ async def test_events_of_other_kinds_do_not_end_a_wait() -> None:
     assert got == [2]
 
 
+@pytest.mark.thorough
 def test_looking_through_all_that_can_be_remembered_takes_a_moment() -> None:
     """Each event was looked for from an end of the ring: eleven seconds of the event loop for a million of them."""
     log = log_with(600_000, capacity=500_000)

@@ -21,6 +21,7 @@ import pytest
 from hegmd import external
 from hegmd.errors import ExternalError
 from hegmd.external import Companion, ProgramMissing, find_program, run, search_path
+from tests.patience import HANG_S
 
 SHIMS = Path(__file__).parent.parent / "stubs" / "bin"
 
@@ -305,8 +306,8 @@ async def test_a_child_that_sigkill_cannot_end_is_left_to_its_thread(tmp_path: P
     left = [thread for thread in threading.enumerate() if thread.name == "program /bin/sh"]
     assert len(left) == 1, "its thread waits on"
     release.set()
-    tracer.join(5)
-    left[0].join(5)
+    tracer.join(HANG_S)
+    left[0].join(HANG_S)
     assert state_of(pids[0]) is None, "and has reaped it in the end"
 
 

@@ -22,6 +22,7 @@ def test_an_open_descriptor_is_seen() -> None:
     assert before.leaks() == []
 
 
+@pytest.mark.thorough
 def test_a_descriptor_number_used_again_for_something_else_is_seen() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
@@ -56,6 +57,7 @@ def test_a_thread_that_stays_is_seen() -> None:
     assert before.leaks() == []
 
 
+@pytest.mark.thorough
 def test_a_thread_that_is_about_to_end_is_waited_for() -> None:
     before = Stock.take()
     ending = _EndsWhenJoined()

@@ -16,6 +16,7 @@ import pytest
 from hegmd.asking import Restarting
 from hegmd.errors import DENIED, HegmError
 from hegmd.protocol.messages import Supervise, SuperviseReport, SupervisorOrder
+from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import Node, running
 
@@ -36,7 +37,7 @@ async def test_a_plan_does_not_wait_for_ever_for_what_a_job_holds(tmp_path: Path
     async with running(tmp_path) as node:
         agent = await node.attend(process.pid)
         agent.slow.add("survey")
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANG_S):
             answer = await node.operations.suspend([process.pid], node.asked(dry_run=True))
         assert answer.plan is not None
         assert answer.plan.size_bytes == 7
@@ -216,7 +217,7 @@ async def test_a_stopped_job_is_not_waited_for_as_long_as_its_batch_may_take(tmp
         agent.slow.add("weigh")
         process.send_signal(signal.SIGSTOP)
         await anyio.to_thread.run_sync(os.waitpid, process.pid, os.WUNTRACED)
-        with anyio.fail_after(60):
+        with anyio.fail_after(HANG_S):
             refused = await refusal_of_restart(node, process.pid, limit_s=3600.0)
         assert f"process {process.pid} is stopped by a signal" in refused.message
         process.send_signal(signal.SIGCONT)

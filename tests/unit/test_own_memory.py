@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from hegmd.own_memory import BETWEEN_S, CHOICES, CONNECTIONS, PAUSE_S, MemoryReturn, started_again
+from tests.patience import HANG_S
 
 IN_PLACE = """
 import os, sys
@@ -88,7 +89,7 @@ def test_the_process_is_the_same_and_its_children_do_not_inherit_the_choice() ->
     with subprocess.Popen(
         words, env={**environ, "PYTHONPATH": os.getcwd()}, stdout=subprocess.PIPE, text=True
     ) as child:
-        said, _ = child.communicate(timeout=60)
+        said, _ = child.communicate(timeout=HANG_S)
     first, *others, last = said.splitlines()
     assert first == f"{child.pid} None None"
     assert others in ([], [f"{child.pid} malloc None"])  # none with a C library that gives nothing back

@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from hegmctl.rank_states import STATES, RankStates
 from hegmd.agent.restart import plain
+from tests.patience import HANG_S
 
 POLL_S = 0.01
 ROOT = Path(__file__).parents[2]
@@ -88,7 +89,7 @@ class Rank:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        self._process.communicate("\n", timeout=20)
+        self._process.communicate("\n", timeout=HANG_S)
 
 
 def _is_free(path: Path) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from hegmd.errors import REFUSED, HegmError, Refused
 from hegmd.pool import Key
 from hegmd.resting import ALWAYS, FULL
+from tests.patience import HANG_S
 from tests.unit.moving_node import MIB, Node, running
 
 Child = subprocess.Popen[bytes]
@@ -23,7 +24,7 @@ def spilled_files(state_dir: Path) -> list[str]:
 
 async def until(node: Node, kind: str, count: int = 1) -> None:
     """Wait until so many events of that kind were recorded."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(HANG_S):
         async with node.events.subscribe(1, (kind,)) as subscription:
             seen = 0
             async for _ in subscription:
@@ -192,6 +193,7 @@ async def test_always_needs_no_asking(tmp_path: Path, process: Child) -> None:
         assert node.moving.pool.held_bytes == 0
 
 
+@pytest.mark.thorough
 async def test_a_full_budget_has_the_oldest_at_rest_go_to_disk(tmp_path: Path, process: Child, other: Child) -> None:
     async with running(tmp_path, spill=FULL) as node:
         one = await node.attend(process.pid, b"1" * (40 * MIB))

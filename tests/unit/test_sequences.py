@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from hegmd.errors import BUSY, DENIED, NOT_FOUND, REFUSED, HegmError
+from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import MIB, Node, running
 
@@ -177,12 +178,12 @@ async def test_a_swap_whose_caller_left_suspended_a_job_for_good(tmp_path: Path,
                 tasks.start_soon(node.sequences.swap, process.pid, other.pid, node.asked())
                 await two.waiting.wait()
                 caller.cancel()
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANG_S):
             while one.data is not None:
                 await anyio.wait_all_tasks_blocked()
                 await anyio.lowlevel.checkpoint()
         two.go_on.set()
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANG_S):
             while node.rooms(process.pid) != {"gpu1": 3 * MIB} or one.parked:
                 await anyio.wait_all_tasks_blocked()
                 await anyio.lowlevel.checkpoint()
@@ -244,7 +245,7 @@ async def test_a_swap_that_nobody_waits_for_goes_on_by_itself(tmp_path: Path, pr
         await on_both(node, process, other)
         begun = await node.sequences.swap(process.pid, other.pid, node.asked(wait=False))
         assert [operation.id for operation in begun.operations] == ["1"]
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANG_S):
             while node.rooms(process.pid) != {"gpu1": 7} or node.rooms(other.pid) != {"gpu0": 7}:
                 await anyio.wait_all_tasks_blocked()
                 await anyio.lowlevel.checkpoint()

@@ -13,6 +13,7 @@ import pytest
 from hegmd.blocks import BLOCK_BYTES, CHUNK_BYTES
 from hegmd.errors import HegmError, Refused
 from hegmd.spill_file import SpillFolder, Unwanted
+from tests.patience import HANG_S
 
 NAME = "hegm-pool-7-4711-3.ab12"
 SIZE_BYTES = 2 * CHUNK_BYTES + 5 * BLOCK_BYTES
@@ -84,6 +85,7 @@ def _flip(path: Path, place: int, bit: int) -> None:
         file.write(bytes([byte ^ (1 << bit)]))
 
 
+@pytest.mark.thorough
 def test_a_flipped_bit_is_found_wherever_it_is(folder: SpillFolder, memory: tuple[int, bytes]) -> None:
     folder.write(NAME, memory[0], SIZE_BYTES, never, ignore)
     path = folder.path(NAME)
@@ -110,6 +112,7 @@ def test_chunks_that_changed_places_are_found(folder: SpillFolder, memory: tuple
     assert sums[:4] != sums[4:], "equal chunks have equal sums, wherever they are"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept_bytes", [0, 1, BLOCK_BYTES, BLOCK_BYTES + CHUNK_BYTES, BLOCK_BYTES + SIZE_BYTES])
 def test_a_file_that_was_cut_is_told_of(folder: SpillFolder, memory: tuple[int, bytes], kept_bytes: int) -> None:
     folder.write(NAME, memory[0], SIZE_BYTES, never, ignore)
@@ -175,7 +178,7 @@ def _in_mounted(folder: Path, size: str, code: str) -> subprocess.CompletedProce
         "folder = SpillFolder(pathlib.Path(sys.argv[1]), spare_bytes=0)\n"
     )
     argv = [sys.executable, "-c", prelude + code, str(folder)]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=HANG_S)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
@@ -207,7 +210,7 @@ def test_a_limit_on_the_size_of_files_is_a_refusal(tmp_path: Path) -> None:
         "print(os.listdir(sys.argv[1]))\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert ran.stdout.splitlines() == ["refused", "[]"], ran.stderr
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
@@ -222,6 +225,7 @@ def test_a_progress_that_fails_ends_it(folder: SpillFolder, memory: tuple[int, b
     assert list(folder.folder.iterdir()) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["link", "pipe", "foreign", "shared", "second name"])
 def test_what_somebody_planted_under_a_pieces_name_was_read(
     folder: SpillFolder, memory: tuple[int, bytes], tmp_path: Path, how: str

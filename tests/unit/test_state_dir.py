@@ -9,6 +9,7 @@ import pytest
 
 from hegmd.errors import REFUSED, HegmError
 from hegmd.state_dir import StateDir
+from tests.patience import HANG_S
 
 
 def test_it_is_made_private(tmp_path: Path) -> None:
@@ -29,7 +30,7 @@ def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:
     holder = (
         f"import os, pathlib; from hegmd.state_dir import StateDir; StateDir(pathlib.Path({str(tmp_path / 's')!r}))"
     )
-    subprocess.run([sys.executable, "-c", f"{holder}; os.kill(os.getpid(), 9)"], check=False, timeout=15)
+    subprocess.run([sys.executable, "-c", f"{holder}; os.kill(os.getpid(), 9)"], check=False, timeout=HANG_S)
     with StateDir(tmp_path / "s"):
         pass
 

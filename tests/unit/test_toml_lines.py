@@ -128,6 +128,7 @@ def is_toml(text: str) -> bool:
     return True
 
 
+@pytest.mark.thorough
 @given(st.lists(VALUES.filter(lambda value: is_toml(f"k = {value}")), max_size=6))
 def test_whatever_the_values_hold_exactly_the_keys_are_found_each_on_its_line(values: list[str]) -> None:
     lines: list[str] = ["[table]"]

@@ -16,6 +16,7 @@ import pytest
 from hegmd.errors import TIMEOUT, HegmError, Refused
 from hegmd.protocol.messages import AgentReport
 from hegmd.workers import AgentAway, OrderFailed, Workers
+from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
 
 
@@ -132,7 +133,7 @@ async def test_another_token_is_another_program(process: subprocess.Popen[bytes]
 async def test_the_end_of_the_process_is_the_end_of_the_handle(process: subprocess.Popen[bytes]) -> None:
     async with attended(process.pid) as (workers, _, news, _):
         process.kill()
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANG_S):
             while workers.find(process.pid) is not None:
                 await anyio.wait_all_tasks_blocked()
                 await anyio.lowlevel.checkpoint()
@@ -197,7 +198,7 @@ async def test_an_order_that_was_cancelled_before_it_was_sent_holds_up_nobody(
             await worker.order("survey", limit_s=5.0)
         assert agent.seen == []
         assert not worker.busy
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANG_S):
             await worker.order("park", limit_s=60.0)
         assert agent.seen == ["park"]
 

@@ -53,7 +53,7 @@ static void read_process(const char *line) {
 /* error|hang|hold FUNCTION[@GPU] [CODE or FIFO], with * for any function. */
 static void read_order(const char *line) {
     struct order order = {.gpu = -1};
-    if (sscanf(line, "%7s %95s %191s", order.what, order.function, order.argument) < 2) refuse("bad order", line);
+    if (sscanf(line, "%7s %95s %1023s", order.what, order.function, order.argument) < 2) refuse("bad order", line);
     char *at = strchr(order.function, '@');
     if (at) {
         *at = 0;
@@ -80,7 +80,7 @@ static void read_line(const char *line) {
     else if (!strcmp(what, "driver_version"))
         sscanf(line, "driver_version %63s", scenario.driver_version);
     else if (!strcmp(what, "log"))
-        sscanf(line, "log %255s", scenario.log);
+        sscanf(line, "log %1023s", scenario.log);
     else if (!strcmp(what, "no_driver"))
         scenario.has_driver = 0;
     else if (sscanf(line, "lost_after %d %ld", &gpu, &calls) == 2)
@@ -101,7 +101,7 @@ static void read_again_if_changed(void) {
     memset(&scenario, 0, sizeof scenario);
     scenario.has_driver = 1;
     for (int i = 0; i < MAX_GPUS; i++) scenario.gpus[i].lost_after = -1;
-    char line[512];
+    char line[2048];
     while (fgets(line, sizeof line, file)) {
         line[strcspn(line, "\n")] = 0;
         read_line(line);

@@ -36,13 +36,13 @@ struct process {
 
 /* What is to happen to a call: `what` is error, hang or hold. gpu is -1 for a call about any GPU. */
 struct order {
-    char what[8], function[96], argument[192];
+    char what[8], function[96], argument[1024];
     int gpu;
 };
 
 struct scenario {
     uint32_t version[3];
-    char driver_version[64], log[256];
+    char driver_version[64], log[1024];
     int has_driver, gpu_count, order_count, process_count;
     struct gpu gpus[MAX_GPUS];
     struct order orders[MAX_ORDERS];

@@ -14,7 +14,7 @@
 
 static pthread_mutex_t inner = PTHREAD_MUTEX_INITIALIZER;
 static struct node *table;
-static char folder[256];
+static char folder[1024];
 static int outer = -1;
 
 static void refuse(const char *what, const char *where) {
@@ -82,7 +82,7 @@ static void map_folder(const char *wanted) {
     if (table && !strcmp(wanted, folder)) return;
     if (table) munmap(table, sizeof *table); /* a test of the same process, with another node */
     snprintf(folder, sizeof folder, "%s", wanted);
-    char path[320];
+    char path[1100];
     snprintf(path, sizeof path, "%s/node", folder);
     int fd = open_shared(path, 0);
     if (ftruncate(fd, sizeof *table)) refuse("cannot make the table", path);
@@ -100,14 +100,14 @@ static struct node_piece *piece(uint64_t id) {
 }
 
 static void forget(struct node_piece *gone) {
-    char path[320];
+    char path[1100];
     unlink(piece_path(gone->id, path));
     memset(gone, 0, sizeof *gone);
     while (table->pieces_top && !table->pieces[table->pieces_top - 1].id) table->pieces_top--;
 }
 
 static int is_held(uint64_t id) {
-    char path[320];
+    char path[1100];
     int fd = open(piece_path(id, path), O_RDWR | O_CLOEXEC);
     if (fd < 0) return 0;
     int held = flock(fd, LOCK_EX | LOCK_NB) < 0;
@@ -119,7 +119,7 @@ int node_make_piece(int gpu, uint64_t bytes, uint64_t *id) {
     int place = 0;
     while (place < table->pieces_top && table->pieces[place].id) place++;
     if (place == NODE_PIECES) return -1;
-    char path[320], state;
+    char path[1100], state;
     *id = ++table->last_id;
     int fd = open_shared(piece_path(*id, path), O_EXCL);
     if (flock(fd, LOCK_SH) || ftruncate(fd, (off_t)bytes)) refuse("cannot make a piece", path);
@@ -132,7 +132,7 @@ int node_make_piece(int gpu, uint64_t bytes, uint64_t *id) {
 int node_hold_piece(uint64_t id, struct node_piece *found) {
     struct node_piece *held = piece(id);
     if (!held || !is_held(id)) return -1;
-    char path[320];
+    char path[1100];
     int fd = open(piece_path(id, path), O_RDWR | O_CLOEXEC);
     if (fd < 0 || flock(fd, LOCK_SH)) refuse("cannot hold a piece", path);
     held->is_shared = 1;
@@ -155,7 +155,7 @@ void node_drop_piece(uint64_t id) {
 }
 
 uint64_t node_piece_of(int fd) {
-    char link[64], path[512], expected[320];
+    char link[64], path[1200], expected[1100];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t length = readlink(link, path, sizeof path - 1);
     if (length < 0) return 0;
@@ -192,7 +192,7 @@ struct node_process *node_join(void) {
 
 /* Its mapping of the table came out of an image with it, and nobody else has one. */
 static int is_of_node(pid_t pid) {
-    char path[320], line[1024];
+    char path[1100], line[1024];
     snprintf(path, sizeof path, "/proc/%d/maps", (int)pid);
     FILE *maps = fopen(path, "re");
     if (!maps) return 0;
@@ -252,7 +252,7 @@ struct node *node_lock(void) {
     if (!wanted || !*wanted) return NULL;
     pthread_mutex_lock(&inner);
     map_folder(wanted);
-    char path[320];
+    char path[1100];
     snprintf(path, sizeof path, "%s/lock", folder);
     outer = open_shared(path, 0);
     while (flock(outer, LOCK_EX))

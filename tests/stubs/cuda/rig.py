@@ -24,10 +24,11 @@ from hegmd.devices.nvidia import NvidiaProvider
 from hegmd.helper import cuda
 from hegmd.testing.driver import MIB, Caller, Sight, Target, eventually
 from hegmd.testing.progress import ROWS
+from tests.patience import HANG_S
 from tests.stubs.cuda.node import ENVIRONMENT, order_in_force
 
 PROGRAM = Path(__file__).with_name("program.py")
-ANSWERS_WITHIN_S = 60.0
+ANSWERS_WITHIN_S = HANG_S
 
 
 class Program:

@@ -13,7 +13,7 @@ enum { MAX_ORDERS = 128, MAX_COUNTED = 512 };
 
 /* What is to happen to a call; `from` and `to` are the first and last call of this process that it happens to. */
 struct order {
-    char what[32], function[96], argument[256];
+    char what[32], function[96], argument[1024];
     long subject, number, from, to;
 };
 
@@ -25,7 +25,7 @@ static struct {
     char function[96];
     long calls;
 } counted[MAX_COUNTED];
-static char log_path[256];
+static char log_path[1024];
 static struct stat read_from;
 
 static void refuse(const char *why, const char *line) {
@@ -75,7 +75,7 @@ static void read_was(const char *rest) {
 static void read_order(const char *what, const char *rest) {
     struct order order = {.subject = -1, .from = 1, .to = -1};
     snprintf(order.what, sizeof order.what, "%s", what);
-    int found = sscanf(rest, "%95s %255s %ld %ld", order.function, order.argument, &order.from, &order.to);
+    int found = sscanf(rest, "%95s %1023s %ld %ld", order.function, order.argument, &order.from, &order.to);
     if (found < 1) refuse("bad order", rest);
     order.number = strtol(order.argument, NULL, 0);
     char *at = strchr(order.function, '@');
@@ -118,7 +118,7 @@ static void read_line(const char *line) {
 }
 
 static void read_again_if_changed(void) {
-    char path[320];
+    char path[1100];
     struct stat now;
     snprintf(path, sizeof path, "%s/scenario", node_folder() ? node_folder() : "");
     if (stat(path, &now)) refuse("HEGM_CUDA_STUB names no folder with a scenario", path);
@@ -129,7 +129,7 @@ static void read_again_if_changed(void) {
     if (!file || fstat(fileno(file), &read_from)) refuse("cannot read", path);
     memset(&facts, 0, sizeof facts);
     order_count = *log_path = 0;
-    char line[512];
+    char line[2048];
     while (fgets(line, sizeof line, file)) {
         line[strcspn(line, "\n")] = 0;
         read_line(line);

@@ -76,9 +76,9 @@ static void read_process(const char *rest, const char *line) {
 
 static void read_order(const char *what, const char *rest, const char *line) {
     struct order order = {0};
-    char target[96], argument[256] = "";
+    char target[96], argument[1024] = "";
     snprintf(order.what, sizeof order.what, "%s", what);
-    if (sscanf(rest, "%95s %255s", target, argument) < 1) refuse("bad order", line);
+    if (sscanf(rest, "%95s %1023s", target, argument) < 1) refuse("bad order", line);
     read_target(&order, target);
     order.number = strtol(argument, NULL, 10);
     snprintf(order.fifo, sizeof order.fifo, "%s", argument);
@@ -151,7 +151,7 @@ static void read_again_if_changed(void) {
     memset(&current, 0, sizeof current);
     current.process_stride = 24;
     for (int i = 0; i < MAX_GPUS; i++) current.gpus[i].lost_after = -1;
-    char line[512];
+    char line[2048];
     while (fgets(line, sizeof line, file)) {
         line[strcspn(line, "\n")] = 0;
         read_line(line);

@@ -47,7 +47,7 @@ struct process {
 
 /* What is to happen to a call: `what` is error, hang, hold or delay. */
 struct order {
-    char what[32], function[96], fifo[256];
+    char what[32], function[96], fifo[1024];
     int gpu, instance;
     long number;
 };
@@ -59,7 +59,7 @@ struct xid {
 };
 
 struct scenario {
-    char driver_version[64], nvml_version[64], log[256], driver[256], kept[256];
+    char driver_version[64], nvml_version[64], log[1024], driver[1024], kept[1024];
     int cuda_version, gpu_count, process_count, order_count, xid_count;
     long epoch;
     unsigned int process_stride;

@@ -9,6 +9,7 @@ from threading import Thread
 import pytest
 
 from hegmd.agent.aside import LOOK_EVERY_S, Aside
+from tests.patience import HANG_S
 
 
 class Looking:
@@ -20,7 +21,7 @@ class Looking:
         self._thread.start()
 
     def result(self) -> str | None:
-        self._thread.join(10.0)
+        self._thread.join(HANG_S)
         return self.found[0]
 
 

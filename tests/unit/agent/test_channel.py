@@ -20,9 +20,10 @@ from hegmd.agent.channel import (
     next_pause_s,
     periodic_images,
 )
+from tests.patience import HANG_S
 
 ROOT = Path(__file__).parents[3]
-PATIENCE_S = 20.0
+PATIENCE_S = HANG_S
 # A process that has put a state back and makes batches one by one, with the agent's connection in a thread of its own.
 RESTARTED = """
 import threading

@@ -92,6 +92,7 @@ def _ignore(_copied_bytes: int) -> None:
     pass
 
 
+@pytest.mark.thorough
 def test_bytes_come_back_as_they_were_and_nothing_beside_them_changes(room: int) -> None:
     blocks = [Block(size_bytes, seed=size_bytes, offset=size_bytes % 977) for size_bytes in SIZES]
     before = [block.read() for block in blocks]
@@ -165,6 +166,7 @@ assert os.pread(fd, block.size_bytes, 4096) == block.read()
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["_huge_pages", "_file"])
 def test_a_descriptor_whose_pages_are_not_there_is_an_error_and_no_signal(kind: str) -> None:
     """A memcpy into a mapping beyond the end of its file is a SIGBUS, which would be the end of the job."""
@@ -184,6 +186,7 @@ except OSError as error:
     assert done.stdout.startswith("refused:")
 
 
+@pytest.mark.thorough
 def test_without_threads_to_be_had_everything_is_copied_all_the_same() -> None:
     """Threads that had been started went on copying into memory that was given up when a later one could not start."""
     script = f"""

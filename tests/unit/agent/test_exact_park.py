@@ -12,8 +12,9 @@ import pytest
 from hegmd.agent.orders import Orders
 from hegmd.agent.quiesce import Gate
 from hegmd.protocol.messages import AgentReport, Order
+from tests.patience import HANG_S
 
-PATIENCE_S = 10.0
+PATIENCE_S = HANG_S
 
 
 class _Rank:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import HANG_S
+
 ROOT = Path(__file__).parents[3]
 
 BEFORE = """
@@ -52,7 +54,7 @@ def _run(script: str, *, may_complain: bool = False) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HANG_S,
         env={"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr

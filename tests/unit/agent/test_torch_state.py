@@ -36,6 +36,7 @@ def _progress(_so_far_bytes: int) -> None:
     pass
 
 
+@pytest.mark.thorough
 def test_parameters_gradients_state_and_views_come_back_as_they_were(memory: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 1))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -104,6 +105,7 @@ def test_what_a_script_has_frozen_is_left_to_the_driver() -> None:
     assert torch_state.UNSEEN_OWNER in _reason(found, part.untyped_storage().nbytes())
 
 
+@pytest.mark.thorough
 def test_fake_and_meta_tensors_weigh_nothing() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -71,6 +71,7 @@ class Stubborn:
         self._storage.resize_(size_bytes)
 
 
+@pytest.mark.thorough
 def test_storages_of_every_size_come_back_three_times_with_their_bytes(room: int) -> None:
     tensors, storages, expected = _random(SIZES)
     between = [bytes(range(256)) * size for size in range(1, 40)]  # in the same heap, and none of ours
@@ -84,6 +85,7 @@ def test_storages_of_every_size_come_back_three_times_with_their_bytes(room: int
     assert between == kept
 
 
+@pytest.mark.thorough
 def test_memory_falls_by_what_goes_out(room: int) -> None:
     _tensors, storages, _ = _random((64 * MIB, 64 * MIB))
     before_kib = _own_kib()["Anonymous"]
@@ -95,6 +97,7 @@ def test_memory_falls_by_what_goes_out(room: int) -> None:
     assert _own_kib()["Anonymous"] - out_kib > 127 << 10
 
 
+@pytest.mark.thorough
 def test_what_comes_back_lies_in_huge_pages_where_the_node_has_them(room: int) -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[never]" in setting.read_text():

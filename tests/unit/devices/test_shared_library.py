@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hegmd.devices.shared_library import SharedLibrary
+from tests.patience import HANG_S
 from tests.stubs.build import COMPILER
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -132,6 +133,6 @@ def test_a_library_is_found_by_its_name_and_its_file_by_where_it_was_found(tmp_p
         capture_output=True,
         text=True,
         check=True,
-        timeout=15,
+        timeout=HANG_S,
     )
     assert done.stdout == "[1, 1, 2] 2\n"

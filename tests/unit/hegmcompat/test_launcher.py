@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from hegmcompat.launcher import normalized
+from tests.patience import HANG_S
 from tests.unit.hegmctl.test_agentless import TRAINS
 
-PATIENCE_S = 20.0
+PATIENCE_S = HANG_S
 # Leaves its state at the first turn, and says what it was given at the next.
 LEAVES_ONCE = """\
 if [ -z "$HEGM_STATE" ]; then
@@ -233,7 +235,7 @@ def test_a_worker_that_began_anew_without_the_agent_is_ended_and_its_state_stays
     trains.write_text(TRAINS)
     leaves, _, _ = LEAVES_ONCE.partition("printf")
     path = tmp_path / "state.pt"
-    script = f"{leaves}sleep 1000 | {sys.executable} -I {trains} {torch}"
+    script = f"{leaves}sleep 1000 | {shlex.quote(sys.executable)} -I {trains} {torch}"
     with launched(tmp_path, script, "--debug", HEGM_CHECKPOINT_PATH=str(path)) as launcher:
         launcher.lines_until("Waiting for controller")
         (tmp_path / "lock").unlink()

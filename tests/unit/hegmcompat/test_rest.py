@@ -18,6 +18,7 @@ from hegmcompat import rest
 from hegmcompat.control import Control
 from hegmcompat.peers import uid_at
 from hegmcompat.surroundings import read_surroundings
+from tests.patience import HANG_S
 
 TOKEN = "0123456789abcdef"
 
@@ -34,7 +35,7 @@ def _control(folder: Path) -> Control:
 
 
 def _post(port: int, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_S)
     try:
         sent = body if isinstance(body, bytes) else json.dumps(body).encode()
         connection.request("POST", path, sent, headers or {})
@@ -45,7 +46,7 @@ def _post(port: int, path: str, body: Any, headers: dict[str, str] | None = None
 
 
 def _raw(port: int, sent: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG_S) as connection:
         connection.sendall(sent)
         return b"".join(iter(lambda: connection.recv(4096), b""))
 
@@ -60,6 +61,7 @@ def test_the_answers_are_those_of_hegm(served: rest.Server, tmp_path: Path) -> N
     assert _post(served.port, "/checkpoint", b"") == (200, {"results": {}})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("path", "body", "answer"),
     [
@@ -101,7 +103,7 @@ def test_another_method_gets_an_answer_that_can_be_parsed(served: rest.Server) -
 
 @pytest.mark.parametrize("begun", [b"", b"POST /resume HT", b"POST /resume HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"])
 def test_who_sends_half_a_request_is_not_waited_for(served: rest.Server, begun: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=HANG_S) as connection:
         connection.sendall(begun)
         said = b"".join(iter(lambda: connection.recv(4096), b""))
     assert said == b"" or b" 408 " in said.splitlines()[0]
@@ -128,7 +130,7 @@ def _is_cut_off(connection: socket.socket, bytes_sent: int) -> bool:
 def test_more_connections_than_there_are_threads_for_are_turned_away_and_others_served_again(
     served: rest.Server,
 ) -> None:
-    held = [socket.create_connection(("127.0.0.1", served.port), timeout=10) for _ in range(rest.MOST_CONNECTIONS)]
+    held = [socket.create_connection(("127.0.0.1", served.port), timeout=HANG_S) for _ in range(rest.MOST_CONNECTIONS)]
     try:
         assert _raw(served.port, b"").startswith(b"HTTP/1.0 503 ")
         for connection in held:
@@ -168,7 +170,7 @@ def test_who_is_at_the_other_end_is_read_from_the_kernel(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with (
         socket.create_server((host, 0), family=family) as listening,
-        socket.create_connection(listening.getsockname()[:2], timeout=5),
+        socket.create_connection(listening.getsockname()[:2], timeout=HANG_S),
         listening.accept()[0] as accepted,
     ):
         assert uid_at(accepted) == os.geteuid()
@@ -177,7 +179,7 @@ def test_who_is_at_the_other_end_is_read_from_the_kernel(host: str) -> None:
 def test_who_had_hung_up_was_taken_for_root() -> None:
     """A socket that its process has closed has 0 for its user in the kernel's table, whoever that was."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        caller = socket.create_connection(listening.getsockname(), timeout=5)
+        caller = socket.create_connection(listening.getsockname(), timeout=HANG_S)
         with listening.accept()[0] as accepted:
             caller.close()
             assert accepted.recv(1) == b""
@@ -190,7 +192,7 @@ def test_who_had_sent_all_of_a_request_was_taken_for_a_stranger(host: str) -> No
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with (
         socket.create_server((host, 0), family=family) as listening,
-        socket.create_connection(listening.getsockname()[:2], timeout=5) as caller,
+        socket.create_connection(listening.getsockname()[:2], timeout=HANG_S) as caller,
         listening.accept()[0] as accepted,
     ):
         caller.shutdown(socket.SHUT_WR)
@@ -200,7 +202,7 @@ def test_who_had_sent_all_of_a_request_was_taken_for_a_stranger(host: str) -> No
 
 def test_a_request_whose_sender_had_closed_its_side_was_refused(served: rest.Server) -> None:
     """Issue 14, row 7."""
-    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=HANG_S) as connection:
         connection.sendall(b"POST /resume HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}")
         connection.shutdown(socket.SHUT_WR)
         said = b"".join(iter(lambda: connection.recv(4096), b""))
@@ -210,7 +212,7 @@ def test_a_request_whose_sender_had_closed_its_side_was_refused(served: rest.Ser
 def test_the_interface_also_listens_on_ipv6(tmp_path: Path) -> None:
     server = rest.serve(_control(tmp_path), "::1", 0, None)
     try:
-        with socket.create_connection(("::1", server.port), timeout=5) as connection:
+        with socket.create_connection(("::1", server.port), timeout=HANG_S) as connection:
             connection.sendall(b"POST /resume HTTP/1.0\r\n\r\n")
             assert connection.recv(12) == b"HTTP/1.0 200"
     finally:

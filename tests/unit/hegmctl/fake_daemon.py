@@ -22,8 +22,9 @@ from hegmd.protocol import messages as m
 from hegmd.protocol.connection import Asked, ProtocolBroken, ServerConnection, Unfit
 from hegmd.protocol.record import Record
 from hegmd.protocol.snapshots import Event
+from tests.patience import HANG_S
 
-WAIT_S = 10.0
+WAIT_S = HANG_S
 
 
 class Caller:

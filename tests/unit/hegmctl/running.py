@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import HANG_S
+
 NOBODY = 65_534
 ROOT = Path(__file__).resolve().parents[3]
 # Compiled once for all the runs of a session, wherever the tree's own caches are switched off.
@@ -47,7 +49,7 @@ def as_nobody(*argv: str, environ: dict[str, str]) -> subprocess.CompletedProces
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=15,
+            timeout=HANG_S,
             check=False,
         )
 
@@ -70,7 +72,7 @@ def hegmctl(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=15,
+        timeout=HANG_S,
         cwd=cwd or ROOT,
         check=False,
     )

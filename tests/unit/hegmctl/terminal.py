@@ -17,9 +17,10 @@ from typing import Any
 
 from typing_extensions import Self
 
+from tests.patience import HANG_S
 from tests.unit.hegmctl.running import ROOT, command, environment
 
-WAIT_S = 10.0
+WAIT_S = HANG_S
 # A group of its own in our session, as a shell gives it: what is a session of its own cannot be stopped.
 _GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {}
 _SEQUENCE = re.compile(r"\x1b\[(\??)([0-9;]*)([A-Za-z])")

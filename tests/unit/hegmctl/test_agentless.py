@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from hegmctl.agentless import LOOK_EVERY_S, Lookout
+from tests.patience import HANG_S
 
 INJECT = "/opt/hegmd/agent/inject"
 # Maps each file that it is told of, and says so. `title`: writes over its own environment, as setproctitle does.
@@ -70,7 +71,7 @@ def test_a_python_that_leaves_the_agent_out_began_anew_to_its_end(torch: str, wo
         assert found is not None
         assert f"process {process.pid} (" in found
         assert f"the option {word} leaves hegmd's agent out" in found
-        assert process.wait(timeout=10) == -9
+        assert process.wait(timeout=HANG_S) == -9
 
 
 def test_a_wrapper_that_drops_the_environment_is_ended_with_what_it_started(torch: str) -> None:
@@ -83,7 +84,7 @@ def test_a_wrapper_that_drops_the_environment_is_ended_with_what_it_started(torc
         assert "its PYTHONPATH leaves hegmd's agent out" in found
         assert process.stdout is not None
         assert process.stdout.read() == ""
-        assert training.wait(timeout=10) in (-9, None)
+        assert training.wait(timeout=HANG_S) in (-9, None)
 
 
 @pytest.mark.parametrize("words", [("title",), ()])
@@ -138,4 +139,4 @@ def test_a_look_at_pytorch_by_a_script_that_was_on_its_way_had_all_of_it_ended(
         fds = (right.fileno(),) if hands_on else ()
         with running(*words, sys.executable, "-I", "-c", TRAINS, torch, path=path, fds=fds) as process:
             assert (Lookout().look(process.pid, 0.0, right.fileno()) is None) == is_spared
-            assert (process.poll() is None) == is_spared or process.wait(timeout=10) == -9
+            assert (process.poll() is None) == is_spared or process.wait(timeout=HANG_S) == -9

@@ -147,6 +147,7 @@ _WORDS += [word for name in VERBS for word in name.split()] + [
 ]
 
 
+@pytest.mark.thorough
 @given(st.lists(st.one_of(st.sampled_from(_WORDS), st.text(max_size=8)), max_size=8))
 def test_any_words_are_read_or_refused_with_a_usage_error(words: list[str]) -> None:
     refused: HegmError | None = None

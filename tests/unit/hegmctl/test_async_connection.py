@@ -135,6 +135,7 @@ async def test_calls_can_be_made_from_within_a_stream(daemon: FakeDaemon) -> Non
             assert await hegmd.gpus() == node.GPUS
 
 
+@pytest.mark.thorough
 async def test_a_reader_that_takes_nothing_loses_its_stream_and_not_the_connection(daemon: FakeDaemon) -> None:
     def flood(caller: Caller, asked: Asked) -> None:
         caller.send(caller.protocol.event(asked.id, node.EVENTS[0]) * (MOST_UNREAD + 2))

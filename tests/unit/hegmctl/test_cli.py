@@ -52,6 +52,7 @@ ANSWERS: list[tuple[str, Record | None, str]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("line", "record", "text"), ANSWERS, ids=[line for line, _record, _text in ANSWERS])
 def test_every_command_answers_in_text_and_in_json(
     daemon: FakeDaemon, line: str, record: Record | None, text: str
@@ -102,6 +103,7 @@ def test_quiet_leaves_the_answer_alone(daemon: FakeDaemon) -> None:
     assert len(hegmctl("gpus", "-q", socket=daemon.path).stdout.splitlines()) == 1 + len(node.GPUS.gpus)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
 def test_every_code_of_the_daemon_has_its_own_exit_status(daemon: FakeDaemon, code: Any) -> None:
     facts = {"pids": [7], "limit": 1.5}

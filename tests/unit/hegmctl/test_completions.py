@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from time import monotonic
 import pytest
 
 from hegmctl.pages.completions import completions
+from tests.patience import HANG_S
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import FakeDaemon
 from tests.unit.hegmctl.running import environment
@@ -60,7 +62,7 @@ def place(tmp_path: Path, socket_path: Path) -> Iterator[Path]:
     for name, text in completions().items():
         (tmp_path / name).write_text(text)
     program = tmp_path / "hegmctl"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m hegmctl "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m hegmctl "$@"\n')
     program.chmod(0o755)
     with FakeDaemon(socket_path, node.answers()):
         yield tmp_path
@@ -83,6 +85,7 @@ def _bash(place: Path, socket_path: Path, words: list[str]) -> list[str]:
     return ran.stdout.split()
 
 
+@pytest.mark.thorough
 def test_bash(place: Path, socket_path: Path) -> None:
     for words, offered in CASES:
         found = _bash(place, socket_path, words)
@@ -121,6 +124,7 @@ def _need(shell: str) -> None:
         pytest.skip(f"{shell} is not installed")
 
 
+@pytest.mark.thorough
 def test_fish(place: Path, socket_path: Path) -> None:
     _need("fish")
     for words, offered in CASES:
@@ -164,7 +168,7 @@ class _Zsh:
 
     def until(self, text: str) -> str:
         seen = ""
-        deadline = monotonic() + 10
+        deadline = monotonic() + HANG_S
         while text not in seen:
             assert select.select([self._master], [], [], max(deadline - monotonic(), 0))[0], f"{text!r} not in {seen!r}"
             seen += os.read(self._master, 4096).decode(errors="replace").replace("\x07", "")
@@ -176,6 +180,7 @@ class _Zsh:
         os.close(self._master)
 
 
+@pytest.mark.thorough
 def test_zsh(place: Path, socket_path: Path) -> None:
     """In the line editor, as a person has it: what is missing of a word is written, or a list comes below."""
     _need("zsh")

@@ -37,6 +37,7 @@ def error(done: subprocess.CompletedProcess[str]) -> tuple[int, str]:
     return done.returncode, json.loads(done.stderr)["error"]["message"]
 
 
+@pytest.mark.thorough
 def test_an_image_is_listed_shown_verified_and_removed(tmp_path: Path) -> None:
     path = tmp_path / "image"
     manifest = built(path)
@@ -78,6 +79,7 @@ def public() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.thorough
 def test_nobody_removes_or_reads_what_is_anothers(public: Path) -> None:
     built(public / "image")
     environ = environment("/nowhere.sock")

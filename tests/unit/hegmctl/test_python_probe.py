@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import select
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from time import monotonic
 import pytest
 
 from hegmctl.python_probe import NoPython, Probe, Said
+from tests.patience import HANG_S
 from tests.unit.hegmctl.offspring import children, reap
 
-PATIENCE_S = 20.0
+PATIENCE_S = HANG_S
 ENVIRON = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/agent:/mine"}
 
 
@@ -57,7 +59,7 @@ def test_a_python_says_which_it_is(tmp_path: Path) -> None:
     found = said(sys.executable)
     assert (found.is_python, found.text) == (True, f"{sys.implementation.name} {platform.python_version()}")
     more = 'echo welcome\nexport PYTHONPATH="$PYTHONPATH:/more"\n'
-    wrapped = said(_script(tmp_path, f'#!/bin/sh\n{more}exec {sys.executable} "$@"\n'))
+    wrapped = said(_script(tmp_path, f'#!/bin/sh\n{more}exec {shlex.quote(sys.executable)} "$@"\n'))
     assert (wrapped.is_python, wrapped.text) == (True, found.text)
 
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,11 +20,12 @@ from hegmctl.rank_states import STATES
 from hegmctl.readying import LOCK_FD, OPERATION, READY_FD, STATE_FD, Beforehand, Readied, make_ready
 from hegmctl.running import inject_folder, msgpack_folder
 from hegmctl.supervising import NOT_ITS_TURN_STATUS
+from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode
 
 ROOT = Path(__file__).parents[3]
 PTRACE_SEIZE = 0x4206
-PATIENCE_S = 20.0
+PATIENCE_S = HANG_S
 SCRIPT = """
 import os, sys
 seen = "torch" in sys.modules, READY in os.environ, os.environ.get("HEGM_RESTART")
@@ -67,7 +69,7 @@ class Next:
         self.environ["HEGM_SOCKET"] = str(library / "nobody")
         if shadow is not None:
             (script.parent / shadow).write_text("raise SystemExit(3)\n")
-        self.command = ("sh", "-c", f"exec 3>{script.parents[1]}/said; exec {sys.executable} {script}")
+        self.command = ("sh", "-c", f"exec 3>{script.parents[1]}/said; exec {shlex.quote(sys.executable)} {script}")
         self.said = script.parents[1] / "said"
         self.path = [str(script.parent), str(library), *sys.path]
 

@@ -24,12 +24,13 @@ from hegmctl.supervising import GAVE_UP_STATUS, LEFT_STATUS, NOT_ITS_TURN_STATUS
 from hegmd.errors import Refused
 from hegmd.protocol.connection import Asked
 from hegmd.protocol.messages import Noted, Supervise, SuperviseReport, SupervisorOrder
+from tests.patience import HANG_S
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, failing, saying
 from tests.unit.hegmctl.offspring import children, reap
 from tests.unit.hegmctl.test_agentless import INJECT, TRAINS, probes, running
 
-PATIENCE_S = 10.0
+PATIENCE_S = HANG_S
 COMMAND = ("python3", "train.py")
 ENVIRON = {"HEGM_RUN": "run-1", "HEGM_GPU": "gpu0", "CUDA_VISIBLE_DEVICES": "0"}
 

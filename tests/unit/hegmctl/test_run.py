@@ -14,6 +14,7 @@ import pytest
 
 from hegmd.protocol import messages as m
 from hegmd.protocol.connection import Asked
+from tests.patience import HANG_S
 from tests.unit.hegmctl import node
 from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon
 from tests.unit.hegmctl.running import ROOT, command, environment, hegmctl
@@ -66,7 +67,7 @@ while True:
 
 
 def _seen(words: list[str], environ: dict[str, str], **how: Any) -> dict[str, Any]:
-    ran = subprocess.run(words, env=environ, cwd=ROOT, timeout=15, check=True, stdout=subprocess.PIPE, **how)
+    ran = subprocess.run(words, env=environ, cwd=ROOT, timeout=HANG_S, check=True, stdout=subprocess.PIPE, **how)
     seen: dict[str, Any] = json.loads(ran.stdout)
     return seen
 
@@ -99,7 +100,12 @@ def test_how_often_images_are_wanted_is_told_to_the_agent_and_to_no_job_within(
         (every, within, "None"),
     ):
         ran = subprocess.run(
-            command("run", *options, "--", *then), env=environ, cwd=ROOT, timeout=15, check=True, stdout=subprocess.PIPE
+            command("run", *options, "--", *then),
+            env=environ,
+            cwd=ROOT,
+            timeout=HANG_S,
+            check=True,
+            stdout=subprocess.PIPE,
         )
         assert ran.stdout.decode().strip() == told
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -136,7 +142,7 @@ def test_images_that_are_missed_were_told_of_in_the_daemons_log_alone(socket_pat
         with subprocess.Popen(command(*words), env=environment(socket_path), **pipes) as run:
             assert run.stderr is not None
             said = [run.stderr.readline() for _ in range(2)]
-            run.communicate("go on\n", timeout=20)
+            run.communicate("go on\n", timeout=HANG_S)
     assert [line.rpartition(": ")[2].rstrip() for line in said] == ["no image 1; free some", "no image 3; free some"]
     assert run.returncode == 3
 

@@ -11,6 +11,7 @@ from hegmctl.strays_text import dropped_text, strays_text
 from hegmctl.tables import Style
 from hegmd.protocol import messages as m
 from hegmd.protocol.operations import Stray
+from tests.patience import HANG_S
 from tests.unit.hegmctl.running import command, environment
 
 PIPE = Style()
@@ -69,6 +70,6 @@ def test_one_thing_is_taken_at_a_time_and_nothing_given_up_unasked(
     words: tuple[str, ...], status: int, said: str
 ) -> None:
     ran = subprocess.run(
-        command(*words), env=environment("/nowhere"), capture_output=True, text=True, check=False, timeout=20
+        command(*words), env=environment("/nowhere"), capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert (ran.returncode, said in ran.stderr) == (status, True), ran.stderr

@@ -17,6 +17,7 @@ from time import monotonic
 import pytest
 
 from hegmctl.wire import Descriptors, Wire
+from tests.patience import HANG_S
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def ends() -> Iterator[tuple[Wire, socket.socket]]:
 
 
 def soon() -> float:
-    return monotonic() + 5
+    return monotonic() + HANG_S
 
 
 def _inode(fd: int) -> int:
@@ -68,7 +69,7 @@ except KeyboardInterrupt:
 
 def test_a_signal_that_came_just_before_the_call_was_heeded_when_something_was_heard() -> None:
     """Ctrl-C beside a daemon that says nothing: twice in whole runs of these tests."""
-    ran = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=15, check=False)
+    ran = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert ran.stdout == "interrupted\n", ran.stderr
 
 

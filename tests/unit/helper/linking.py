@@ -11,9 +11,10 @@ from typing import Any
 import anyio
 
 from hegmd.helper.link import Link
+from tests.patience import HANG_S
 
 TRICKS = (sys.executable, str(Path(__file__).with_name("tricks.py")))
-SOON_S = 15.0
+SOON_S = HANG_S
 
 
 @asynccontextmanager

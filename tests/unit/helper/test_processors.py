@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hegmd.helper import processors
+from tests.patience import HANG_S
 
 RELEASE = "V13.0.88"
 
@@ -26,10 +27,11 @@ def _built(folder: Path) -> bytes:
     text = processors.__doc__ or ""
     source.write_text(textwrap.dedent(text[text.index("    extern") :]))
     words = text.partition("`nvcc ")[2].partition("`")[0].split()
-    subprocess.run([nvcc, *words, source, "-o", program], check=True, capture_output=True, timeout=60)
+    subprocess.run([nvcc, *words, source, "-o", program], check=True, capture_output=True, timeout=HANG_S)
     return program.read_bytes()
 
 
+@pytest.mark.thorough
 def test_the_program_is_what_its_source_says(tmp_path: Path) -> None:
     """To the byte: whoever looks at the source knows what runs beside their job's memory."""
     assert _built(tmp_path) == zlib.decompress(base64.b64decode(processors._PROGRAM))

@@ -102,6 +102,7 @@ def test_what_is_missing_or_too_much_is_told_by_name(tmp_path: Path) -> None:
     assert "No such file" in refusal(tmp_path / "nowhere", NOT_FOUND)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["criu/core-4711.img", "bytes/4711.0", "manifest.json", "seal", "criu", "bytes", ""])
 def test_no_link_is_followed_in_an_image_nor_to_one(tmp_path: Path, name: str) -> None:
     path = tmp_path / "image"
@@ -147,6 +148,7 @@ def test_a_manifest_of_a_later_version_of_something_else_or_of_nonsense_is_refus
     shelf.verify(str(path), ignore)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["../../seal", "/etc/passwd", "", ".", "..", "a/b", "-rf", "x" * 200])
 def test_a_name_in_a_manifest_leads_nowhere_else(tmp_path: Path, name: str) -> None:
     path = tmp_path / "image"

@@ -72,6 +72,7 @@ def test_who_may_not_look_into_a_directory_was_told_to_name_one_to_write() -> No
         assert refused.value.hint == f"name a directory {step}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "why", "step"),
     [

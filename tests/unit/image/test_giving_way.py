@@ -23,6 +23,7 @@ def memory() -> Iterator[int]:
     os.close(fd)
 
 
+@pytest.mark.thorough
 async def test_an_image_is_written_beside_a_job_that_has_the_processors_first(tmp_path: Path, memory: int) -> None:
     own = os.getpriority(os.PRIO_PROCESS, os.getpid())
     assert await nicenesses(tmp_path / "one", memory, beside=False) == {own}

@@ -15,11 +15,12 @@ from hegmd.inventory import Inventory, NodeSnapshot
 from hegmd.processes.table import ProcessTable
 from hegmd.protocol.snapshots import AgentInfo, Event, GpuProcess, Vendor
 from hegmd.ways import NodeMeans
+from tests.patience import HANG_S
 from tests.unit.doubles import Clock, Provider
 
 ME = os.getpid()
 # Long enough never to pass in a test that is not about it.
-LONG_S = 15.0
+LONG_S = HANG_S
 SHORT_S = 0.02
 
 

@@ -69,6 +69,7 @@ async def test_a_gpu_that_does_not_answer_is_not_called_lost() -> None:
         ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("change", "kind", "severity", "words"),
     [

@@ -12,6 +12,7 @@ import pytest
 
 from hegmd.errors import Bug
 from hegmd.inventory.jobs import Job
+from tests.patience import HANG_S
 from tests.unit.inventory.rig import joined
 
 
@@ -88,7 +89,7 @@ anyio.run(main)
 def test_a_job_that_cannot_start_for_want_of_descriptors_says_so_as_its_result() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True, check=False, timeout=15
+        [sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert (done.returncode, done.stdout) == (0, "Too many open files\n"), done.stderr
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before

@@ -12,6 +12,7 @@ from anyio import wait_all_tasks_blocked
 from hegmd.devices.base import DeviceAbsent, DeviceError
 from hegmd.inventory.node import VENDORS_SHARE
 from hegmd.inventory.vendors import ABSENT_RETRY_S, FIRST_RETRY_S, LAST_RETRY_S
+from tests.patience import HANG_S
 from tests.unit.doubles import Provider, gpu, use
 from tests.unit.inventory.rig import LONG_S, ME, SHORT_S, Node, entered, joined, node_of, process_of, shown, vendor_of
 
@@ -144,7 +145,7 @@ anyio.run(main)
 
 def test_a_process_with_a_hanging_library_can_end() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", HANGING_DAEMON], capture_output=True, text=True, check=False, timeout=15
+        [sys.executable, "-c", HANGING_DAEMON], capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert (done.returncode, done.stdout) == (0, "stale\n"), done.stderr
 
@@ -191,6 +192,7 @@ async def test_a_failed_library_is_opened_again_at_growing_intervals() -> None:
         assert node.kinds("vendor", "gpu") == ["vendor.failed", "vendor.recovered", "gpu.found"]
 
 
+@pytest.mark.thorough
 async def test_a_library_that_recovers_has_its_gpus_under_their_old_names() -> None:
     provider = Provider(gpu(0), gpu(1))
     working = provider.answer

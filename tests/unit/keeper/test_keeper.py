@@ -20,9 +20,10 @@ from hegmd.external import start_keeper
 from hegmd.keeper.client import KeeperStore
 from hegmd.keeper.wire import GREETING, HELLO, LIST, PUT, SOCKET_NAME, receive, send
 from tests.looks import still_there
+from tests.patience import HANG_S
 
 NAME = "hegm-pool-7-4711-3.ab"
-ENDS_WITHIN_S = 10.0
+ENDS_WITHIN_S = HANG_S
 
 
 def keepers_of(folder: Path) -> list[psutil.Process]:
@@ -64,7 +65,7 @@ def memory(text: bytes) -> int:
 def run_python(code: str, *arguments: str) -> tuple[int, bytes]:
     """Status and output of a program in a session of its own."""
     argv = [sys.executable, "-c", code, *arguments]
-    ended = subprocess.run(argv, stdout=subprocess.PIPE, check=False, start_new_session=True, timeout=20)
+    ended = subprocess.run(argv, stdout=subprocess.PIPE, check=False, start_new_session=True, timeout=HANG_S)
     return ended.returncode, ended.stdout
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from hegmd.helper.link import Stuck
 from hegmd.methods.sight import Patience, Sight, Work, is_stopped, look_at
+from tests.patience import HANG_S
 
 MIB = 1 << 20
 PLAIN = Patience(look_s=1, stopped_s=2, floor_s=15, times=4, quiet_s=10, moved_bytes=16 * MIB)
@@ -77,7 +78,7 @@ def child() -> Iterator[subprocess.Popen[str]]:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     yield process
-    process.communicate("\n", timeout=10)
+    process.communicate("\n", timeout=HANG_S)
 
 
 def test_a_process_that_grows_and_one_that_is_stopped_are_seen(child: subprocess.Popen[str]) -> None:

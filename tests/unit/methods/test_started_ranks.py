@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from hegmd.methods.started_ranks import LEFT_BEHIND_S, Line, RankOnItsWay, Who, line_of, ranks_below
 from hegmd.processes.procfs import start_ticks_of
+from tests.patience import HANG_S
 
 COMMAND, RANK, OTHER = (10, 1), (11, 1), (12, 1)
 AGAIN = Line((21, 1), (20, 1))
@@ -90,7 +91,7 @@ class Tree:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        self._process.communicate(timeout=20)
+        self._process.communicate(timeout=HANG_S)
 
     @property
     def command(self) -> Who:

@@ -112,6 +112,7 @@ def test_a_writer_goes_on_after_what_is_sound() -> None:
     assert _operations(reading)["op3"] == op
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", Random(2).sample(range(len(BOOK.data)), 400))
 def test_a_flipped_bit_is_refused_or_is_in_the_unfinished_end(place: int) -> None:
     flipped = bytearray(BOOK.data)

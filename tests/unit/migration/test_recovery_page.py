@@ -28,6 +28,7 @@ def test_a_situation_is_one_that_the_machine_was_driven_to(name: str) -> None:
     assert SITUATIONS[name].op.phase == name.rpartition(", ")[2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "finding"), POSSIBLE, ids=lambda one: getattr(one, "words", one))
 def test_whatever_is_found_it_comes_to_rest_and_a_living_job_is_not_lost(name: str, finding: Finding) -> None:
     effects, end = outcome(SITUATIONS[name], finding)

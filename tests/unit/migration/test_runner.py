@@ -13,6 +13,7 @@ from hegmd.errors import BUSY, CANCELLED, DENIED, NOT_FOUND, REFUSED, HegmError,
 from hegmd.migration import journal
 from hegmd.migration.disk import Disk
 from hegmd.migration.journal_file import JournalFile
+from tests.patience import HANG_S
 from tests.unit.moving_node import running, start_ticks
 
 MIB = 1 << 20
@@ -116,7 +117,7 @@ async def test_an_order_was_given_to_an_agent_that_had_come_back_and_gone_on(tmp
         await worker.give("survey")  # what is ordered next waits for it
         begun = await node.operations.migrate([process.pid], "gpu1", node.asked(wait=False))
         assert begun.operation is not None
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANG_S):
             while node.operations.runner.describe(begun.operation.id).phase != "quiescing":
                 await anyio.wait_all_tasks_blocked()
                 await anyio.lowlevel.checkpoint()
@@ -184,7 +185,7 @@ async def test_a_process_that_dies_while_its_bytes_are_out_is_lost_and_its_bytes
         await node.operations.suspend([process.pid], node.asked())
         assert node.moving.pool.held_bytes > 0
         process.kill()
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANG_S):
             while node.operations.runner.describe("1").phase == "suspended":
                 await anyio.wait_all_tasks_blocked()
                 await anyio.lowlevel.checkpoint()
@@ -268,7 +269,7 @@ async def test_a_process_that_ended_while_its_operation_did_was_listed_on_its_gp
             await anyio.to_thread.run_sync(disk.wait_for_a_record)
             assert node.moving.rooms.of(who) == {"gpu1": 7}
             process.kill()
-            with anyio.fail_after(10):
+            with anyio.fail_after(HANG_S):
                 while not worker.ended:
                     await node.workers.news.wait()
         finally:

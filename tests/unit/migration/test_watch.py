@@ -10,6 +10,7 @@ import anyio
 import anyio.lowlevel
 
 from hegmd.migration.runner import ended
+from tests.patience import HANG_S
 
 Child = subprocess.Popen[bytes]
 TURNS = 50
@@ -40,5 +41,5 @@ async def test_want_of_descriptors_was_taken_for_the_end_of_every_operation(proc
 
 
 async def test_a_number_that_is_anothers_now_is_an_end(process: Child) -> None:
-    with anyio.fail_after(10):
+    with anyio.fail_after(HANG_S):
         await ended(process.pid, lambda: False)

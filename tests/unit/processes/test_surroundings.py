@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hegmd.processes.surroundings import Outside, nearest_ancestor, read_outside
+from tests.patience import HANG_S
 
 MAPS = """
 import mmap, os, sys
@@ -48,7 +49,7 @@ def _started(*words: str, **environ: str) -> Child:
 
 
 def _ended(process: Child) -> None:
-    process.communicate("\n", timeout=10)
+    process.communicate("\n", timeout=HANG_S)
 
 
 @pytest.fixture

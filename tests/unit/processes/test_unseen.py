@@ -19,6 +19,7 @@ from hegmd.processes.table import (
     ProcessFacts,
     ProcessTable,
 )
+from tests.patience import HANG_S
 from tests.unit.processes.pretended_proc import PretendedProc, Start, end, one
 
 
@@ -162,7 +163,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root to make nam
 def probe(*before: str, uid: int = 0, unproven: bool = False, pids: tuple[int, ...]) -> list[str]:
     words = (str(uid), "unproven" if unproven else "proven", *map(str, pids))
     argv = (*before, sys.executable, "-c", PROBE, *words)
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=15)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -30,6 +30,7 @@ def outcome(payload: bytes) -> dict[str, object] | PeerError:
         return error
 
 
+@pytest.mark.thorough
 @given(st.dictionaries(st.text(), values, max_size=5))
 def test_plain_maps_survive(message: dict[str, object]) -> None:
     got = outcome(codec.encode(message))

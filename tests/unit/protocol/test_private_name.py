@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import HANG_S
+
 REPO = Path(__file__).parents[3]
 
 SCRIPT = f"""
@@ -20,4 +22,4 @@ assert "hegmd" not in sys.modules, "it reached for an installed hegmd"
 
 
 def test_the_protocol_loads_under_a_private_name(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, check=True, timeout=15)
+    subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, check=True, timeout=HANG_S)

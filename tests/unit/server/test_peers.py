@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from hegmd.server.peers import peer_of
+from tests.patience import HANG_S
 
 
 def test_our_own_socket_pair_is_us() -> None:
@@ -29,4 +30,4 @@ os.setgroups(list(range(5000, 5000 + {how_many})))
 here, there = socket.socketpair()
 assert peer_of(there).groups == frozenset(range(5000, 5000 + {how_many}))
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=15)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=HANG_S)

@@ -15,6 +15,7 @@ import pytest
 from hegmd.errors import REFUSED, UNAVAILABLE, HegmError
 from hegmd.metrics import CONTENT_TYPE
 from hegmd.server.scrape import HttpLimits, ScrapePort, bind_loopback
+from tests.patience import HANG_S
 
 GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 TEXT = "# HELP hegmd_x X\u00fc.\n# TYPE hegmd_x gauge\nhegmd_x 1\n"
@@ -52,7 +53,7 @@ async def rest_of(stream: anyio.abc.ByteReceiveStream) -> bytes:
 
 async def test_a_common_http_client_gets_the_metrics() -> None:
     def scrape(port: int, method: str) -> tuple[int, str | None, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_S)
         with contextlib.closing(connection):
             connection.request(method, "/metrics", headers={"Accept": "text/plain"})
             response = connection.getresponse()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import HANG_S
+
 ASKED = """
 import os, sys
 from types import ModuleType
@@ -39,7 +41,7 @@ def test_only_pytorch_and_only_while_the_environment_is_the_one_that_it_began_wi
     root = Path(__file__).parents[4]
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "GIVEN": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", ASKED], env=environ, capture_output=True, text=True, check=True, timeout=20
+        [sys.executable, "-c", ASKED], env=environ, capture_output=True, text=True, check=True, timeout=HANG_S
     )
     known = ["torch", "numpy", "torch.nn"]
     assert ast.literal_eval(done.stdout) == [[], known, known, True, [], known, [], []]

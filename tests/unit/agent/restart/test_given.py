@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from hegmd.agent.restart import plain
+from tests.patience import HANG_S
 
 ROOT = Path(__file__).parents[4]
 PUTS_BACK = """
@@ -32,7 +33,7 @@ def _puts_back(tmp_path: Path, **more: str) -> list[str]:
         plain.write(state, {"epoch": 7})
         environ = {"PYTHONPATH": str(ROOT), "HEGM_STATE_FD": str(state), "NUMBER": str(state), **more}
         words = [sys.executable, "-c", PUTS_BACK]
-        return subprocess.check_output(words, env=environ, pass_fds=(state,), text=True, timeout=30).splitlines()
+        return subprocess.check_output(words, env=environ, pass_fds=(state,), text=True, timeout=HANG_S).splitlines()
     finally:
         os.close(state)
 

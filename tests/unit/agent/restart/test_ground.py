@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hegmd.agent.restart import ground
+from tests.patience import HANG_S
 
 ROOT = Path(__file__).parents[4]
 
@@ -86,5 +87,5 @@ ground.take().close()
 def test_a_forked_child_kept_what_its_parent_had_prepared_or_waited_for_it() -> None:
     """As a loader's worker, which is there before the state is put back and has no use for any of it."""
     words = [sys.executable, "-c", FORKS]
-    said = subprocess.check_output(words, env={"PYTHONPATH": str(ROOT)}, text=True, timeout=60)
+    said = subprocess.check_output(words, env={"PYTHONPATH": str(ROOT)}, text=True, timeout=HANG_S)
     assert said.splitlines() == ["0 True", "0"]

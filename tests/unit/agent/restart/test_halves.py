@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import HANG_S
+
 ROOT = Path(__file__).parents[4]
 
 SCRIPTS = {
@@ -199,7 +201,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     files = [str(folder / f"{name}.py") for name in SCRIPTS]
     argv = [sys.executable, "-m", "tests.unit.agent.restart.twice", *files]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -211,6 +213,7 @@ def assert_exact(found: dict[str, Any]) -> None:
     assert (found["refusals"], found["anew"], found["unseen"]) == ([], [], [])
 
 
+@pytest.mark.thorough
 def test_a_view_at_the_beginning_of_a_buffer_had_the_rest_of_it_begin_anew(halves: dict[str, Any]) -> None:
     assert_exact(halves["views"])
 
@@ -220,6 +223,7 @@ def test_what_an_object_of_the_scripts_with_a_state_dict_does_not_say_in_it_bega
     assert_exact(halves["speaking"])
 
 
+@pytest.mark.thorough
 def test_generators_and_tensors_of_inner_modules_began_anew(halves: dict[str, Any]) -> None:
     assert_exact(halves["inner"])
 
