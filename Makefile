@@ -6,7 +6,7 @@ PYTEST := $(PYTHON) -m pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pythons criu demo test check test-wide test-chaos bench bench-chaos bench-gpu test-gpu install uninstall deb man completions docs lint format clean
+.PHONY: help setup pythons criu demo test check test-wide test-chaos bench bench-chaos bench-gpu test-gpu install uninstall deb man completions docs pictures lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -111,6 +111,13 @@ docs: ## write the generated documents again, from the code
 	@$(PYTHON) -m hegmd.config
 	@$(PYTHON) -m hegmd.migration.states
 	@$(PYTHON) -m hegmd.migration.recovery
+	@$(PYTHON) -m tools.pictures.tables
+
+pictures: ## draw the pictures of the documents again, from docs/measurements and the code (RECORD=1: record the demo first)
+	@tools/setup.sh dev
+	@$(PYTHON) -c "import matplotlib" 2>/dev/null || $(PYTHON) -m pip install --quiet --editable '.[pictures]'
+	$(if $(RECORD),@$(PYTHON) -m tools.pictures.record)
+	@$(PYTHON) -m tools.pictures
 
 lint: ## formatter, linter, spelling and both type checkers
 	@tools/setup.sh dev

@@ -1,4 +1,4 @@
-"""What the README shows is run, and prints what the README says: a stranger's first five minutes."""
+"""Run the commands of README and quick start: they exist, and they print what the pages say."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from tests.looks import pause
 pytestmark = pytest.mark.e2e
 
 README = (ROOT / "README.md").read_text()
+QUICK_START = (ROOT / "docs" / "quickstart.md").read_text()
+NO_DAEMON_STATUS = 3
 PLACE = "/tmp/hegm-try"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", README)
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", page)
 
 
 def commands(console: str) -> list[tuple[str, list[str]]]:
@@ -91,7 +93,7 @@ class Visitor:
     def _start_daemon(self, line: str) -> None:
         written = shlex.split(self._filled_in(line))
         daemon = RunningDaemon(self._folder, "--simulate", str(ROOT / written[written.index("--simulate") + 1]))
-        # The README's own words, started in a way that tells when it is ready.
+        # The page's own words, started in a way that tells when it is ready.
         ours = dict(zip(daemon.command()[3::2], daemon.command()[4::2], strict=True))
         theirs = dict(zip(written[1::2], written[2::2], strict=True))
         assert ours == {**theirs, "--simulate": str(ROOT / theirs["--simulate"])}
@@ -108,8 +110,8 @@ class Visitor:
             os.sched_yield()
 
 
-def test_the_first_visit_goes_as_the_readme_says(socket_dir: Path) -> None:
-    block = next(block for block in blocks("console") if "hegmctl gpus" in block)
+def test_the_first_visit_goes_as_the_quick_start_says(socket_dir: Path) -> None:
+    block = next(block for block in blocks(QUICK_START, "console") if "hegmctl gpus" in block)
     with ExitStack() as visit:
         visitor = Visitor(socket_dir, visit)
         for line, shown in commands(block):
@@ -125,7 +127,7 @@ def test_the_first_visit_goes_as_the_readme_says(socket_dir: Path) -> None:
 
 def test_the_first_visit_can_be_pasted_as_a_whole(socket_dir: Path) -> None:
     """The jobs were asked for before the daemon listened, and not started."""
-    block = next(block for block in blocks("console") if "hegmctl gpus" in block)
+    block = next(block for block in blocks(QUICK_START, "console") if "hegmctl gpus" in block)
     typed = [line.replace(PLACE, str(socket_dir)) for line, _ in commands(block)]
     script = "\n".join([*typed[: typed.index("hegmctl gpus")], "kill $(jobs -p)", "wait"])
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -142,7 +144,7 @@ def test_the_first_visit_can_be_pasted_as_a_whole(socket_dir: Path) -> None:
 
 
 def test_the_python_example_runs(socket_dir: Path) -> None:
-    (example,) = blocks("python")
+    (example,) = blocks(README, "python")
     with RunningDaemon(socket_dir) as daemon:
         done = subprocess.run(
             [sys.executable, "-c", example],
@@ -153,3 +155,21 @@ def test_the_python_example_runs(socket_dir: Path) -> None:
         )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"gpu{n} Simulated GPU 0 {8 << 30}" for n in (0, 1)]
+
+
+@pytest.mark.parametrize("page", [README, QUICK_START], ids=["README", "quick start"])
+def test_each_command_that_is_shown_exists(page: str, tmp_path: Path) -> None:
+    """Without a daemon each one fails for that reason alone; an unknown command or option has another status.
+
+    `run` would start a daemon, and `doctor` works without one: other tests run these two.
+    """
+    typed = [line.partition("#")[0].strip() for block in blocks(page, "sh") for line in block.splitlines()]
+    asked = [line for line in typed if re.match(r"hegmctl (?!run |doctor)", line)]
+    assert asked
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = os.environ | {"PATH": path, "HEGM_SOCKET": str(tmp_path / "none.sock")}
+    ended = {}
+    for line in asked:
+        command = ["bash", "-c", line.replace("PID", "4711")]
+        ended[line] = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, check=False).returncode
+    assert {line: status for line, status in ended.items() if status != NO_DAEMON_STATUS} == {}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.source import ROOT, files
+from tools import messages
 
 DOCUMENTS = files(".md")
 # Everything that is text and ours; test vectors and pictures are data.
@@ -113,3 +114,36 @@ def test_the_change_log_has_a_place_for_the_next_change() -> None:
     assert all(date for _, date in versions[1:])
     kinds = set(re.findall(r"(?m)^### (.*)$", text))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def quoted_messages(page: str) -> list[str]:
+    """The messages that the rows of a page explain; an ellipsis in them stands for what is filled in."""
+    return re.findall(r'(?m)^\| "([^"]+)" ', page)
+
+
+def unknown_messages(quoted: list[str]) -> list[str]:
+    """Those of them that no file of the shipped packages can show."""
+    texts = [message.text for message in messages.messages()]
+    unknown: list[str] = []
+    for words in quoted:
+        pattern = re.compile(".*".join(re.escape(part.strip()) for part in words.split("…") if part.strip()), re.DOTALL)
+        if not any(pattern.search(text) for text in texts):
+            unknown.append(words)
+    return unknown
+
+
+def test_each_message_that_is_explained_can_be_seen() -> None:
+    quoted = quoted_messages((ROOT / "docs" / "troubleshooting.md").read_text())
+    assert len(quoted) > 20
+    assert unknown_messages(quoted) == []
+
+
+def test_a_message_that_is_gone_would_be_noticed() -> None:
+    assert unknown_messages(["the pool may hold …", "no such … words anywhere"]) == ["no such … words anywhere"]
+
+
+def test_messages_are_found_with_what_is_filled_in() -> None:
+    raised = 'raise Refused(f"gpu {name} has " + "no room", hint="end a job" if x else None)'
+    source = f'"""A docstring with words."""\n{raised}\n'
+    found = {(message.kind, message.text) for message in messages.in_source("a.py", source)}
+    assert found == {("Refused", "gpu {name} has no room"), ("hint", "end a job")}

@@ -1,0 +1,99 @@
+"""List every message that a user can see, with file and line: `python tools/messages.py [WORDS...]`.
+
+Reads the code and runs none of it. A message is each text of several words that is no docstring: given to an error, to
+a parameter such as `hint=` or `help=`, returned, or in a table. What is filled in when it is shown appears as `{name}`.
+With WORDS, only messages that have all of them are listed. A test holds docs/troubleshooting.md against this list.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = ("hegm", "hegmd", "client")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One text of the code. `kind` is the error it is raised with, or the parameter it is given to."""
+
+    place: str
+    kind: str
+    text: str
+
+
+def text_of(node: ast.expr) -> str | None:
+    """The text that an expression makes, with `{name}` for what is filled in. None where it makes none."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            text_of(part) or "" if isinstance(part, ast.Constant) else f"{{{ast.unparse(_filled(part))}}}"
+            for part in node.values
+        )
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = text_of(node.left), text_of(node.right)
+        return None if left is None and right is None else f"{left or '{…}'}{right or '{…}'}"
+    if isinstance(node, ast.IfExp):
+        both = [text for text in (text_of(node.body), text_of(node.orelse)) if text]
+        return " / ".join(both) or None
+    return None
+
+
+def _filled(part: ast.expr) -> ast.expr:
+    return part.value if isinstance(part, ast.FormattedValue) else part
+
+
+def _is_sentence(text: str | None) -> bool:
+    """True for words of a message; false for names, keys and separators."""
+    return text is not None and " " in text.strip() and any(character.isalpha() for character in text)
+
+
+def in_source(place: str, source: str) -> Iterator[Message]:
+    """The messages of one file."""
+    tree = ast.parse(source)
+    seen = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    for node in ast.walk(tree):
+        for kind, value in _given(node):
+            text = text_of(value)
+            if id(value) in seen or text is None or not _is_sentence(text):
+                continue
+            seen.update(id(part) for part in ast.walk(value))
+            yield Message(f"{place}:{value.lineno}", kind, text)
+
+
+def _given(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """The expressions right below a node, each with what it is given to. Outer ones come before those inside them."""
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func).rpartition(".")[2]
+        yield from ((name, value) for value in node.args)
+        yield from ((word.arg or name, word.value) for word in node.keywords)
+    elif isinstance(node, ast.Return):
+        yield from (("returned", value) for value in [node.value] if value is not None)
+    else:
+        yield from (("text", value) for value in ast.iter_child_nodes(node) if isinstance(value, ast.expr))
+
+
+def messages() -> list[Message]:
+    """Every message of the shipped packages, by file and line."""
+    found: list[Message] = []
+    for package in SHIPPED:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            found += in_source(str(path.relative_to(ROOT)), path.read_text())
+    return sorted(
+        set(found), key=lambda message: (message.place.rpartition(":")[0], int(message.place.rpartition(":")[2]))
+    )
+
+
+def main() -> None:
+    for message in messages():
+        if all(word.lower() in message.text.lower() for word in sys.argv[1:]):
+            print(f"{message.place}: {message.kind}: {message.text}")
+
+
+if __name__ == "__main__":
+    main()
