@@ -16,7 +16,7 @@ def drawer(picture: Picture) -> Callable[[Theme], str]:
     """The function that draws a picture. The plotting library is imported only for a chart."""
     if picture.code == "charts":
         charts = importlib.import_module("tools.pictures.charts")
-        return getattr(charts, picture.name)  # type: ignore[no-any-return]
+        return getattr(charts, picture.name)
     drawn: dict[str, Callable[[Theme], str]] = {
         "demo": partial(terminal.demo, recording=RECORDING),
         "migrate": partial(terminal.migrate, recording=RECORDING),
