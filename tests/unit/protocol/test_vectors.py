@@ -41,3 +41,11 @@ def test_the_example_on_the_page_is_counted_right() -> None:
     page = (REPO / "docs" / "protocol.md").read_text()
     length, first = re.findall(r"as bytes: length `(0x[0-9a-f]+)`.*?```\n(.*?)\n", page, re.DOTALL)[0]
     assert int(length, 16) == len(codec.encode(json.loads(first)))
+
+
+def test_the_worked_migrate_has_fields_that_exist() -> None:
+    page = (REPO / "docs" / "protocol.md").read_text()
+    example = page.partition("## Example: a migrate")[2].partition("## Versions")[0]
+    used = set(re.findall(r'"(\w+)": ', example)) - {"v", "id", "op", "args", "ok", "err", "event"}
+    assert len(used) > 20
+    assert used <= set(re.findall(r"(?m)^\| `(\w+)` \|", page.partition("## Reference")[2]))
