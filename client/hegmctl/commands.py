@@ -333,7 +333,8 @@ def ops(session: Session) -> int:
 def op(session: Session) -> int:
     """`hegmctl op`, as it stands, or once it has come to rest."""
     from hegmctl.operating import follow
-    from hegmctl.operating_text import story_text, whole_story_text
+    from hegmctl.operating_text import story_text
+    from hegmctl.story_text import whole_story_text
     from hegmd.protocol.messages import Story, StoryReply
 
     arguments = session.arguments

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from hegmctl.connection import of_kind
 from hegmctl.operating_text import (
+    AT_REST,
     cancelled_text,
     drained_text,
     given_up_text,
@@ -332,8 +333,11 @@ def _show(
         while True:
             progress = next(stream)
             watched.seen.append(progress)
+            if progress.phase in AT_REST:  # it has come to what was asked, which the answer says
+                progress = progress.replace(waits=None)
             why = None if progress.waits is None else progress.waits.why
-            session.sink.progress(progress, progress_text, at_once=why not in told)
+            # A restart waits for its next process in any case: that is told where it takes long, as its steps are.
+            session.sink.progress(progress, progress_text, at_once=why not in told and progress.doing is None)
             told.add(why)
     except StopIteration as end:
         answer: R = end.value

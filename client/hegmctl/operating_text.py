@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 BAR_COLUMNS = 24
 _MOVING = ("reading", "evacuating", "handing", "spilling", "refilling", "sealing")
+# Where an operation stays until something else is asked: what it was asked for has come.
+AT_REST = ("suspended", "holding")
 _OVER = ("done", "suspended", "undone", "lost")
 _ONLY_A_PLAN = "nothing was done: this is only the plan"
 _COLOURS = {"done": "green", "suspended": "yellow", "undone": "red", "lost": "red"}
@@ -65,27 +67,32 @@ def _bar(progress: OperationProgress, share: float, what: str, style: Style) -> 
 
 def operation_text(reply: OperationReply, style: Style) -> list[str]:
     """How one ended, or that it is under way."""
-    return [] if reply.operation is None else _outcome(reply.operation, style)
+    return [] if reply.operation is None else outcome(reply.operation, style)
 
 
-def _outcome(operation: Operation, style: Style) -> list[str]:
+def outcome(operation: Operation, style: Style) -> list[str]:
+    """How it ended or how it is, in one line; and, of one that failed or waits for a person, why and what to do."""
     pids = ", ".join(str(process.pid) for process in operation.processes)
     phase = style.paint(printable(operation.phase), _COLOURS.get(operation.phase, "cyan"))
     kind = printable(operation.kind)
     by = " by restart" if operation.way == "restart" else ""
-    lines = [f"operation {printable(operation.id)}: {kind} of {pids}{by}: {phase}{_figures(operation)}"]
+    line = f"operation {printable(operation.id)}: {kind} of {pids}{by}: {phase}{_figures(operation)}"
+    more: list[str] = []
     if operation.doing is not None:
-        lines.append(f"  now: {printable(operation.doing)}")
+        more.append(f"now: {printable(operation.doing)}")
     if operation.note is not None:
-        lines.append(f"  {printable(operation.note)}")
+        more.append(printable(operation.note))
     if operation.failure is not None:
-        lines.append(f"  {printable(operation.failure.message)}")
-        lines.append(f"  next: {printable(operation.failure.hint)}")
+        more.append(printable(operation.failure.message))
+        more.append(f"next: {printable(operation.failure.hint)}")
     if operation.waits is not None:
-        if operation.failure is None or operation.failure.message not in operation.waits.why:
-            lines.append(f"  waits: {printable(operation.waits.why)}")
-        lines.append(f"  next: {printable(operation.waits.next)}")
-    return lines
+        told = operation.failure is not None and operation.failure.message in operation.waits.why
+        if not told and operation.phase != "suspended":
+            more.append(f"waits: {printable(operation.waits.why)}")
+        more.append(f"next: {printable(operation.waits.next)}")
+    if operation.failure is None and (operation.waits is None or operation.phase in AT_REST):
+        return ["; ".join((line, *more))]
+    return [line, *(f"  {part}" for part in more)]
 
 
 def _figures(operation: Operation) -> str:
@@ -188,6 +195,8 @@ def drained_text(reply: Drained, style: Style) -> list[str]:
     if count:
         return [*lines, f"{count} could be moved, {len(reply.left)} not", _ONLY_A_PLAN]
     moved, under_way, failed = _counts(reply)
+    if not under_way and not failed and not reply.left:
+        return [f"{moved} moved ({_which(reply)}): {', '.join(_journeys_of(reply))}"]
     begun = f", {under_way} under way" if under_way else ""
     return [*lines, f"{moved} moved{begun}, {failed + len(reply.left)} not"]
 
@@ -198,12 +207,12 @@ def swapped_text(reply: Drained, style: Style) -> list[str]:
         return [*_plans(reply, style), _ONLY_A_PLAN]
     moved, under_way, failed = _counts(reply)
     lines = _outcomes(reply, style)
+    if moved and not under_way and not failed and not reply.left:
+        pids = dict.fromkeys(str(process.pid) for each in reply.operations for process in each.processes)
+        return [f"they have changed places: {', '.join(pids)} ({_which(reply)})"]
     if under_way:
         return [*lines, "the other steps follow by themselves: see `hegmctl ops`"]
-    return [
-        *lines,
-        "they have changed places" if moved and not failed and not reply.left else "they have not changed places",
-    ]
+    return [*lines, "they have not changed places"]
 
 
 def _plans(reply: Drained, style: Style) -> list[str]:
@@ -216,8 +225,22 @@ def _plans(reply: Drained, style: Style) -> list[str]:
 
 
 def _outcomes(reply: Drained, style: Style) -> list[str]:
-    lines = [line for operation in reply.operations for line in _outcome(operation, style)]
+    lines = [line for operation in reply.operations for line in outcome(operation, style)]
     return lines + [f"not moved: {printable(reason.message)}; {printable(reason.hint)}" for reason in reply.left]
+
+
+def _which(reply: Drained) -> str:
+    """The operations that were carried out."""
+    ids = [printable(operation.id) for operation in reply.operations]
+    return f"operation {ids[0]}" if len(ids) == 1 else f"operations {', '.join(ids)}"
+
+
+def _journeys_of(reply: Drained) -> list[str]:
+    return [
+        printable(f"{process.pid} {_journey(operation, process)}")
+        for operation in reply.operations
+        for process in operation.processes
+    ]
 
 
 def _counts(reply: Drained) -> tuple[int, int, int]:
@@ -298,7 +321,7 @@ def _process(operation: Operation, process: OperationProcess) -> str:
 def story_text(reply: StoryReply, style: Style) -> list[str]:
     """One operation and what happened to it."""
     operation = reply.operation
-    lines = _outcome(operation, style)
+    lines = outcome(operation, style)
     if len(operation.processes) > 1:
         lines += [f"  {_process(operation, process)}" for process in operation.processes]
     lines.append("")
@@ -310,20 +333,4 @@ def story_text(reply: StoryReply, style: Style) -> list[str]:
         detail = f" ({line.detail})" if line.detail else ""
         what = f"{line.event or 'planned'}{detail}{then}"
         lines.append(printable(f"{line.utc - began_utc:9.3f} s  {line.phase:<13} {what}"))
-    return lines
-
-
-def whole_story_text(reply: StoryReply, style: Style) -> list[str]:
-    """The same in full: when by the clock, what it came from, and what was to be done then, in lines of their own."""
-    lines = [*_outcome(reply.operation, style), ""]
-    if reply.untold:
-        lines.append(f"({reply.untold} earlier lines are no longer remembered)")
-    for line in reply.story:
-        seconds, milliseconds = divmod(round(line.utc * 1000), 1000)
-        when = f"{strftime('%Y-%m-%d %H:%M:%S', localtime(seconds))}.{milliseconds:03d}"
-        cause = f", by {line.cause}" if line.cause else ""
-        lines.append(f"{when}  {printable(line.event or 'planned')}{printable(cause)}: {printable(line.phase)}")
-        lines += [f"    {part}" for part in _paragraph(line.detail, style) if part]
-        if line.effects:
-            lines += [f"    then: {part}" for part in _paragraph(", ".join(line.effects), style)]
     return lines

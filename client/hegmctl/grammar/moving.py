@@ -222,7 +222,7 @@ MOVING = (
         "show one operation and its story",
         options=(
             Option("-f", "--follow", doc="wait until it has come to rest, and show how it comes on"),
-            Option("--story", doc="tell the story in full: times by the clock, causes, what was found and then done"),
+            Option("--story", doc="tell the story in full: when, how long it took, who, and what they did"),
         ),
         arguments=(Argument("ID", doc="the operation"),),
     ),

@@ -196,7 +196,7 @@ def test_a_plan_is_shown_and_that_nothing_was_done(daemon: FakeDaemon) -> None:
 @pytest.mark.parametrize(
     ("reply", "status", "last"),
     [
-        (m.Drained(operations=(DONE, DONE)), 0, "2 moved, 0 not"),
+        (m.Drained(operations=(DONE,)), 0, "1 moved (operation 7): 4711 gpu0 -> gpu1"),
         (m.Drained(operations=(DONE, UNDONE)), 8, "1 moved, 1 not"),
         (m.Drained(operations=(DONE,), left=(LATE.replace(code="refused"),)), 6, "1 moved, 1 not"),
         (m.Drained(operations=(UNDONE,), left=(LATE.replace(code="denied"),)), 8, "0 moved, 2 not"),

@@ -194,7 +194,8 @@ def test_a_drain_without_a_job_a_planned_one_and_one_under_way() -> None:
 
 def test_a_swap_says_whether_they_have_changed_places() -> None:
     back = operation("done", process("gpu0", "gpu0", pid=4712))
-    assert swapped_text(m.Drained(operations=(operation(), back)), PIPE)[-1] == "they have changed places"
+    swapped = m.Drained(operations=(operation(), back))
+    assert swapped_text(swapped, PIPE) == ["they have changed places: 4711, 4712 (operations 7, 7)"]
     undone = operation("undone", process("gpu0", "gpu0", pid=4712), failure=FAILURE)
     assert swapped_text(m.Drained(operations=(operation(), undone)), PIPE)[-1] == "they have not changed places"
     left = m.Drained(operations=(operation(),), left=(FAILURE,))

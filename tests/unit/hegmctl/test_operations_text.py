@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import time
 
-from hegmctl.operating_text import operation_text, operations_text, story_text, whole_story_text
+import pytest
+
+from hegmctl.operating_text import operation_text, operations_text, story_text
+from hegmctl.story_text import WORDS, whole_story_text
 from hegmctl.tables import Style
+from hegmd.migration.events import Event
 from hegmd.protocol import messages as m
-from hegmd.protocol.operations import Operation, OperationProcess, Reason, StoryLine, Wait
+from hegmd.protocol.operations import Operation, OperationProcess, OperationProgress, Reason, StoryLine, Wait
+from tests.unit.hegmctl.fake_daemon import Asked, Caller, FakeDaemon
+from tests.unit.hegmctl.running import hegmctl
 
 PIPE = Style()
 SUSPENDED = Operation(
@@ -60,13 +66,54 @@ def test_a_story_has_the_time_since_its_beginning() -> None:
     assert "    1.000 s  settling      recovered -> inspect 4711" in story_text(STORY, PIPE)
 
 
-def test_a_whole_story_has_the_clock_the_cause_and_what_was_found() -> None:
-    lines = whole_story_text(STORY, PIPE)
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_790_000_001))
-    assert f"{clock}.000  recovered, by hegmd was started: settling" in lines
-    assert "    then: inspect 4711" in lines
-    assert "    out_bytes 10" in lines
+def test_a_story_printed_internal_fields_to_people() -> None:
+    """Issue 14, row 14: `room_bytes None, shares_bytes (), token , is_earlier False`."""
+    story = (
+        StoryLine(utc=1_790_000_000.0, event="", phase="planned"),
+        StoryLine(utc=1_790_000_001.0, event="parked", detail="worker 4711-99, boundary 8", phase="quiescing"),
+        StoryLine(
+            utc=1_790_000_001.5,
+            event="restored",
+            cause="restore",
+            detail="worker 4711-99, landed None, pid None, token , is_earlier False",
+            phase="restoring",
+            effects=("refill 4711-99",),
+        ),
+        StoryLine(
+            utc=1_790_000_002.0,
+            event="failed",
+            detail="worker 4711-99, fault refused, code refused, message no room, hint free some",
+            phase="refilling",
+        ),
+        StoryLine(utc=1_790_000_004.0, event="cancel-asked", cause="request", detail="by uid 7", phase="refilling"),
+        StoryLine(utc=1_790_000_004.0, event="of-a-newer-hegmd", detail="x 1", phase="refilling"),
+    )
+    lines = whole_story_text(m.StoryReply(operation=MOVING, story=story, untold=3), PIPE)
+    clock = time.strftime("%H:%M:%S", time.localtime(1_790_000_001))
+    assert [line.split() for line in lines[-5:-3]] == [
+        [f"{clock}.000", "1.000", "s", "agent", "4711", *"stopped the training at a batch boundary".split()],
+        [f"{clock}.500", "0.500", "s", "hegmd", *"brought the process back onto its GPU (process 4711)".split()],
+    ]
+    assert lines[-3].split()[1:] == "0.500 s hegmd a step failed (process 4711): no room".split()
+    assert lines[-2].split()[1:] == "2.000 s uid 7 asked to turn it back".split()
+    assert lines[-1].split()[1:] == "0.000 s hegmd of-a-newer-hegmd".split()
     assert "(3 earlier lines are no longer remembered)" in lines
+    assert not any(word in "\n".join(lines) for word in ("None", "token", "is_earlier", "effect", "refill 4711"))
+
+
+def test_every_event_of_the_machine_has_words_for_people() -> None:
+    """Issue 14, row 14: nothing is told by its internal name."""
+    assert set(WORDS) == {"", *Event.register}
+
+
+def test_a_success_is_one_line() -> None:
+    """Issue 14, row 13: a suspended job was told of in three."""
+    line = operation_text(m.OperationReply(operation=SUSPENDED), PIPE)
+    assert len(line) == 1
+    assert line[0].endswith("; next: hegmctl resume 4711")
+    held = SUSPENDED.replace(phase="holding", waits=Wait(why="its job stands at a boundary", next="hegmctl resume 1"))
+    (line_of_held,) = operation_text(m.OperationReply(operation=held), PIPE)
+    assert line_of_held.endswith("; waits: its job stands at a boundary; next: hegmctl resume 1")
 
 
 def test_nothing_from_outside_reaches_the_terminal_raw() -> None:
@@ -77,3 +124,21 @@ def test_nothing_from_outside_reaches_the_terminal_raw() -> None:
         whole_story_text(m.StoryReply(operation=bad, story=(line,), untold=0), PIPE),
     ):
         assert not any("\x1b" in text for text in lines)
+
+
+@pytest.mark.parametrize("phase", ["suspended", "holding"])
+def test_a_success_was_told_on_stderr_as_something_that_waits(daemon: FakeDaemon, phase: str) -> None:
+    """Issue 14, row 13: `operation 2: suspended waits: it is suspended; next: ...` stood there, and on stdout again."""
+    rest = Wait(why="it is suspended", next="hegmctl resume 4711")
+    ended = SUSPENDED.replace(phase=phase, waits=rest)
+
+    def come_to_rest(caller: Caller, asked: Asked) -> m.OperationReply:
+        caller.event(
+            asked.id, OperationProgress(id="7", phase=phase, moved_bytes=0, size_bytes=10, doing=None, waits=rest)
+        )
+        return m.OperationReply(operation=ended)
+
+    daemon.answers[m.Suspend] = come_to_rest
+    ran = hegmctl("suspend", "4711", socket=daemon.path)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert len(ran.stdout.splitlines()) == 1
