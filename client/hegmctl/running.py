@@ -2,9 +2,9 @@
 
 With `--allow-restart` it stays as its parent instead (`supervising`). Otherwise nothing stays behind: after the exec
 there is only the command, under the same pid, in the same process group, with the same terminal and signals. What is
-different for it is its environment: the agent's folder first on PYTHONPATH, and what the agent has to know in
-HEGM_SOCKET, HEGM_RUN, HEGM_JOB, HEGM_GPU and HEGM_IMAGES. Where nobody listens, a daemon is started first, of which the
-command is neither parent nor child; it ends by itself after the last job.
+different for it is its environment: the agent's folder first on PYTHONPATH, what the agent has to know in HEGM_SOCKET,
+HEGM_RUN, HEGM_JOB, HEGM_GPU and HEGM_IMAGES, and with `--gpu` the GPUs that it sees. Where nobody listens, a daemon is
+started first, of which the command is neither parent nor child; it ends by itself after the last job.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from hegmd.errors import EXTERNAL, NO_DAEMON, NOT_FOUND, REFUSED, USAGE, HegmErr
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping, Sequence
+    from collections.abc import Mapping, MutableMapping, Sequence
 
     from hegmctl.arguments import Arguments
     from hegmctl.session import Session
+    from hegmd.protocol.snapshots import Gpu
 
-# On a simulated node, what is started so is on none of its GPUs.
+# What is started so is on no GPU.
 CPU = "cpu"
+SIMULATED = "simulated"
+# As a restart sets them: hegmd/methods/restart.py. HIP takes an empty list for no list at all.
+_VISIBLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "HIP_VISIBLE_DEVICES"}
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
 DAEMON_UP_WITHIN_S = 20.0
 _LOOK_AGAIN_S = 0.02
 _LOG_TAIL_BYTES = 2000
@@ -47,22 +52,29 @@ def run(session: Session) -> int:
     if not command:
         raise HegmError(USAGE, "run needs a command after `--`", "hegmctl run -- python3 train.py")
     images = periodic_images(arguments)
+    asked = gpus_asked(arguments.text("gpu"))
     require(command)
     if supervised:
         _require_agent(session, command)
     endpoint = find_endpoint(arguments.text("socket"))
     try:
-        _look_at_daemon(session)
+        visible = _look_at_daemon(session, asked)
     except HegmError as error:
         if error.code is not NO_DAEMON:
             raise
         if arguments.flag("no-daemon-start"):
+            if asked:
+                hint = "leave --gpu out, and set CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES yourself"
+                raise HegmError(NO_DAEMON, f"{error.message}; only a daemon knows {', '.join(asked)}", hint) from error
             session.sink.note(f"{error.message}; the job runs, and its agent looks out for a daemon")
+            visible = {}
         else:
             endpoint = _start_daemon(endpoint, arguments.text("simulate"))
             session.sink.note(f"started hegmd at {endpoint.path} for this job")
-            _look_at_daemon(session, endpoint.path)
-    prepare(os.environ, endpoint.path, arguments.text("name"), arguments.text("gpu"), images)
+            visible = _look_at_daemon(session, asked, endpoint.path)
+    prepare(os.environ, endpoint.path, arguments.text("name"), ",".join(asked) or None, images)
+    for note in place(os.environ, visible):
+        session.sink.note(note)
     if not supervised:
         os.environ.pop(ALLOW_RESTART, None)
         become(command)
@@ -109,7 +121,7 @@ def _stay_with(session: Session, path: str, command: Sequence[str]) -> int:
         say=session.sink.note,
         tries=arguments.whole("restart-tries") or TRIES,
         resumes=arguments.text("resume"),
-        gpu=arguments.text("gpu"),
+        gpu=",".join(gpus_asked(arguments.text("gpu"))) or None,
         ready=arguments.text("ready"),
     )
     flush()
@@ -173,16 +185,72 @@ def msgpack_folder() -> str:
     return os.path.dirname(os.path.abspath(msgpack.__file__))
 
 
-def _look_at_daemon(session: Session, socket: str | None = None) -> None:
-    """See that a daemon serves us and has the GPU that was asked for. Raises HegmError."""
-    gpu = session.arguments.text("gpu")
+def gpus_asked(text: str | None) -> tuple[str, ...]:
+    """The GPUs that were named with `--gpu`, in their order. Raises HegmError for a list that is none."""
+    if text is None:
+        return ()
+    names = tuple(name.strip() for name in text.split(","))
+    if "" in names or len(set(names)) < len(names) or (CPU in names and len(names) > 1):
+        raise HegmError(USAGE, f"--gpu {text} is no list of GPUs", "write each once: --gpu gpu0,gpu1; or --gpu cpu")
+    return names
+
+
+def _look_at_daemon(session: Session, asked: Sequence[str], socket: str | None = None) -> dict[str, str]:
+    """See that a daemon serves us; by which variables a process sees those GPUs and no others. Raises HegmError."""
     with session.connect(socket=socket) as connection:
-        if gpu in (None, CPU):
-            return
-        names = [known.id for known in connection.gpus().gpus]
-        if gpu not in names:
-            have = ", ".join(names) or "none"
-            raise HegmError(NOT_FOUND, f"no GPU {gpu!r}; this node has {have}", "hegmctl gpus lists them")
+        if not asked:
+            return {}
+        return visible(asked, connection.gpus().gpus)
+
+
+def visible(asked: Sequence[str], known: Sequence[Gpu]) -> dict[str, str]:
+    """By which variables a process, and whatever it starts, sees those GPUs in that order and no others.
+
+    By UUID: an index would count those that are visible already, and in an order that CUDA_DEVICE_ORDER chooses.
+    Empty on a simulated node, where HEGM_GPU says it. Raises HegmError for one that is not there or is lost.
+    """
+    if tuple(asked) == (CPU,):
+        return {} if all(gpu.vendor == SIMULATED for gpu in known) else dict(_NO_GPU)
+    by_name = {name: gpu for gpu in known for name in (gpu.id, gpu.uuid)}
+    found: list[Gpu] = []
+    for name in asked:
+        gpu = by_name.get(name)
+        if gpu is None:
+            raise _no_gpu(name, [gpu.id for gpu in known])
+        if gpu.state == "lost":
+            others = [gpu.id for gpu in known if gpu.state == "ok"]
+            hint = f"use another: {', '.join(others)}" if others else "hegmctl doctor says what can be done"
+            raise HegmError(REFUSED, f"{gpu.id} is lost: it fell off the bus", hint, {"gpu": gpu.id})
+        found.append(gpu)
+    vendors = {gpu.vendor for gpu in found}
+    if len(vendors) > 1:
+        message = f"{', '.join(asked)} are of several vendors: {', '.join(sorted(vendors))}"
+        raise HegmError(REFUSED, message, "a process has the GPUs of one; name GPUs of one vendor")
+    variable = _VISIBLE.get(vendors.pop())
+    return {} if variable is None else {variable: ",".join([gpu.uuid for gpu in found])}
+
+
+def _no_gpu(name: str, have: Sequence[str]) -> HegmError:
+    from hegmctl.mistakes import closest
+
+    close = closest(name, have)
+    hint = f"did you mean {close}? hegmctl gpus lists them" if close else "hegmctl gpus lists them"
+    return HegmError(NOT_FOUND, f"no GPU {name!r}; this node has {', '.join(have) or 'none'}", hint)
+
+
+def place(environ: MutableMapping[str, str], visible: Mapping[str, str]) -> list[str]:
+    """Set what decides on which GPUs the command is; in words what takes the place of the caller's own variables."""
+    if not visible:
+        return []
+    notes = [
+        f"--gpu goes before {name}={environ[name]} of the environment"
+        for name in (*_NO_GPU, "ROCR_VISIBLE_DEVICES")
+        if environ.get(name) not in (None, visible.get(name))
+    ]
+    for name in (*_NO_GPU, "ROCR_VISIBLE_DEVICES"):
+        environ.pop(name, None)
+    environ.update(visible)
+    return notes
 
 
 def _start_daemon(endpoint: Endpoint, simulate: str | None) -> Endpoint:

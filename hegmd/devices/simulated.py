@@ -137,11 +137,12 @@ class SimulatedProvider:
         if asked_bytes - held_bytes <= free_bytes:
             return
         most_bytes = held_bytes + free_bytes
+        faults = self._faults()
         hint = f"ask for at most {write_size(most_bytes)}, or end a process that holds memory there"
         free_elsewhere = {
             other: spec.memory_bytes - self._used_bytes(other)
             for other, spec in enumerate(self._topology.gpus)
-            if other != index
+            if other != index and faults.get(gpu_id(other)) not in _SHUTS_OUT
         }
         roomy = max(free_elsewhere, key=lambda other: free_elsewhere[other], default=index)
         if free_elsewhere.get(roomy, 0) >= asked_bytes:

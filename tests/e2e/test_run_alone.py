@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.bench.nvml_daemon import NvmlDaemon
 from tests.patience import HANG_S
+from tests.stubs.build import build_stub
+from tests.stubs.nvml.scenario import Scenario, uuid
 from tests.unit.hegmctl.running import command, environment
 
 pytestmark = pytest.mark.e2e
@@ -50,3 +54,20 @@ def test_the_daemon_of_a_run_is_found_without_being_named(socket_dir: Path) -> N
     ask = "unset HEGM_SOCKET; exec " + " ".join(command("gpus", "--quiet"))
     seen = _run("run", "--simulate", "1x1GiB", "--", "sh", "-c", ask, XDG_RUNTIME_DIR=str(socket_dir))
     assert (seen.returncode, "gpu0" in seen.stdout) == (0, True), seen.stderr
+
+
+def test_the_gpu_that_was_asked_for_was_ignored_on_a_node_with_real_gpus(tmp_path: Path, socket_dir: Path) -> None:
+    """Issue 14, row 8: the job trained on gpu0, whatever --gpu said, and on another where its GPU was lost."""
+    scenario = Scenario.of_h200s(tmp_path / "scenario", 3)
+    scenario.order("error *@2 15")  # NVML_ERROR_GPU_IS_LOST
+    build_stub("nvml", tmp_path)
+    libraries = {"LD_LIBRARY_PATH": str(tmp_path), **scenario.environment()}
+    within = "import os, subprocess; subprocess.run(['sh', '-c', 'echo $CUDA_VISIBLE_DEVICES'], check=True)"
+    job = ("--", sys.executable, "-c", within)
+    with NvmlDaemon(socket_dir, environ=libraries) as daemon:
+        spec = ("--socket", str(daemon.socket_path), "run", "--gpu")
+        assert _run(*spec, "gpu1", *job).stdout == f"{uuid(1)}\n"
+        assert _run(*spec, "gpu1,gpu0", *job).stdout == f"{uuid(1)},{uuid(0)}\n"
+        lost = _run(*spec, "gpu2", *job)
+    assert (lost.returncode, lost.stdout) == (6, "")
+    assert "gpu2 is lost: it fell off the bus; use another: gpu0, gpu1" in lost.stderr

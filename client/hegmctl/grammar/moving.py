@@ -19,7 +19,13 @@ MOVING = (
         "for this user's own processes, which ends when its last job has. With --allow-restart it stays as the "
         "command's parent: signals and exit status are passed on, and killed, it leaves the command running.",
         options=(
-            Option("--gpu", kind=TEXT, metavar="GPU", complete=PLACES, doc="the GPU to be on, where simulated; or cpu"),
+            Option(
+                "--gpu",
+                kind=TEXT,
+                metavar="GPU",
+                complete=PLACES,
+                doc="the only GPUs that it sees, or cpu; before CUDA_VISIBLE_DEVICES",
+            ),
             Option(
                 "--name", kind=TEXT, metavar="NAME", doc="what to call the job; two runs of one name are still two jobs"
             ),

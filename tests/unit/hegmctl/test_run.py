@@ -16,7 +16,7 @@ from hegmd.protocol import messages as m
 from hegmd.protocol.connection import Asked
 from tests.patience import HANG_S
 from tests.unit.hegmctl import node
-from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon
+from tests.unit.hegmctl.fake_daemon import Caller, FakeDaemon, saying
 from tests.unit.hegmctl.running import ROOT, command, environment, hegmctl
 
 # Says all that a process can see of how it was started. `-I -S`: no variable of ours, and so no agent, is looked at.
@@ -277,8 +277,78 @@ def test_a_gpu_that_is_not_there_is_told_before_the_command_begins(daemon: FakeD
     assert "no GPU 'gpu7'; this node has gpu0, gpu1" in ran.stderr
 
 
+SHOWN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+SHOW = " ".join(f"{name}=${{{name}-none}}" for name in SHOWN)
+# A child of the command: what it starts has the same GPUs.
+SHOW_IN_A_CHILD = ("--", "sh", "-c", f"sh -c 'echo {SHOW}'")
+SECOND = node.GPU1.replace(state="ok")
+HEALTHY = node.GPUS.replace(gpus=(node.GPU0, SECOND))
+AMDS = node.GPUS.replace(gpus=(node.GPU0.replace(vendor="amd"), SECOND.replace(vendor="amd")))
+BOTH = node.GPUS.replace(gpus=(node.GPU0, SECOND.replace(vendor="amd")))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "cuda", "hip"),
+    [
+        (HEALTHY, "gpu1", "GPU-0001", "none"),
+        (HEALTHY, "gpu1,gpu0", "GPU-0001,GPU-0000", "none"),
+        (HEALTHY, "GPU-0001", "GPU-0001", "none"),
+        (HEALTHY, "cpu", "", "-1"),
+        (AMDS, "gpu1", "none", "GPU-0001"),
+    ],
+)
+def test_the_gpu_that_was_asked_for_was_ignored_on_real_gpus(
+    daemon: FakeDaemon, gpus: m.GpusReply, asked: str, cuda: str, hip: str
+) -> None:
+    """Issue 14, row 8: the job landed on gpu0, whatever --gpu said."""
+    daemon.answers[m.Gpus] = saying(gpus)
+    before = {"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "3"}
+    ran = hegmctl("run", "--gpu", asked, *SHOW_IN_A_CHILD, socket=daemon.path, environ=before)
+    shown = f"CUDA_VISIBLE_DEVICES={cuda} HIP_VISIBLE_DEVICES={hip} ROCR_VISIBLE_DEVICES=none\n"
+    assert (ran.returncode, ran.stdout) == (0, shown), ran.stderr
+    assert "--gpu goes before CUDA_VISIBLE_DEVICES=0 of the environment" in ran.stderr
+
+
+def test_without_a_gpu_the_callers_own_choice_stays(daemon: FakeDaemon) -> None:
+    before = {"CUDA_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "3"}
+    ran = hegmctl("run", *SHOW_IN_A_CHILD, socket=daemon.path, environ=before)
+    assert ran.stdout == "CUDA_VISIBLE_DEVICES=0 HIP_VISIBLE_DEVICES=none ROCR_VISIBLE_DEVICES=3\n"
+    assert ran.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "status", "says"),
+    [
+        (node.GPUS, "gpu1", 6, "gpu1 is lost: it fell off the bus; use another: gpu0"),
+        (node.GPUS, "gpu0,gpu1", 6, "gpu1 is lost"),
+        (HEALTHY, "gpu7", 5, "did you mean gpu0?"),
+        (HEALTHY, "0,1", 5, "no GPU '0'; this node has gpu0, gpu1"),
+        (HEALTHY, "gpu0,", 2, "write each once: --gpu gpu0,gpu1"),
+        (HEALTHY, "gpu0,gpu0", 2, "write each once"),
+        (HEALTHY, "gpu0,cpu", 2, "write each once"),
+        (BOTH, "gpu0,gpu1", 6, "of several vendors: amd, nvidia"),
+    ],
+)
+def test_a_gpu_that_cannot_be_had_is_refused_before_the_command_begins(
+    daemon: FakeDaemon, gpus: m.GpusReply, asked: str, status: int, says: str
+) -> None:
+    """Issue 14, row 8: a job for a lost GPU was put elsewhere."""
+    daemon.answers[m.Gpus] = saying(gpus)
+    ran = hegmctl("run", "--gpu", asked, "--", "echo", "begun", socket=daemon.path)
+    assert (ran.returncode, ran.stdout) == (status, ""), ran.stderr
+    assert says in ran.stderr
+
+
+def test_a_gpu_is_not_ignored_where_no_daemon_knows_it(socket_path: Path) -> None:
+    """Issue 14, row 8: the job ran on whatever GPU came first."""
+    ran = hegmctl("run", "--no-daemon-start", "--gpu", "gpu1", "--", "echo", "begun", socket=socket_path)
+    assert (ran.returncode, ran.stdout) == (3, "")
+    assert "only a daemon knows gpu1" in ran.stderr
+
+
 def test_what_the_agent_is_to_know_is_in_the_environment(daemon: FakeDaemon) -> None:
     print_it = ("--", "sh", "-c", "echo $HEGM_RUN,$HEGM_JOB,$HEGM_GPU")
+    daemon.answers[m.Gpus] = saying(HEALTHY)
     stale = {"HEGM_RUN": "before", "HEGM_JOB": "before", "HEGM_GPU": "before"}
     named = hegmctl("run", "--name", "bert", "--gpu", "gpu1", *print_it, socket=daemon.path, environ=stale)
     run, *rest = named.stdout.strip().split(",")
