@@ -83,7 +83,9 @@ def leave() -> NoReturn:
 def _part(name: str) -> Any:
     """A module of the package. Raises HegmError without a supervisor, or in a release that has none."""
     if os.environ.get(ALLOWED, "") in ("", "0"):
-        raise refusal("this process has no supervisor that would start it again", "hegmctl run --allow-restart")
+        raise refusal(
+            "this process has no supervisor that would start it again", "start it with hegmctl run --allow-restart"
+        )
     try:
         return getattr(__import__(f"{__package__}.restart", fromlist=[name]), name)
     except (ImportError, AttributeError) as error:

@@ -34,7 +34,20 @@ if TYPE_CHECKING:
 FORM = 3
 #: Names that call `range` and `enumerate` for the script.
 _ALSO = {"range": {"trange", "tnrange"}, "enumerate": {"resumable", "tenumerate"}}
-_BY_HAND = "keep what it goes by with hegm.keep(name, get, set), or write it as a for loop over range() or a loader"
+_WHILE = "write it as a for loop over range() or over the loader, or keep its variables with hegm.keep(name, get, set)"
+_INSTEAD = {
+    "count": "write `for n in range(most):` in place of itertools.count(), and break as before",
+    "cycle": "write two loops in place of itertools.cycle(), one over range() and in it one over the loader",
+    "list_iterator": "write `for n in range(len(items)):` in place of the loop over it, and take items[n] in it",
+    "tuple_iterator": "write `for n in range(len(items)):` in place of the loop over it, and take items[n] in it",
+}
+_BY_HAND = "write it as a for loop over range() or a loader, or keep what it goes by with hegm.keep(name, get, set)"
+_GENERATOR = "write its loops in the script in place of the generator, or go over the loader itself"
+
+
+def instead_of(name: str) -> str:
+    """What a script may write in place of a loop over an iterator of that kind."""
+    return _GENERATOR if name.startswith("generator ") else _INSTEAD.get(name, _BY_HAND)
 
 
 def capture(ident: int | None = None, frame: FrameType | None = None) -> tuple[dict[str, Any], list[Refusal]]:
@@ -152,7 +165,8 @@ class _Taking:
             yield "range", look["rest"], None
         elif look["kind"] == "other":
             where = said((*step[:3], line))
-            self._refuse(f"the loop at {where} goes over a {look['name']}, whose place cannot be set", _BY_HAND)
+            what = f"the loop at {where} goes over a {look['name']}, whose place cannot be set"
+            self._refuse(what, instead_of(str(look["name"])))
         for inner in _inner_of(look):
             yield from self._needs(inner, step, line)
         if look["kind"] == "enumerate":
@@ -169,7 +183,10 @@ class _Taking:
             if given is None and found.number != self.state["place"]["driver"] and stateful.is_left(iterator):
                 continue
             if found.ident != self._ident:
-                self._refuse(f"another thread reads the loader at {said(found.path[-1])} ahead", "read it in the loop")
+                self._refuse(
+                    f"another thread reads the loader at {said(found.path[-1])} ahead",
+                    "read it in the loop that trains",
+                )
                 continue
             rests = given is None and bool(found.sent) and iterator._persistent_workers and not iterator._task_info
             if given is None and found.number != self.state["place"]["driver"] and not rests and not found.is_over():
@@ -235,7 +252,7 @@ class _Taking:
             own["unseen"].append("tensors and variables that were there at the first batch and have been changed since")
         if own["anew"] and not said_by_script.keeps:
             for step in place.whiles():
-                self._refuse(f"the while loop at {said(step)} goes by variables of the script's own", _BY_HAND)
+                self._refuse(f"the while loop at {said(step)} goes by variables of the script's own", _WHILE)
 
 
 def _inner_of(look: dict[str, Any]) -> list[dict[str, Any]]:

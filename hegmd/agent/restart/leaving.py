@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, NoReturn
 
+_DENSE = "make the embedding with sparse=False, and its optimizer one for dense gradients (Adam in place of SparseAdam)"
+_HELD_ELSEWHERE = "make it anew in each batch, or keep what it is made of with hegm.keep(name, get, set)"
 LEFT_STATUS = 99
 UNRESTORED_STATUS = 98
 
@@ -40,7 +42,7 @@ def weigh() -> tuple[int, list[Refusal], list[str]]:
     try:
         return plain.size_bytes(state), lasting, variables.begin_anew(state)
     except plain.NotPlain as error:
-        return 0, [*lasting, _not_plain(state, error)], []
+        return 0, [*lasting, not_plain(state, error)], []
 
 
 def save(
@@ -85,12 +87,19 @@ def _save(
                 tell(variables.begin_anew(state))
             return written_bytes
         except plain.NotPlain as error:
-            refusals = [_not_plain(state, error)]
-    raise refusal("; ".join([found.what for found in refusals]), refusals[0].hint)
+            refusals = [not_plain(state, error)]
+    raise refusal("; ".join([found.what for found in refusals]), hints_of(refusals))
 
 
-def _not_plain(state: dict[str, Any], error: Any) -> Refusal:
-    return Refusal(f"{_named(state, error.path)} {error.why}, which no state file holds", "leave it out of its state")
+def hints_of(refusals: list[Refusal]) -> str:
+    """What to change, for all of them: each thing once."""
+    return "; and ".join(dict.fromkeys(found.hint for found in refusals))
+
+
+def not_plain(state: dict[str, Any], error: Any) -> Refusal:
+    """That something which goes along has no form in a state file."""
+    hint = _DENSE if "torch.sparse_" in error.why else _HELD_ELSEWHERE
+    return Refusal(f"{_named(state, error.path)} {error.why}, which no state file holds", hint)
 
 
 def leave() -> NoReturn:

@@ -72,7 +72,12 @@ class Own:
     def refusals(self, given: int) -> list[Refusal]:
         """Why it could not be brought back."""
         if given:
-            return [Refusal("a batch of an outer loop over a StatefulDataLoader is in use", "num_workers=0")]
+            return [
+                Refusal(
+                    "a batch of an outer loop over a StatefulDataLoader is in use",
+                    "set num_workers=0 in the outer loader",
+                )
+            ]
         if not self._is_same_each_time:
             what = "a StatefulDataLoader's workers may draw random numbers, which are in no state of it"
             return [Refusal(what, _HINT)]
