@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,7 +109,8 @@ def test_what_a_pod_names_is_there(name: str, spec: dict[str, Any]) -> None:
             assert volume["configMap"]["name"] in found("ConfigMap")
         if "persistentVolumeClaim" in volume:
             assert volume["persistentVolumeClaim"]["claimName"] in found("PersistentVolumeClaim")
-    mounted = {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]}
+    all_containers = [*spec.get("initContainers", ()), *spec["containers"]]
+    mounted = {mount["name"] for container in all_containers for mount in container["volumeMounts"]}
     assert mounted == volumes.keys()
     claimed = {claim["name"] for container in spec["containers"] for claim in container["resources"].get("claims", ())}
     assert claimed == {claim["name"] for claim in spec.get("resourceClaims", ())}
@@ -119,7 +122,10 @@ def test_every_command_is_one_of_ours_and_its_variables_are_known(
 ) -> None:
     program, *words = container["command"]
     environ = environment(container)
-    if program == "hegm-launcher":
+    if program == "sh":
+        assert words == ["/opt/hegm-scripts/two.sh"], "which is tested by itself"
+        assert spec["securityContext"]["runAsNonRoot"], f"{name} would be root to hegmd"
+    elif program == "hegm-launcher":
         surroundings = read_surroundings(environ)
         require_token_off_loopback(surroundings.host, surroundings.token)
         mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
@@ -144,6 +150,48 @@ def test_every_command_is_one_of_ours_and_its_variables_are_known(
 def test_two_trainings_in_a_pod_have_a_port_each() -> None:
     ports = [read_surroundings(environment(each)).port for each in pod_specs()["train-two"]["containers"]]
     assert len(set(ports)) == len(ports) == 2
+
+
+@pytest.fixture
+def in_one_container(tmp_path: Path) -> dict[str, str]:
+    """The script of one container, with its folders here and a stand-in for python3 that is a launcher."""
+    init = pod_specs()["train-two-in-one"]["initContainers"][0]["command"]
+    (tmp_path / "opt").mkdir()
+    copying = init[2].replace("/opt/hegm", str(tmp_path / "opt"))
+    subprocess.run([sys.executable, init[1], copying], check=True)
+    script = found("ConfigMap")["hegm-scripts"]["data"]["two.sh"].replace("/opt/hegm", str(tmp_path / "opt"))
+    (tmp_path / "two.sh").write_text(script)
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python3"
+    python.write_text(
+        "#!/bin/sh\n"
+        f'echo "$CUDA_VISIBLE_DEVICES $HEGM_CTRL_PORT $PYTHONPATH $*" > {tmp_path}/started-$CUDA_VISIBLE_DEVICES\n'
+        '[ "$CUDA_VISIBLE_DEVICES" = "$ENDS" ] && exit 3\nexit 0\n'
+    )
+    python.chmod(0o755)
+    return {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "at": str(tmp_path)}
+
+
+@pytest.mark.parametrize("ends", ["0", "1"])
+def test_several_launchers_run_in_one_container(in_one_container: dict[str, str], ends: str) -> None:
+    """Issue 14, row 7: HeGM's examples have two launchers in one container, and its code from a ConfigMap."""
+    at = Path(in_one_container["at"])
+    done = subprocess.run(["sh", at / "two.sh"], env={**in_one_container, "ENDS": ends}, check=False)
+    assert done.returncode == 3, "the failure of either is the container's"
+    for gpu, port in (("0", "8298"), ("1", "8299")):
+        words = f"{gpu} {port} {at}/opt -m hegm.launcher python3 -u /workspace/train.py\n"
+        assert (at / f"started-{gpu}").read_text() == words
+
+
+def test_what_is_copied_from_the_image_runs_by_itself(in_one_container: dict[str, str]) -> None:
+    """Issue 14, row 7: the packages that the container gets are all that a launcher needs."""
+    copied = Path(in_one_container["at"]) / "opt"
+    assert sorted(path.name for path in copied.iterdir()) == ["hegm", "hegmcompat", "hegmctl", "hegmd", "msgpack"]
+    words = [sys.executable, "-S", "-m", "hegm.launcher", "/bin/sh", "-c", "exit 5"]
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(copied), "HEGM_CHECKPOINT_DIR": str(copied.parent / "left")}
+    environ |= {"HEGM_CTRL_PORT": "0", "HEGM_SOCKET": str(copied.parent / "none")}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 5, done.stderr
 
 
 def test_the_restored_training_is_the_same_one_elsewhere() -> None:
