@@ -36,6 +36,7 @@ from hegmd.settings import (
     MetricsSettings,
     NeighbourSettings,
     PoolSettings,
+    QuiesceSettings,
     RestartSettings,
     Row,
 )
@@ -71,6 +72,7 @@ class Config:
     doctor: DoctorSettings
     pool: PoolSettings
     images: ImagesSettings
+    quiesce: QuiesceSettings
     neighbours: NeighbourSettings
     restart: RestartSettings
     path: Path | None

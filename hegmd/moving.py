@@ -107,6 +107,7 @@ class Moving:
         start_ticks: Callable[[int], int | None],
         spill: str = ASKED,
         still_s: float = STILL_S,
+        stand_s: float | None = None,
         restart_always: bool = False,
         ready: Ready | None = None,
         images_by: ImageMeans | None = None,
@@ -150,12 +151,12 @@ class Moving:
             outlives=lambda: self.memory.store is not None,
             supervisors=self.supervisors,
         )
-        self._make_desks(lookout, handoff, restart_always=restart_always)
+        self._make_desks(lookout, handoff, restart_always=restart_always, stand_s=stand_s)
         self.periodic = self._make_periodic(events)
         for part in (self.attendance, self.runner, self.resting, self.strays, self.periodic):
             workers.listen(part.hear)
 
-    def _make_desks(self, lookout: Lookout, handoff: Handoff, *, restart_always: bool) -> None:
+    def _make_desks(self, lookout: Lookout, handoff: Handoff, *, restart_always: bool, stand_s: float | None) -> None:
         """Where operations are asked for."""
         self.runner.over = self.attendance.drop_ended
         self.operations = Operations(
@@ -168,6 +169,7 @@ class Moving:
             standing=self._standing,
             restart_allowed=lambda: restart_always,
             job_of=self._job_of,
+            stand_s=stand_s,
         )
         self.restarts = Restarts(
             self.supervisors,

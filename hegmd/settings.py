@@ -279,6 +279,18 @@ class ImagesSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuiesceSettings:
+    """Jobs that are stopped at a batch boundary."""
+
+    stand_s: float = setting(
+        Amount(0.05, 60, whole=False),
+        0.5,
+        "Seconds that a training stands at most while another of its threads is busy; it is stopped again later.",
+        reloads=False,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NeighbourSettings:
     """What others on a GPU have to put up with while room there goes over to a job of ours."""
 
@@ -325,6 +337,7 @@ SECTIONS: dict[str, type[Any]] = {
     "doctor": DoctorSettings,
     "pool": PoolSettings,
     "images": ImagesSettings,
+    "quiesce": QuiesceSettings,
     "neighbours": NeighbourSettings,
     "restart": RestartSettings,
 }

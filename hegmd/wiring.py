@@ -159,6 +159,7 @@ def moving_for(
         start_ticks=start_ticks_of,
         spill=config.pool.spill,
         still_s=config.neighbours.still_s,
+        stand_s=config.quiesce.stand_s,
         restart_always=config.restart.allowed == "always",
         ready=Ready(config.restart.ready, config.restart.ready_within_s),
         images_by=ImageMeans(

@@ -15,7 +15,7 @@ from ..errors import HegmError
 from .notes import note
 from .quiesce import PARK, Asked
 from .refusals import BUSY_HINT, DEBUG_HINT, not_parked, refusal
-from .stillness import busy_thread
+from .stillness import Attempts, busy_thread
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Departure:
         orders: Orders,
         restarts: Way,
         environ: Mapping[str, str],
-        busy: Callable[[frozenset[int], frozenset[int]], str | None] = busy_thread,
+        busy: Callable[[Gate], str | None] = busy_thread,
     ) -> None:
         self._request = request
         self._gate = gate
@@ -102,25 +102,27 @@ class Departure:
         self._restarts = restarts
         self._environ = environ
         self._busy = busy
-        self._is_asked = False
+        self._attempts: Attempts | None = None
         self._rest_deadline: float | None = None
 
     def next_deadline(self) -> float | None:
         """When `tick` has to be called at the latest."""
-        if not self._request.is_wanted or (self._is_asked and not self._gate.parked):
+        if not self._request.is_wanted:
             return None
+        if self._attempts is not None:
+            return self._attempts.next_deadline(_LOOK_AGAIN_S)
         return monotonic() + _LOOK_AGAIN_S
 
     def tick(self) -> None:
         """Look at the gate, and go one step on."""
         if not self._request.is_wanted or self._restarts.is_due():
             return  # what it was started from is not back yet, and would be lost
-        if not self._is_asked or not (self._gate.asked or self._gate.parked or self._gate.declined):
+        if self._attempts is None:
             self._ask()
         elif self._gate.declined is not None:
             self._stay(not_parked(None, None, self._gate.declined))
-        elif self._gate.parked:
-            self._go_once_at_rest()
+        else:
+            self._go_once_at_rest(self._attempts)
 
     def _ask(self) -> None:
         """Unless the daemon has something in hand here: then after that."""
@@ -133,20 +135,22 @@ class Departure:
             hint = "have whatever starts it become it (exec python3 train.py), or start it with hegm-launcher directly"
             self._stay(refusal(f"its parent, process {os.getppid()}, would take its leaving for its end", hint))
         elif self._orders.leave_alone("hegm-ctrl has asked for its state, and it is about to leave"):
-            self._is_asked = True
-            self._gate.ask(Asked(PARK, fits=self._restarts.fits()))
+            self._attempts = Attempts(self._gate, Asked(PARK, fits=self._restarts.fits()), busy=self._busy)
+            self._attempts.begin()
 
-    def _go_once_at_rest(self) -> None:
-        now = monotonic()
-        if self._rest_deadline is None:
-            self._rest_deadline = now + REST_LIMIT_S
-        busy = self._busy(self._gate.parked_threads, self._gate.trainers)
-        if busy is None:
+    def _go_once_at_rest(self, attempts: Attempts) -> None:
+        if attempts.look():
             self._go()
-        elif now >= self._rest_deadline:
-            self._stay(refusal(f"{busy}, not at rest", BUSY_HINT))
+            return
+        if self._gate.parked and self._rest_deadline is None:
+            self._rest_deadline = monotonic() + REST_LIMIT_S
+        if self._rest_deadline is not None and attempts.busy is not None and monotonic() >= self._rest_deadline:
+            self._stay(refusal(f"{attempts.busy}, not at rest", BUSY_HINT))
+        elif attempts.is_stopped_too_long:
+            attempts.pause()
 
     def _go(self) -> None:
+        self._gate.let_others_go()  # one of them may have a lock that the script's own code needs here
         try:
             write_whole(self._environ["HEGM_CHECKPOINT_PATH"], self._restarts.save)
         except HegmError as error:
@@ -162,8 +166,7 @@ class Departure:
     def _stay(self, why: HegmError) -> None:
         """The training goes on; why, is said to whoever asked and to whoever watches."""
         self._request.is_wanted = False
-        self._is_asked = False
-        self._rest_deadline = None
+        self._attempts = self._rest_deadline = None
         text = f"{why.message}; {why.hint}"
         note(f"not leaving: {text}")
         say(text)

@@ -12,7 +12,7 @@ gone for too long, or a signal that the script wants to handle, makes the agent 
 from __future__ import annotations
 
 import os
-from time import monotonic, sleep
+from time import monotonic
 
 from ..errors import HegmError
 from . import departing
@@ -23,7 +23,7 @@ from .notes import note
 from .quiesce import CALL, PARK, Asked, Gate
 from .refusals import DEBUG_HINT, no_boundary, not_parked, refusal
 from .standing import Pending, Standing
-from .stillness import busy_thread
+from .stillness import Attempts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 SURVEY_LIMIT_S = 5.0
 PARK_LIMIT_S = 300.0
 _LOOK_AGAIN_S = 0.002
-# Before that, since a poll takes whole milliseconds and the job stands.
-_SOON_S = (0.0001, 0.0002, 0.0004)
 _TRY_AGAIN_S = 5.0
 # Orders that change nothing: of one that is not answered yet nothing is left once another has come.
 _QUESTIONS = frozenset(("survey", "weigh"))
@@ -182,11 +180,12 @@ class Orders:
             self._standing.pending = None
             another = refusal("another boundary to park at was named", "nothing needs to be done")
             self._answers.failed(before.order, another)
-        self._wait_for(order, order.limit_s)
+        attempts = Attempts(self._gate, Asked(PARK, at=at, fits=fits), order.stand_s)
+        self._wait_for(order, order.limit_s, attempts)
         self._standing.found = None
         if self._gate.parked and self._gate.count >= at and not goes_on:
             return
-        self._gate.ask_on(Asked(PARK, at=at, fits=fits))
+        attempts.begin()
         # Ranks: whoever has passed that boundary must not stop at the next, where the others would never come.
         if order.exact and self._gate.count >= at and not self._gate.parked and not goes_on:
             self._standing.pending = None
@@ -197,10 +196,11 @@ class Orders:
     def _withdraw(self, order: Order, _fd: int | None) -> None:
         self._standing.require_all_here("refill it first, then release it")
         pending = self._standing.take_pending()
+        stood_s = self._stood_s(pending)
         self._standing.let_go()
         if pending is not None:
             self._answers.failed(pending.order, refusal(f"{pending.do} was withdrawn", "nothing needs to be done"))
-        self._answers.done(order.order)
+        self._answers.done(order.order, stood_s=stood_s)
 
     def _rest(self, order: Order, _fd: int | None) -> None:
         """The operation is at rest: this process stays as it is, also while there is no daemon."""
@@ -240,6 +240,7 @@ class Orders:
         """What a restart would carry, of a process that stands or passes a boundary."""
         if self._gate.parked:
             self._standing.require_parked("weigh")
+            self._gate.let_others_go()  # one of them may have a lock that the script's own code needs here
             self._answers.weight(order.order, departing.weigh())
         else:
             self._wait_for(order, order.limit_s or SURVEY_LIMIT_S)
@@ -264,8 +265,8 @@ class Orders:
         pending = self._standing.pending
         if pending is not None:
             deadlines.append(pending.deadline)
-            if pending.do == "park" and self._gate.parked:
-                deadlines.append(monotonic() + _LOOK_AGAIN_S)
+            if pending.attempts is not None:
+                deadlines.append(pending.attempts.next_deadline(_LOOK_AGAIN_S))
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def tick(self) -> None:
@@ -282,8 +283,8 @@ class Orders:
 
     def _look_after(self, pending: Pending, now: float) -> None:
         is_late = pending.deadline is not None and now >= pending.deadline
-        if pending.do == "park":
-            self._look_after_park(pending, is_late=is_late)
+        if pending.attempts is not None:
+            self._look_after_park(pending, pending.attempts, is_late=is_late)
         elif self._gate.passed is not None:
             self._standing.pending = None
             if pending.do == "weigh" and self._weighed is not None:
@@ -306,31 +307,27 @@ class Orders:
             else:
                 self._answers.failed(pending.order, no_boundary(pending.limit_s, "after it was released"))
 
-    def _look_after_park(self, pending: Pending, *, is_late: bool) -> None:
-        busy, declined = None, self._gate.declined
-        if declined is None and self._gate.parked:
-            busy = self._busy_soon()
-            if busy is None:
-                self._standing.pending = None
-                self._answers.done(pending.order)
-                return
-        if is_late or declined is not None:
+    def _look_after_park(self, pending: Pending, attempts: Attempts, *, is_late: bool) -> None:
+        """Ranks have to be told at once: those that stand at this boundary go on to another one with it."""
+        declined = self._gate.declined
+        if declined is None and attempts.look():
+            self._standing.pending = None
+            self._answers.done(pending.order, stood_s=attempts.stood_s)
+        elif is_late or declined is not None or (pending.exact and attempts.is_stopped_too_long):
+            stood_s = attempts.stood_s
             self._standing.pending = None
             self._gate.withdraw()
-            self._answers.failed(pending.order, not_parked(pending.limit_s, busy, declined))
+            self._answers.failed(pending.order, not_parked(pending.limit_s, attempts.busy, declined), stood_s=stood_s)
+        elif attempts.is_stopped_too_long:
+            note(f"{attempts.busy}; the training goes on until the next attempt")
+            attempts.pause()
 
-    def _busy_soon(self) -> str | None:
-        """One thread that is not at rest. Who has just come to the gate is given the moment that its last steps take.
-
-        It has told of itself before these, and cannot take them while this thread has the interpreter.
-        """
-        busy = busy_thread(self._gate.parked_threads, self._gate.trainers)
-        for pause_s in _SOON_S:
-            if busy is None:
-                break
-            sleep(pause_s)
-            busy = busy_thread(self._gate.parked_threads, self._gate.trainers)
-        return busy
+    def _stood_s(self, pending: Pending | None) -> float:
+        """How long the training thread stood until now for what is being withdrawn."""
+        if pending is not None and pending.attempts is not None:
+            return pending.attempts.stood_s
+        since = self._gate.stands_since
+        return 0.0 if since is None else monotonic() - since
 
     def _come_back(self, why: str) -> None:
         """Bring everything back without being told to, and let the training go on. Tried again until it succeeds."""
@@ -375,7 +372,7 @@ class Orders:
         self.known_bytes = self._carrying.room_bytes(found)
         self._answers.found(order, found, self.known_bytes)
 
-    def _wait_for(self, order: Order, limit_s: float | None) -> None:
+    def _wait_for(self, order: Order, limit_s: float | None, attempts: Attempts | None = None) -> None:
         """A question gives way: of a process that was stopped meanwhile, nobody waits for its answer any more."""
         before = self._standing.pending
         if before is not None:
@@ -384,7 +381,7 @@ class Orders:
             self._answers.failed(
                 before.order, refusal("another order came before the answer", "nothing needs to be done")
             )
-        self._standing.pending = Pending(order, limit_s)
+        self._standing.pending = Pending(order, limit_s, attempts)
 
 
 def _park_limit_s() -> float:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import sys
 from _thread import allocate_lock, get_ident
+from time import monotonic
 
 from .notes import note
 from .signals import CannotHold, HeldSignals
+from .trap import Trap
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,12 +63,14 @@ class Gate:
         "_streak",
         "_taken",
         "_trainers",
+        "_trap",
         "asked",
         "count",
         "declined",
         "on_change",
         "on_signal",
         "passed",
+        "stands_since",
         "thread",
     )
 
@@ -76,6 +80,7 @@ class Gate:
         self.thread = _NOBODY
         self.declined: str | None = None  # why nobody could be parked, since it was last asked
         self.passed: int | None = None
+        self.stands_since: float | None = None  # the monotonic instant from which the training thread is parked
         self.on_change: Callable[[], None] = _ignore
         self.on_signal: Callable[[int], None] = _ignore_signal
         self._asked: Asked | None = None
@@ -90,6 +95,7 @@ class Gate:
         self._streak = 0
         self._taken: Asked | None = None  # what the training thread is doing, as long as nothing else is asked
         self._trainers: set[int] = set()
+        self._trap = Trap(self._stop_beside)
 
     # ---- from the agent's thread ------------------------------------------------------------------------------------
 
@@ -152,9 +158,24 @@ class Gate:
             self.asked = True
             self._open()
 
+    def stop_others(self) -> frozenset[int]:
+        """Stop every other thread at its next instruction of the script's; those that will be, or are.
+
+        Only while the training thread is parked: a thread that is stopped there may have a lock that it needs.
+        """
+        return self._trap.set(frozenset(self._trainers | {self._home}))
+
+    def let_others_go(self) -> None:
+        """Let all but the training threads run, since code of the script's is about to run in the agent's thread."""
+        with self._lock:
+            self._trap.lift()
+            for ident in self._doors.keys() - self._trainers - {self._home}:
+                _unlock(self._doors.pop(ident))
+
     def make_inert(self) -> None:
         """In a forked child: nothing will be asked here any more. The lock may have been held by another thread."""
         self._inert = True
+        self._trap.lift()
         self.asked = False
         self._asked = None
         self._lock = allocate_lock()
@@ -163,9 +184,11 @@ class Gate:
         self.on_signal = _ignore_signal
 
     def _open(self) -> None:
+        self._trap.lift()
+        self.stands_since = None
         doors, self._doors = self._doors, {}
         for door in doors.values():
-            door.release()  # type: ignore[attr-defined] # a lock; its class has another name in each Python
+            _unlock(door)
 
     # ---- from the script's threads ----------------------------------------------------------------------------------
 
@@ -278,6 +301,12 @@ class Gate:
         if self.parked or (asked.fits is None and self.count + 1 >= asked.at):
             self._wait(asked)
 
+    def _stop_beside(self) -> None:
+        """A thread that the trap has caught."""
+        asked = self._asked
+        if self.parked and asked is not None and asked.what == PARK:
+            self._wait(asked)
+
     def _wait(self, asked: Asked) -> None:
         """Stay until the door is opened. Signals that would run the script's handlers meanwhile are held back.
 
@@ -331,12 +360,18 @@ class Gate:
                 if self._asked is not asked:
                     return False
                 self._doors[get_ident()] = door
+                if get_ident() == self._home:
+                    self.stands_since = monotonic()
         return True
 
 
 def stand(door: Any) -> None:
     """Wait at the door. The last step of a thread that stops: who is seen in here runs nothing of the script's."""
     door.acquire()
+
+
+def _unlock(door: Any) -> None:
+    door.release()
 
 
 def _is_alive(ident: int) -> bool:

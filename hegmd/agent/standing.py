@@ -11,7 +11,7 @@ from time import monotonic
 
 from .carrying import Carrying
 from .refusals import BUSY_HINT, refusal
-from .stillness import busy_thread
+from .stillness import Attempts, busy_thread
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 class Pending:
     """An order whose answer waits for the training thread."""
 
-    __slots__ = ("deadline", "do", "limit_s", "order")
+    __slots__ = ("attempts", "deadline", "do", "exact", "limit_s", "order")
 
-    def __init__(self, order: Order, limit_s: float | None) -> None:
+    def __init__(self, order: Order, limit_s: float | None, attempts: Attempts | None = None) -> None:
         self.order = order.order
         self.do = order.do
+        self.exact = order.exact
+        self.attempts = attempts  # of a park
         self.limit_s = limit_s
         self.deadline = None if limit_s is None else monotonic() + limit_s
 
@@ -64,7 +66,7 @@ class Standing:
         if self.carrying.out is not None:
             raise refusal("the bytes of this process are out already", "bring them back before they are taken again")
         self.require_parked(what)
-        busy = busy_thread(self.gate.parked_threads, self.gate.trainers)
+        busy = busy_thread(self.gate)
         if busy is not None:
             raise refusal(f"{busy} and may be using storages", BUSY_HINT)
         found, self.found = self.found or self.carrying.find(), None

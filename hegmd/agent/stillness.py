@@ -2,75 +2,224 @@
 
 PyTorch works on a storage without holding the interpreter, so a thread that is in the middle of an operation cannot be
 told from the outside; what can be seen is where each thread's Python stands. A thread is at rest if it is parked at the
-gate, or waits inside one of the standard library's waiting places. One that trains has to be parked, and one inside a
-loader's iterator is about to get a batch: neither is at rest in a wait. Anything else counts as busy, a thread in a
-`sleep` of its own included: what it does when it wakes is not known, and a refusal harms nobody. The threads of
+gate, or stopped beside it, or waits inside one of the standard library's waiting places. One that trains has to be
+parked, and one inside a loader's iterator is about to get a batch: neither is at rest in a wait. The threads of
 PyTorch's compiler are known: they talk with its worker processes, of source code and never of storages.
+
+A thread that the trap holds runs no more Python of the script's, so what it does after its wait does not matter: it is
+at rest also in a `sleep` or a `recv` of its own, and wherever a package is that never touches a storage. Any other
+call may be PyTorch's: that thread counts as busy until it comes out of it. So does one that the trap does not hold.
 """
 
 from __future__ import annotations
 
-import os
 import sys
+from _thread import get_ident
+from time import monotonic, sleep
 
 from .quiesce import stand
+from .trap import is_ours, library_path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import dis
+    from collections.abc import Callable, Iterator
     from types import FrameType
+
+    from .quiesce import Asked, Gate
 
 # Relative to the standard library: where its threads wait.
 _WAITING_FILES = frozenset(
     ("queue.py", "selectors.py", "socket.py", "socketserver.py", "ssl.py", "subprocess.py", "threading.py")
 )
 _WAITING_FOLDERS = ("asyncio/", "concurrent/futures/", "multiprocessing/")
+_POOL_FILE = "concurrent/futures/thread.py"
 _ITERATOR_FILE = "/torch/utils/data/dataloader.py"
 _COMPILER_FOLDER = "/torch/_inductor/compile_worker/"
-_STANDARD_LIBRARY = os.path.dirname(os.__file__) + "/"
-_OURS = os.path.dirname(os.path.abspath(__file__)) + "/"
+# Packages whose threads wait in functions of their own, and whose functions know no tensors.
+_HELPER_FOLDERS = ("/grpc/", "/rich/", "/tensorboard/", "/tqdm/", "/wandb/")
+# Functions that wait, and touch nothing before they return.
+_WAITS = frozenset(
+    "__enter__ accept acquire get poll read readinto readline recv recv_into recvfrom recvmsg select sleep wait4 "
+    "waitid waitpid".split()
+)
+# How long the training thread stands for an attempt, unless the daemon says otherwise.
+STAND_S = 0.5
+# Before a look, since a poll takes whole milliseconds and the job stands.
+_SOON_S = (0.0001, 0.0002, 0.0004)
+# For how much longer than that the training runs on after the first attempt, and after a later one at most.
+_FIRST_PAUSE, _LONGEST_PAUSE = 2, 16
 
 
-def busy_thread(parked: frozenset[int], trainers: frozenset[int]) -> str | None:
-    """One thread that is not at rest, in words, or None when all are."""
-    return next(busy_threads(parked, trainers), None)
+class Attempts:
+    """Stops the training thread for a short while, until all others are at rest, and again later where they are not.
+
+    Between two attempts the training runs on, for longer each time.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        asked: Asked,
+        stand_s: float | None = None,
+        busy: Callable[[Gate], str | None] | None = None,
+    ) -> None:
+        self._gate = gate
+        self._asked = asked
+        self._busy = busy or busy_soon
+        self._stand_s = STAND_S if stand_s is None else stand_s
+        self._pause_s = self._stand_s * _FIRST_PAUSE
+        self._again_at: float | None = None
+        self._stood_s = 0.0
+        #: A thread that was not at rest in the last attempt, in words.
+        self.busy: str | None = None
+
+    @property
+    def stood_s(self) -> float:
+        """How long the training thread stood for it in all, until now."""
+        since = self._gate.stands_since
+        return self._stood_s + (0.0 if since is None else monotonic() - since)
+
+    @property
+    def is_stopped_too_long(self) -> bool:
+        """Whether the training thread has stood for this attempt for as long as it may."""
+        since = self._gate.stands_since
+        return since is not None and monotonic() - since >= self._stand_s
+
+    def next_deadline(self, look_again_s: float) -> float | None:
+        """When to look again."""
+        return monotonic() + look_again_s if self._gate.parked else self._again_at
+
+    def begin(self) -> None:
+        """Have the training thread stop at its next boundary that fits."""
+        self._gate.ask_on(self._asked)
+
+    def look(self) -> bool:
+        """Whether the training thread is parked and all others are at rest; stops it again where that is due."""
+        if self._gate.parked:
+            self.busy = self._busy(self._gate)
+            return self.busy is None
+        if not self._gate.asked and (self._again_at is None or monotonic() >= self._again_at):
+            self._again_at = None
+            self._gate.ask(self._asked)
+        return False
+
+    def pause(self) -> None:
+        """Let the training run on, until it is time for the next attempt."""
+        self._stood_s = self.stood_s
+        self._gate.withdraw()
+        self._again_at = monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, self._stand_s * _LONGEST_PAUSE)
 
 
-def busy_threads(parked: frozenset[int], trainers: frozenset[int]) -> Iterator[str]:
-    """Every thread that is not at rest, in words."""
+def busy_soon(gate: Gate) -> str | None:
+    """One thread that is not at rest. Those that have just come to the gate, or were just stopped beside it, are given
+    the moment that their last steps take: they cannot take them while this thread has the interpreter."""
+    busy = busy_thread(gate)
+    for pause_s in _SOON_S:
+        if busy is None:
+            break
+        sleep(pause_s)
+        busy = busy_thread(gate)
+    return busy
+
+
+def busy_thread(gate: Gate) -> str | None:
+    """One thread that is not at rest, in words, or None when all are.
+
+    While the training thread is parked, all others are stopped as soon as they run Python of the script's.
+    """
+    held = gate.stop_others() if gate.parked else frozenset[int]()
+    return next(busy_threads(gate.parked_threads, gate.trainers, held), None)
+
+
+def busy_threads(parked: frozenset[int], trainers: frozenset[int], held: frozenset[int] = frozenset()) -> Iterator[str]:
+    """Every thread that is not at rest, in words. `held` are those that run no more Python of the script's."""
     for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage] - documented all the same
         if ident in parked:
             if frame.f_code is not stand.__code__:  # the handler of a signal may still run in it
                 yield f"{_name_of(ident)} has not come to a stand"
-        elif _is_ours(frame):
+        elif ident == get_ident() or is_ours(frame):
             continue
         elif ident in trainers:
             yield f"{_name_of(ident)}, which trains too, is at {_place(frame)}"
-        elif not _is_at_rest(frame) and _COMPILER_FOLDER not in frame.f_code.co_filename:
+        elif _COMPILER_FOLDER in frame.f_code.co_filename:
+            continue
+        elif not (_is_at_rest(frame) or (ident in held and _only_waits(frame))):
             yield f"{_name_of(ident)} is at {_place(frame)}"
 
 
-def _is_ours(frame: FrameType) -> bool:
-    """Whether the thread began in the agent."""
-    first: FrameType = frame
-    while first.f_back is not None:
-        first = first.f_back
-    return first.f_code.co_filename.startswith(_OURS)
-
-
 def _is_at_rest(frame: FrameType) -> bool:
-    path = frame.f_code.co_filename
-    if not path.startswith(_STANDARD_LIBRARY):
-        return False
-    within = path[len(_STANDARD_LIBRARY) :]
-    if within not in _WAITING_FILES and not within.startswith(_WAITING_FOLDERS):
+    within = library_path(frame.f_code.co_filename)
+    if within is None or (within not in _WAITING_FILES and not within.startswith(_WAITING_FOLDERS)):
         return False
     outer: FrameType | None = frame
     while outer is not None:
         if outer.f_code.co_filename.endswith(_ITERATOR_FILE) and outer.f_code.co_name == "__next__":
             return False
         outer = outer.f_back
-    return True
+    return within != _POOL_FILE or called(frame) != _GIVEN
+
+
+_BUILT_IN = type(len)
+_GIVEN = "a function that was given to it"
+
+
+def _only_waits(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    if any(folder in path for folder in _HELPER_FOLDERS):
+        return True
+    name = called(frame)
+    return name is not None and (name in _WAITS or name.lstrip("_") in _WAITS)
+
+
+def called(frame: FrameType) -> str | None:
+    """The name by which the function is called that the frame is in, as far as that can be told from its code."""
+    import dis
+
+    done: list[dis.Instruction] = []
+    for instruction in dis.get_instructions(frame.f_code):
+        done.append(instruction)
+        if instruction.offset >= frame.f_lasti:
+            break
+    call = done.pop() if done else None
+    if call is None or call.offset != frame.f_lasti:
+        return None
+    if call.opname in ("BEFORE_WITH", "SETUP_WITH"):
+        return "__enter__"
+    if call.opname == "CALL_FUNCTION_EX":
+        return _GIVEN
+    if not call.opname.startswith(("CALL", "PRECALL")) or call.arg is None:
+        return None
+    if done and done[-1].opname == "PRECALL":
+        done.pop()
+    names_of_arguments = call.opname in ("CALL_FUNCTION_KW", "CALL_KW")
+    name = _producer(done, call.arg + names_of_arguments)
+    known = None if name is None else frame.f_globals.get(name)
+    return known.__name__ if isinstance(known, _BUILT_IN) else name
+
+
+def _producer(done: list[dis.Instruction], above: int) -> str | None:
+    """The name of what was put on the stack below so many others, by the last of these instructions."""
+    import dis
+
+    while done:
+        one = done.pop()
+        if one.opname in _BESIDE or (above == 0 and one.opname == "PUSH_NULL"):
+            continue
+        if one.opcode in dis.hasjrel or one.opcode in dis.hasjabs:
+            return None
+        effect = dis.stack_effect(one.opcode, one.arg if one.opcode >= dis.HAVE_ARGUMENT else None)
+        if above == 0 or effect > above:
+            name = one.argval[0] if isinstance(one.argval, tuple) and one.argval else one.argval
+            name = one.argrepr if one.opname == "LOAD_SPECIAL" else name
+            return name if isinstance(name, str) and one.opname.startswith("LOAD") else None
+        above -= effect
+    return None
+
+
+# They change nothing on the stack.
+_BESIDE = frozenset(("CACHE", "EXTENDED_ARG", "KW_NAMES", "NOP"))
 
 
 def _name_of(ident: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import anyio
 
-from hegmd.errors import TIMEOUT, HegmError, Refused
+from hegmd.errors import TIMEOUT, Refused
 from hegmd.methods.base import Progress
 from hegmd.migration import effects, events
 from hegmd.migration.cast import Cast
@@ -51,18 +51,28 @@ class AgentEffects:
         if exact:
             worker.parked = False  # one that stands at an earlier boundary goes on to this one
         try:
-            await worker.order("park", at=effect.at, limit_s=limit_s, exact=exact, leaving=member.restarts)
+            stand_s, leaving = op.limits.stand_s, member.restarts
+            report = await worker.order(
+                "park", at=effect.at, limit_s=limit_s, exact=exact, leaving=leaving, stand_s=stand_s
+            )
         except OrderFailed as error:
             if effect.at is not None and worker.boundary >= effect.at:
-                return events.Overran(**effect.ending(), boundary=worker.boundary)
-            if anyio.current_time() - began < limit_s:
-                raise
-            raise HegmError(TIMEOUT, error.message, error.hint, error.facts) from error
-        return events.Parked(**effect.ending(), boundary=worker.boundary)
+                why = error.message if error.stood_s else ""
+                return events.Overran(**effect.ending(), boundary=worker.boundary, stood_s=error.stood_s, why=why)
+            is_late = anyio.current_time() - began >= limit_s
+            return events.Failed(
+                **effect.ending(),
+                fault=events.BROKEN,
+                code=TIMEOUT.name if is_late else error.code.name,
+                message=error.message,
+                hint=error.hint,
+                stood_s=error.stood_s,
+            )
+        return events.Parked(**effect.ending(), boundary=worker.boundary, stood_s=report.stood_s or 0.0)
 
     async def withdraw(self, op: Operation, member: Member, effect: effects.Withdraw, _: Progress) -> Event:
-        await self._cast.worker(member).order("withdraw")
-        return events.Withdrawn(**effect.ending())
+        report = await self._cast.worker(member).order("withdraw")
+        return events.Withdrawn(**effect.ending(), stood_s=report.stood_s or 0.0)
 
     async def release(self, op: Operation, member: Member, effect: effects.Release, _: Progress) -> Event:
         worker = self._cast.worker(member)

@@ -10,6 +10,9 @@ from hegmd.migration import effects, events
 from hegmd.migration.events import Event
 from hegmd.migration.operation import QUIESCE, Operation
 
+# What may follow on attempts to stop the job that came to nothing: each says how long it stood in them.
+_ATTEMPTED = events.Overran | events.Withdrawn | events.Failed
+
 
 def timed(event: Event, after: Operation, now: float) -> Operation:
     """The operation with what the event says of that. `now` is monotonic: an instant from before a reboot is none."""
@@ -17,13 +20,29 @@ def timed(event: Event, after: Operation, now: float) -> Operation:
         after = after.replace(stood_since=None)
     alone = not any(member.has_agent for member in after.workers)
     resumed = isinstance(event, events.ResumeAsked) and after.kind != QUIESCE  # one that was held has stood before
-    if resumed or (after.stood_since is None and _stops(event, after, alone=alone)):
+    if resumed:
         return after.replace(stood_since=now, blackout_s=None)
+    if after.stood_since is None and _stops(event, after, alone=alone):
+        # As if it had stood in one piece: what it stood in earlier attempts comes before.
+        before_s = (event.stood_s if isinstance(event, events.Parked) else 0.0) + (after.blackout_s or 0.0)
+        return after.replace(stood_since=now - before_s, blackout_s=None)
+    if isinstance(event, _ATTEMPTED):
+        after = _attempted(event, after, now)
     started = isinstance(event, events.Restored) and event.pid is not None  # a process that never stood
-    if after.stood_since is not None and (started or isinstance(event, events.Restored if alone else events.Released)):
-        goes_on = all(member.at is not None if alone else not member.parked for member in after.live)
+    goes_on = isinstance(event, events.Restored if alone else (events.Released, events.Withdrawn))
+    if after.stood_since is not None and (started or goes_on):
+        is_whole = all(member.at is not None if alone else not member.parked for member in after.live)
         stood_s = now - after.stood_since
-        return after.replace(blackout_s=stood_s, stood_since=None if goes_on else after.stood_since)
+        return after.replace(blackout_s=stood_s, stood_since=None if is_whole else after.stood_since)
+    return after
+
+
+def _attempted(event: events.Overran | events.Withdrawn | events.Failed, after: Operation, now: float) -> Operation:
+    """An attempt is over in which it stood; ranks that stopped with it go on to another boundary."""
+    if isinstance(event, events.Overran) and after.stood_since is not None:
+        return after.replace(blackout_s=now - after.stood_since, stood_since=None)
+    if event.stood_s and after.stood_since is None:
+        return after.replace(blackout_s=(after.blackout_s or 0.0) + event.stood_s)
     return after
 
 

@@ -59,10 +59,10 @@ def parked(op: Operation, worker: Worker, pending: Pending, event: events.Parked
 def overran(op: Operation, worker: Worker, pending: Pending, event: events.Overran) -> Operation:
     """Each round leaves twice the room, so that an order catches up with batches that are shorter than its way."""
     op = op.with_worker(worker.replace(boundary=event.boundary, asked=False))
-    return _meeting_at(op, event.boundary + (1 << op.rounds))
+    return _meeting_at(op, event.boundary + (1 << op.rounds), event.why)
 
 
-def _meeting_at(op: Operation, boundary: int) -> Operation:
+def _meeting_at(op: Operation, boundary: int, why: str = "") -> Operation:
     """Ranks stop where the one that is furthest stands, so that no collective is left half way.
 
     One that stands before it has to be asked again; that counts too, so that nobody is asked for ever.
@@ -70,7 +70,7 @@ def _meeting_at(op: Operation, boundary: int) -> Operation:
     if not op.lockstep or op.at is None or boundary == op.at:
         return op
     if op.rounds >= MOST_ROUNDS:
-        message = f"the ranks did not stop at one boundary in {MOST_ROUNDS} attempts"
+        message = f"the ranks did not stop at one boundary in {MOST_ROUNDS} attempts" + (f": {why}" if why else "")
         return turns.back(
             op, REFUSED.name, message, "all ranks have to pass boundaries together; see the script's loops"
         )

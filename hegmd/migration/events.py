@@ -136,6 +136,7 @@ class Failed(Ending, tag="failed"):
     code: str = field("code of the error, as in hegmd/errors.py", default="refused")
     message: str = field("what failed, with numbers")
     hint: str = field("the next step")
+    stood_s: float = field("how long its training thread stood for it", default=0.0)
 
 
 class RoomTaken(Ending, tag="room-taken"):
@@ -171,16 +172,24 @@ class Parked(Ending, tag="parked"):
     """The training thread stands at a boundary."""
 
     boundary: int = field("which one")
+    stood_s: float = field("how long it stood until now, in all attempts", default=0.0)
 
 
 class Overran(Ending, tag="overran"):
-    """The order to park named a boundary that the worker had passed already; nothing is asked of it any more."""
+    """The worker has passed the boundary that the order to park named, and runs; nothing is asked of it any more.
+
+    Either the order came too late, or another of its threads kept it from coming to rest there.
+    """
 
     boundary: int = field("batch boundaries that it has passed")
+    stood_s: float = field("how long its training thread stood there", default=0.0)
+    why: str = field("what kept it from coming to rest; empty where the order came too late", default="")
 
 
 class Withdrawn(Ending, tag="withdrawn"):
     """Nothing is asked of the worker any more, and its training thread runs."""
+
+    stood_s: float = field("how long it stood for what was asked", default=0.0)
 
 
 class Evacuated(Ending, tag="evacuated"):

@@ -37,6 +37,9 @@ class Limits(Record):
 
     arm_s: float = field("taking room and pool; of a restart, once more until the next process is ready", default=60.0)
     park_s: float = field("stopping at a boundary", default=60.0)
+    stand_s: float = field(
+        "standing at a boundary while other threads are not at rest, before it runs on to another one", default=0.5
+    )
     hold_s: float = field("of a quiesce: standing at the boundary, before the job goes on by itself", default=60.0)
     move_s: float = field("taking the bytes out, or putting them back", default=600.0)
     hand_s: float = field("writing an image, from the dump to its verification", default=3600.0)

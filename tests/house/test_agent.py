@@ -17,11 +17,15 @@ ALLOWED = {
 }
 # What a restart takes beside that; every training has it loaded, since torch imports it.
 FOR_RESTARTS = set("array atexit binascii bisect collections dis functools marshal re weakref".split())
+# What it takes to tell which call a thread is in; a job without torch reads it in at its first move.
+FOR_STILLNESS = {"dis"}
 AT_EVERY_START = {"hegmd.agent.mount": {"__future__", "sys"}, "hegmd.agent.inject.sitecustomize": {"sys"}}
 
 
 def foreign_imports(module: Module) -> Iterator[str]:
     allowed = ALLOWED | (FOR_RESTARTS if is_within(module.name, "hegmd.agent.restart") else set())
+    if module.name == "hegmd.agent.stillness":
+        allowed = allowed | FOR_STILLNESS
     for found in module.imports():
         top = found.target.split(".")[0]
         if not found.for_types_only and top not in allowed | {"hegmd", "_hegm"}:

@@ -39,7 +39,7 @@ class _Trained:
         self.news = threading.Semaphore(0)
         self.gate.on_change = self.news.release
         place = {"HEGM_CHECKPOINT_PATH": str(folder / "latest.pt"), **environ}
-        self.departure = Departure(self.request, self.gate, self.orders, self, place, lambda _parked, _trainers: busy)
+        self.departure = Departure(self.request, self.gate, self.orders, self, place, lambda _gate: busy)
         self._thread = threading.Thread(target=self._train)
 
     def _train(self) -> None:

@@ -1,0 +1,181 @@
+"""A park that other threads keep from succeeding: the training stands for short whiles only, and is stopped again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic
+from types import CodeType
+from typing import Any
+
+import pytest
+
+from hegmd.agent.orders import Orders
+from hegmd.agent.quiesce import Gate
+from hegmd.protocol.messages import AgentReport, Order
+
+PATIENCE_S = 20.0
+STAND_S = 0.02
+SCRIPT = """
+def main({call}, fd, told):
+    while {call}(fd, 1) != b'.':
+        told.append('woke')
+"""
+WAITING, COMPUTING = "read", "multiply"
+
+
+class Script:
+    """A training thread that passes boundaries without end, another thread that waits, and orders to both."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.gate = Gate()
+        self.reports: list[AgentReport] = []
+        self.orders = Orders(self.gate)
+        self.orders.begin(self.reports.append)
+        self.woke: list[str] = []
+        self._wakes: list[int] = []
+        self._threads: list[threading.Thread] = []
+        self._over = False
+        self._start(self._train)
+
+    def _start(self, target: Callable[..., object], *args: object) -> threading.Thread:
+        thread = threading.Thread(target=target, args=args)
+        thread.start()
+        self._threads.append(thread)
+        return thread
+
+    def _train(self) -> None:
+        while not self._over:
+            self.gate.boundary_by_hand()
+
+    def start_beside(self, call: str) -> threading.Thread:
+        """A thread of the script's that is in a call until it is woken; all that can be seen of that is its name."""
+        woken, wakes = os.pipe()
+        self._wakes += [wakes, woken]
+        names: dict[str, Any] = {}
+        code: CodeType = compile(SCRIPT.format(call=call), str(self._folder / "train.py"), "exec")
+        exec(code, names)
+        return self._start(names["main"], os.read, woken, self.woke)
+
+    def wake(self, data: bytes = b"x") -> None:
+        os.write(self._wakes[0], data)
+
+    def park(self, limit_s: float = PATIENCE_S, *, at: int | None = None) -> None:
+        exact = at is not None
+        order = Order(order=1, do="park", limit_s=limit_s, stand_s=STAND_S, at=at, exact=exact)
+        self.orders.obey(order, None)
+
+    def tick_until(self, holds: Callable[[], bool]) -> None:
+        deadline = monotonic() + PATIENCE_S
+        while not holds():
+            assert monotonic() < deadline
+            self.orders.tick()
+
+    def end(self) -> None:
+        self._over = True
+        self.orders.obey(Order(order=99, do="withdraw"), None)
+        for wakes in self._wakes[::2]:
+            os.write(wakes, b".")
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+        for fd in self._wakes:
+            os.close(fd)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Script]:
+    made = Script(tmp_path)
+    yield made
+    made.end()
+
+
+def test_a_training_stood_for_the_whole_time_limit_of_an_order_that_was_then_refused(script: Script) -> None:
+    """Issue 14, row 4: it fell from 41.8 to 1.5 steps/s, with one gap of 13.5 s, because another thread was busy."""
+    script.start_beside(COMPUTING)
+    script.park()
+    script.tick_until(lambda: script.gate.parked)
+    script.tick_until(lambda: not script.gate.parked)
+    ran_on_from = script.gate.count
+    script.tick_until(lambda: script.gate.count > ran_on_from)
+    assert not script.reports
+    script.tick_until(lambda: script.gate.parked)
+    script.wake(b".")
+    script.tick_until(lambda: bool(script.reports))
+    (parked,) = script.reports
+    assert parked.result == "done"
+    assert parked.stood_s is not None
+    assert parked.stood_s >= STAND_S
+
+
+def test_what_a_refused_order_cost_the_training_was_not_told(script: Script) -> None:
+    """Issue 14, row 4: `ops` showed no downtime."""
+    script.start_beside(COMPUTING)
+    script.park(limit_s=10 * STAND_S)
+    script.tick_until(lambda: bool(script.reports))
+    (refused,) = script.reports
+    assert refused.result == "failed"
+    assert "train.py" in refused.message
+    assert refused.stood_s is not None
+    assert refused.stood_s > 0
+
+
+def test_a_withdrawn_order_tells_how_long_the_training_stood_for_it(script: Script) -> None:
+    script.start_beside(COMPUTING)
+    script.park()
+    script.tick_until(lambda: script.gate.parked)
+    script.tick_until(lambda: not script.gate.parked)
+    script.orders.obey(Order(order=2, do="withdraw"), None)
+    assert [report.result for report in script.reports] == ["failed", "done"]
+    assert (script.reports[-1].stood_s or 0.0) >= STAND_S
+
+
+def test_a_rank_says_at_once_that_it_did_not_come_to_rest_at_its_boundary(script: Script) -> None:
+    """The other ranks stand at that boundary, and go on to another one with it."""
+    script.start_beside(COMPUTING)
+    script.park(at=script.gate.count + 100_000)
+    script.tick_until(lambda: bool(script.reports))
+    (refused,) = script.reports
+    assert refused.result == "failed"
+    assert not script.gate.parked
+
+
+def test_a_thread_in_a_wait_of_its_own_kept_a_training_from_being_moved(script: Script) -> None:
+    """Issue 14, row 4: another Python thread was in its own time.sleep. Now it is stopped when it wakes."""
+    thread = script.start_beside(WAITING)
+    script.park()
+    script.tick_until(lambda: bool(script.reports))
+    assert [report.result for report in script.reports] == ["done"]
+    script.wake()
+    script.tick_until(lambda: thread.ident in script.gate.parked_threads)
+    assert script.woke == []
+    script.orders.obey(Order(order=2, do="withdraw"), None)
+    script.tick_until(lambda: script.woke == ["woke"])
+
+
+def test_a_thread_that_was_stopped_runs_on_when_no_daemon_comes_back(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What parks a thread has to let it go by itself."""
+    monkeypatch.setenv("HEGM_PARK_LIMIT_S", "0.01")
+    thread = script.start_beside(WAITING)
+    script.park()
+    script.tick_until(lambda: bool(script.reports))
+    script.wake()
+    script.tick_until(lambda: thread.ident in script.gate.parked_threads)
+    script.orders.end()
+    script.tick_until(lambda: script.woke == ["woke"])
+
+
+def test_before_code_of_the_scripts_runs_in_the_agents_thread_all_others_are_let_go(script: Script) -> None:
+    """One of them may have a lock that this code needs."""
+    thread = script.start_beside(WAITING)
+    script.park()
+    script.tick_until(lambda: bool(script.reports))
+    script.wake()
+    script.tick_until(lambda: thread.ident in script.gate.parked_threads)
+    script.gate.let_others_go()
+    script.tick_until(lambda: script.woke == ["woke"])
+    assert script.gate.parked
