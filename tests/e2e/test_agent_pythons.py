@@ -124,6 +124,86 @@ def test_loops_are_read_from_the_stack_of_any_python(name: str) -> None:
     assert found[0] == found[1]
 
 
+# Threads of every kind while the trap is set: what they did meanwhile is printed, and what is left of it afterwards.
+TRAP = """
+import os, socket, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+sys.path.insert(0, sys.argv[1])
+from hegmd.agent import trap
+
+def read(fd):
+    while os.read(fd, 1) != b".": ran.append("read")
+
+def receive(end):
+    while end.recv(1) != b".": ran.append("receive")
+
+def wait(semaphore):
+    while not over: semaphore.acquire() and ran.append("wait")
+
+def spin():
+    while not over: turns[0] += 1
+
+def catch():
+    caught.add(threading.current_thread().name)
+    all_caught() and every.set()
+    door.wait()
+
+def all_caught():
+    return caught >= {"read", "receive", "wait", "spin", "pool_0"}
+
+def traced(event):
+    sys.settrace(lambda frame, what, argument: None)
+    begun.set()
+    event.wait()
+    print("its own trace function", sys.gettrace() is not None)
+
+ran, caught, over, turns = [], set(), False, [0]
+door, every, begun, end = [threading.Event() for _ in range(4)]
+fd, wakes = os.pipe()
+near, far = socket.socketpair()
+semaphore = threading.Semaphore(0)
+threads = [
+    threading.Thread(target=target, args=arguments, name=target.__name__)
+    for target, arguments in ((read, (fd,)), (receive, (near,)), (wait, (semaphore,)), (spin, ()), (traced, (end,)))
+]
+for thread in threads: thread.start()
+pool = ThreadPoolExecutor(1, "pool")
+pool.submit(int).result()
+begun.wait()
+the_trap = trap.Trap(catch)
+held = the_trap.set(frozenset())
+debugged = threads[-1].ident in held
+print("held", len(held) - debugged, debugged == (sys.version_info >= (3, 12)))
+os.write(wakes, b"x"), far.send(b"x"), semaphore.release()
+done = pool.submit(ran.append, "pool")
+print("caught", every.wait(20), ran)
+before = turns[0]
+the_trap.lift()
+print("spun", turns[0] - before)
+door.set()
+done.result()
+over = True
+os.write(wakes, b"."), far.send(b"."), semaphore.release(), end.set()
+for thread in threads: thread.join()
+pool.shutdown()
+print(sorted(set(ran)), getattr(sys, "monitoring", None) and sys.monitoring.get_tool(4))
+"""
+
+
+@pytest.mark.parametrize("name", [Path(sys.executable).name, *OTHERS])
+def test_threads_of_any_python_are_stopped_when_they_wake(name: str) -> None:
+    """Issue 14, row 4."""
+    python = sys.executable if name == Path(sys.executable).name else find_python(name)
+    ran = subprocess.run([python, "-c", TRAP, str(ROOT)], capture_output=True, text=True, check=False)
+    assert ran.stdout.splitlines() == [
+        "held 5 True",
+        "caught True []",
+        "spun 0",
+        "its own trace function True",
+        "['pool', 'read', 'receive', 'wait'] None",
+    ], ran.stderr
+
+
 @pytest.mark.parametrize("name", ENDS_OF_OTHERS)
 def test_boundaries_are_counted_and_stopped_at_by_any_python(name: str, socket_path: Path, expected: str) -> None:
     python = find_python(name)
