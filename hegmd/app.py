@@ -35,7 +35,7 @@ from hegmd.log import LogSetup, fields
 from hegmd.metrics import Build, Counters, Tallies, read_own_process, render
 from hegmd.own_memory import MemoryReturn
 from hegmd.processes import ProcessTable
-from hegmd.processes.procfs import start_ticks_of
+from hegmd.processes.procfs import how_ended, start_ticks_of
 from hegmd.protocol.messages import PROTOCOL_VERSION, ConfigReply, Limits, ReloadReply
 from hegmd.protocol.snapshots import AgentInfo
 from hegmd.server.auth import Peer
@@ -93,7 +93,7 @@ class App:
         self._reloading = anyio.Lock()
         self._examination = Examination(self._facts)
         self._events = EventLog(config.events.remembered)
-        self._workers = Workers(start_ticks_of)
+        self._workers = Workers(start_ticks_of, how_ended)
         self._counters = Counters()
         self._memory = MemoryReturn(return_free_memory, time.monotonic())
         self._audit = Audit(config.audit.file)

@@ -69,6 +69,8 @@ class Worker:
         self.about = about
         self.token = about.token
         self.ended = False
+        #: How its process has ended, in words, where that could be seen.
+        self.how_ended: str | None = None
         #: The GPU that it is on, as far as somebody has settled that; the operations and the simulation write it.
         self.gpu: str | None = None
         #: Whether it trains without one; None before that is known. Attendance writes it.
@@ -250,11 +252,16 @@ class Workers:
     """Every worker on the node. `run` has to be running for as long as agents attend.
 
     `start_ticks` tells a process's start time, or None if there is no such process, and raises HegmError when that
-    cannot be seen now.
+    cannot be seen now. `how_ended` tells of one that has just ended how it did, where that can be seen.
     """
 
-    def __init__(self, start_ticks: Callable[[int], int | None] = lambda _pid: None) -> None:
+    def __init__(
+        self,
+        start_ticks: Callable[[int], int | None] = lambda _pid: None,
+        how_ended: Callable[[int, int], str | None] = lambda _pid, _ticks: None,
+    ) -> None:
         self._start_ticks = start_ticks
+        self._how_ended = how_ended
         self._introduced: dict[int, AgentInfo] = {}
         self._workers: dict[int, Worker] = {}
         self._links: dict[object, tuple[Worker, Link]] = {}
@@ -354,6 +361,7 @@ class Workers:
         """Wait for the end of the process; in one task for each, which its own end or the daemon's ends."""
         try:
             await anyio.wait_readable(pidfd)
+            worker.how_ended = self._how_ended(worker.pid, worker.identity.start_ticks)
         finally:
             anyio.notify_closing(pidfd)
             os.close(pidfd)

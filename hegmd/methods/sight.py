@@ -20,6 +20,9 @@ from hegmd.helper.link import Stuck
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _STOPPED = frozenset("Tt")
+_ENDED = ("Z", "X")
+# Of the fields behind the name in /proc/PID/stat, and in there PF_EXITING (include/linux/sched.h, since 2.6).
+_FLAGS, _EXITING = 6, 0x4
 GIB = 1 << 30
 
 
@@ -133,6 +136,15 @@ def look_at(pid: int, free_bytes: int | None, proc: Path = Path("/proc")) -> Sig
 def is_stopped(pid: int) -> bool:
     """Whether a signal or a debugger has stopped the process. One that is gone is not."""
     return _state_of(Path(f"/proc/{pid}")) in _STOPPED
+
+
+def is_ending(pid: int) -> bool:
+    """Whether the process is gone, or on its way: the kernel closes its files before it tells of its end."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return not Path(f"/proc/{pid}").exists()
+    return len(fields) > _FLAGS and (fields[0] in _ENDED or bool(int(fields[_FLAGS]) & _EXITING))
 
 
 def _state_of(folder: Path) -> str:

@@ -6,7 +6,7 @@ from its state. Owns which of these it is. Pure, as the actions are.
 
 from __future__ import annotations
 
-from hegmd.errors import REFUSED
+from hegmd.errors import NOT_FOUND, REFUSED
 from hegmd.migration import course, turns
 from hegmd.migration.effects import Effect
 from hegmd.migration.operation import FORWARD, Failure, Operation, Worker
@@ -29,7 +29,8 @@ def gone(op: Operation, name: str, why: str, *, finished: bool = False) -> Opera
     lost = lost and not worker.restarts  # nothing was taken out of it: it ended as it would have by itself
     op = without_orders(op, name).with_worker(departed(worker, lost=lost))
     state = " while its state was out of it" if lost else ""
-    op = turns.because(op, REFUSED.name, f"process {worker.pid} is gone{state}: {why}", "see the log of the job")
+    code = REFUSED if lost else NOT_FOUND
+    op = turns.because(op, code.name, f"process {worker.pid} is gone{state}: {why}", "see the log of the job")
     return course.turned_back(op) if op.heading == FORWARD and away else op
 
 

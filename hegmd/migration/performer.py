@@ -32,7 +32,7 @@ from hegmd.methods.base import (
     Standing,
     Subject,
 )
-from hegmd.methods.sight import is_stopped
+from hegmd.methods.sight import is_ending, is_stopped
 from hegmd.migration import effects, events
 from hegmd.migration.agent_effects import SURVEY_LIMIT_S, AgentEffects
 from hegmd.migration.cast import Cast
@@ -106,6 +106,10 @@ class Performer:
     def stopped(self, op: Operation) -> tuple[int, ...]:
         """Those of its processes that a signal or a debugger has stopped: no step of the driver in them comes on."""
         return tuple([member.pid for member in op.live if self._is_stopped(member.pid) and self._is_there(member)])
+
+    def ending(self, op: Operation) -> tuple[int, ...]:
+        """Those of its processes that are about to be gone: their agents will not come back."""
+        return tuple([member.pid for member in op.live if member.waits is not None and is_ending(member.pid)])
 
     def _is_there(self, member: Member) -> bool:
         try:

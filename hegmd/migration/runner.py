@@ -253,6 +253,7 @@ class Runner:
             last_utc=history.story[-1].utc if history.story else None,
             trouble=self._ledger.trouble,
             stopped=() if op.phase in AT_REST else self._performer.stopped(op),
+            ending=() if op.phase in AT_REST else self._performer.ending(op),
             awaits=None if running is None else self._performer.doing(op),
         )
 
@@ -392,7 +393,8 @@ class Runner:
 
 def _news_event(news: str, worker: Worker, member: Member) -> Event:
     if news == ENDED and worker.token == member.token:
-        return events.WorkerGone(worker=member.name, cause="the process")
+        gone = events.WorkerGone(worker=member.name, cause="the process")
+        return gone if worker.how_ended is None else gone.replace(why=worker.how_ended)
     if news in (CAME, BACK):
         return events.AgentBack(worker=member.name, token=worker.token, cause="the agent")
     if news in (LEFT, ENDED):

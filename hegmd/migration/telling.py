@@ -28,12 +28,14 @@ def description(
     last_utc: float | None = None,
     trouble: HegmError | None = None,
     stopped: Sequence[int] = (),
+    ending: Sequence[int] = (),
     awaits: str | None = None,
 ) -> told.Operation:
     """How it stands; the figures are the runner's, who has the clock and the reports, and the journal's trouble too.
 
     `last_utc`: when it came to where it is. `stopped` are those of its processes that stand still because of a signal
-    or a debugger; `awaits` is what it waits for in its present phase, as whoever waits says it.
+    or a debugger, `ending` those that are about to be gone; `awaits` is what it waits for in its present phase, as
+    whoever waits says it.
     """
     failure = op.failure or op.lacks
     size_bytes = sum(member.carried_bytes for member in op.workers)
@@ -49,7 +51,7 @@ def description(
         blackout_s=op.blackout_s,
         took_s=max(0.0, last_utc - op.created_utc) if last_utc is not None and op.phase in TERMINAL else None,
         failure=None if failure is None else told.Reason(code=failure.code, message=failure.message, hint=failure.hint),
-        waits=waiting(op, trouble, stopped),
+        waits=waiting(op, trouble, stopped, ending),
         way=way_of(op),
         doing=awaits if op.phase == READYING and awaits else doing(op),
         note=_note(op),
@@ -87,8 +89,10 @@ def doing(op: Operation) -> str | None:
     return told.LEAVING if member.saved and op.heading == FORWARD else None
 
 
-def waiting(op: Operation, trouble: HegmError | None = None, stopped: Sequence[int] = ()) -> told.Wait | None:
-    """What it waits for, the most pressing first; None for one that is over, or comes on."""
+def waiting(
+    op: Operation, trouble: HegmError | None = None, stopped: Sequence[int] = (), ending: Sequence[int] = ()
+) -> told.Wait | None:
+    """What it waits for, the most pressing first; None for one that is over, or comes on, as when a process ends."""
     if op.phase in TERMINAL:
         return None
     if trouble is not None:
@@ -98,7 +102,7 @@ def waiting(op: Operation, trouble: HegmError | None = None, stopped: Sequence[i
         are = f"processes {pids} are" if len(stopped) > 1 else f"process {pids} is"
         return told.Wait(why=f"{are} stopped by a signal or a debugger", next=f"kill -CONT {pids}")
     for member in op.live:
-        if member.waits == FOR_AGENT:
+        if member.waits == FOR_AGENT and (member.saved or member.pid not in ending):
             return _waiting_for(op, member)
     if op.lacks is not None and op.heading == BACK:
         return told.Wait(why=op.lacks.message, next=op.lacks.hint)

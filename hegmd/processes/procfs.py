@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import time
 from dataclasses import dataclass
 
@@ -42,6 +43,8 @@ _ENDED_STATES = ("Z", "X", "x")
 _STOPPED_STATES = ("T", "t")
 # Fields of /proc/PID/stat, counted from the one after the name.
 _STATE, _START_TICKS = 0, 19
+_EXIT_CODE = 49
+_SIGNALS = {int(number): number.name for number in signal.Signals}
 
 
 class Vanished(Exception):
@@ -119,6 +122,23 @@ def start_ticks_of(pid: int, proc_root: str = "/proc") -> int | None:
         ) from None
     except (Vanished, Unreadable):
         return None
+
+
+def how_ended(pid: int, start_ticks: int, proc_root: str = "/proc") -> str | None:
+    """How a process has ended, in words; None unless it waits for its parent to ask the same, and may be looked at."""
+    try:
+        fields = _read(proc_root, pid, "stat", _STAT_MAX_BYTES).rpartition(b")")[2].split()
+        state, ticks = fields[_STATE].decode("ascii", "replace"), int(fields[_START_TICKS])
+        status = int(fields[_EXIT_CODE])
+        may_look = os.geteuid() in (0, _owner(_read(proc_root, pid, "status", _STAT_MAX_BYTES)))
+    except (Vanished, Unreadable, Scarce, IndexError, ValueError):
+        return None
+    if state not in _ENDED_STATES or ticks != start_ticks or not may_look:
+        return None
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"it ended with exit status {code}"
+    return f"it was ended by signal {-code}" + (f" ({_SIGNALS[-code]})" if -code in _SIGNALS else "")
 
 
 def read_command(proc_root: str, pid: int) -> str:

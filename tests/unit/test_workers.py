@@ -15,7 +15,7 @@ import pytest
 
 from hegmd.errors import TIMEOUT, HegmError, Refused
 from hegmd.protocol.messages import AgentReport
-from hegmd.workers import AgentAway, OrderFailed, Workers
+from hegmd.workers import ENDED, AgentAway, OrderFailed, Worker, Workers
 from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
 
@@ -236,3 +236,24 @@ async def test_bytes_on_their_way_are_waited_for_however_long_it_takes(process: 
         assert worker.busy
         agent.go_on.set()
     os.close(memory)
+
+
+async def test_a_worker_that_has_ended_says_how(process: subprocess.Popen[bytes]) -> None:
+    """Issue 14, row 11."""
+    workers = Workers(lambda _pid: 77, lambda pid, ticks: f"{pid} of {ticks} was ended")
+    said: list[tuple[str, str | None]] = []
+    over = anyio.Event()
+
+    def listen(news: str, worker: Worker) -> None:
+        said.append((news, worker.how_ended))
+        if news == ENDED:
+            over.set()
+
+    workers.listen(listen)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(workers.run)
+        await ModelAgent(workers, process.pid).attend(tasks)
+        process.kill()
+        await over.wait()
+        tasks.cancel_scope.cancel()
+    assert said == [("came", None), (ENDED, f"{process.pid} of 77 was ended")]

@@ -238,7 +238,9 @@ def test_a_worker_that_ends_takes_nothing_with_it(phase: str) -> None:
     assert (dict(gone.rooms), gone.pool_bytes) == ({}, 0)
     its_state_was_out = phase in {"evacuating", "checkpointing", "restoring", "refilling", "releasing"}
     assert drive.op.phase == ("lost" if its_state_was_out else "undone" if phase != "tidying" else drive.op.phase)
-    assert "killed by signal 9" in str(drive.op.failure)
+    assert drive.op.failure is not None
+    assert "killed by signal 9" in drive.op.failure.message
+    assert drive.op.failure.code == ("refused" if its_state_was_out else "not-found"), "issue 14, row 11: its end"
 
 
 def test_the_others_of_a_job_come_back_when_one_ends() -> None:

@@ -65,6 +65,16 @@ def test_a_process_that_was_stopped_while_it_was_restored_was_in_the_log_alone()
     assert description(op, stopped=(4711,)).waits == waiting(op, stopped=(4711,))
 
 
+def test_a_job_that_ended_was_said_to_wait_for_its_agent_to_come_back() -> None:
+    """Issue 14, row 11: `settling waits: the agent is not connected`, and then that it is gone."""
+    drive = Drive(operation()).until("quiescing")
+    drive.feed(events.AgentLost(worker="a"))
+    pid = drive.op.workers[0].pid
+    assert waiting(drive.op) is not None
+    assert waiting(drive.op, ending=(pid,)) is None
+    assert description(drive.op, ending=(pid,)).waits is None
+
+
 def test_a_job_that_stood_for_its_image_was_said_to_be_stopped_with_the_command_that_lets_it_go_on() -> None:
     """Whoever followed that had a job that wrote to files beyond what is in its image."""
     wish = Handoff(path="/images/one", uid=0, gid=0, root_pid=4711)

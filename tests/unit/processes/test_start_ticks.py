@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,8 +13,9 @@ import anyio
 import pytest
 
 from hegmd.errors import UNAVAILABLE, HegmError
+from hegmd.methods.sight import is_ending
 from hegmd.migration.runner import ended
-from hegmd.processes.procfs import start_ticks_of
+from hegmd.processes.procfs import how_ended, start_ticks_of
 from tests.unit.processes.pretended_proc import Start
 
 
@@ -34,6 +37,33 @@ def test_a_live_process_was_gone_for_a_daemon_without_descriptors() -> None:
     assert hidden.value.code is UNAVAILABLE
     assert start_ticks_of(os.getpid()) == known
     assert start_ticks_of(2**22 + 1) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise SystemExit(3)", "it ended with exit status 3"),
+        ("pass", "it ended with exit status 0"),
+        ("import os; os.kill(os.getpid(), 9)", "it was ended by signal 9 (SIGKILL)"),
+        ("import os; os.kill(os.getpid(), 40)", "it was ended by signal 40"),
+    ],
+)
+def test_how_a_process_has_ended_is_seen_before_its_parent_asks(code: str, said: str) -> None:
+    """Issue 14, row 11: nobody was told how a job had ended."""
+    with subprocess.Popen([sys.executable, "-Ic", f"input(); {code}"], stdin=subprocess.PIPE) as child:
+        ticks = start_ticks_of(child.pid)
+        assert ticks is not None
+        assert how_ended(child.pid, ticks) is None, "it lives"
+        assert not is_ending(child.pid)
+        assert child.stdin is not None
+        child.stdin.write(b"\n")
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert how_ended(child.pid, ticks) == said
+        assert how_ended(child.pid, ticks + 1) is None, "another process"
+        assert is_ending(child.pid)
+    assert how_ended(child.pid, ticks) is None
+    assert is_ending(child.pid)
 
 
 async def test_an_operation_lost_its_process_when_descriptors_were_short(start: Start) -> None:
