@@ -18,7 +18,7 @@ from _thread import get_ident
 from time import monotonic, sleep
 
 from .quiesce import stand
-from .trap import is_ours, library_path
+from .trap import NoCollection, is_ours, library_path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -130,7 +130,8 @@ def busy_thread(gate: Gate) -> str | None:
     While the training thread is parked, all others are stopped as soon as they run Python of the script's.
     """
     held = gate.stop_others() if gate.parked else frozenset[int]()
-    return next(busy_threads(gate.parked_threads, gate.trainers, held), None)
+    with NoCollection():
+        return next(busy_threads(gate.parked_threads, gate.trainers, held), None)
 
 
 def busy_threads(parked: frozenset[int], trainers: frozenset[int], held: frozenset[int] = frozenset()) -> Iterator[str]:

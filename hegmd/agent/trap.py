@@ -11,15 +11,18 @@ library, nor while it imports a module or writes to a log: it would keep a lock 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from _operator import and_, attrgetter
 from _thread import get_ident
+from itertools import accumulate, chain, compress, repeat, takewhile, tee
 
 from .notes import note
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import CodeType, FrameType
     from typing import Any
 
@@ -88,11 +91,11 @@ class Trap:
         """
         self._spared = spared | {get_ident()}
         hook = self._begun()
-        held: set[int] = set()
-        for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage] - it is documented
-            if hook is not None and ident not in self._spared and not is_ours(frame) and hook.watch(ident, frame):
-                held.add(ident)
-        return frozenset(held)
+        if hook is None:
+            return frozenset()
+        with NoCollection():
+            frames = sys._current_frames().items()  # pyright: ignore[reportPrivateUsage] - it is documented
+            return hook.watch({at: frame for at, frame in frames if at not in self._spared and not is_ours(frame)})
 
     def _begun(self) -> _Monitoring | _Tracing | None:
         """The hook of this Python. None where there is none: no ctypes, or no free place among the tools."""
@@ -150,15 +153,17 @@ class _Monitoring:
             return tool
         raise RuntimeError("sys.monitoring has no free tool")
 
-    def watch(self, _ident: int, frame: FrameType | None) -> bool:
-        """Have the thread that is there caught; whether it will be."""
-        while frame is not None:
-            code = frame.f_code
-            if id(code) not in self._codes and _may_stop_in(code):
-                self._codes[id(code)] = code
-                self._monitoring.set_local_events(self._tool, code, self._instruction)
-            frame = frame.f_back
-        return True
+    def watch(self, threads: dict[int, FrameType]) -> frozenset[int]:
+        """Have those threads caught; which of them will be."""
+        for innermost in threads.values():
+            frame: FrameType | None = innermost
+            while frame is not None:
+                code = frame.f_code
+                if id(code) not in self._codes and _may_stop_in(code):
+                    self._codes[id(code)] = code
+                    self._monitoring.set_local_events(self._tool, code, self._instruction)
+                frame = frame.f_back
+        return frozenset(threads)
 
     def end(self) -> None:
         """Nothing is left of it."""
@@ -177,7 +182,9 @@ class _Monitoring:
 class _Tracing:
     """The trace function of each thread, below Python's: CPython 3.9, 3.10 and 3.11, whose structures do not change.
 
-    Where in a thread's structure things are is found out from this thread's own.
+    Where in a thread's structure things are is found out from this thread's own. Another thread's structure is gone as
+    soon as that thread is, and that may be whenever this one gives up the interpreter. So whatever looks at them is one
+    call, of iterators that are all in C, with the collector held back: nothing in there gives the interpreter up.
     """
 
     _WORDS = 32
@@ -187,7 +194,8 @@ class _Tracing:
 
         self._caught = caught
         self._ctypes = ctypes
-        api = ctypes.pythonapi
+        self._word_bytes = ctypes.sizeof(ctypes.c_size_t)
+        self._api = api = ctypes.pythonapi
         for function in (api.PyThreadState_Get, api.PyThreadState_Next, api.PyInterpreterState_Get):
             function.restype = ctypes.c_void_p
         api.PyInterpreterState_ThreadHead.restype = ctypes.c_void_p
@@ -207,7 +215,7 @@ class _Tracing:
         def probe(*_what: object) -> None:
             return None
 
-        own = self._ctypes.pythonapi.PyThreadState_Get()
+        own = self._api.PyThreadState_Get()
         sys.settrace(probe)
         try:
             traced = self._words(own)
@@ -224,40 +232,52 @@ class _Tracing:
     def _words(self, address: int) -> list[int]:
         return list((self._ctypes.c_size_t * self._WORDS).from_address(address))
 
-    def _states(self) -> dict[int, tuple[int, int]]:
-        """Of each thread the address of its structure, and that of its trace function."""
-        api = self._ctypes.pythonapi
-        found: dict[int, tuple[int, int]] = {}
-        state = api.PyInterpreterState_ThreadHead(api.PyInterpreterState_Get())
-        while state:
-            words = self._words(state)
-            found[words[self._thread_word]] = state, words[self._trace_word]
-            state = api.PyThreadState_Next(state)
-        return found
+    def _states(self) -> Iterator[int]:
+        """The structure of each thread, one after the other as they are asked for."""
+        first = map(self._api.PyInterpreterState_ThreadHead, (self._api.PyInterpreterState_Get(),))
+        # Python's functions in C take the argument that they have no use for.
+        return takewhile(bool, accumulate(chain(first, repeat(0)), self._api.PyThreadState_Next))
+
+    def _read(self, states: Iterator[int], word: int) -> Iterator[int]:
+        return map(_VALUE, map(self._ctypes.c_size_t.from_address, map((word * self._word_bytes).__add__, states)))
+
+    def _functions(self) -> dict[int, int]:
+        """Of each thread the trace function that it has, 0 for none."""
+        one, other = tee(self._states())
+        with NoCollection():
+            return dict(zip(self._read(one, self._thread_word), self._read(other, self._trace_word)))
+
+    def _replace(self, idents: frozenset[int], old: int, new: int | None) -> None:
+        """Give those threads another trace function, unless they have another one than the old by now."""
+        states, one, other = tee(self._states(), 3)
+        is_wanted = map(idents.__contains__, self._read(one, self._thread_word))
+        is_old = map(old.__eq__, self._read(other, self._trace_word))
+        changed = map(self._set_trace, compress(states, map(and_, is_wanted, is_old)), repeat(new), repeat(None))
+        with NoCollection():
+            all(map(_IS_ZERO, changed))
 
     def begin(self) -> None:
         """Nothing is common to all threads."""
 
-    def watch(self, ident: int, frame: FrameType | None) -> bool:
-        """Have that thread caught; whether it will be."""
-        state, function = self._states().get(ident, (0, 0))
-        if function == self._address:
-            return True
-        if not state or function:
-            return False
-        while frame is not None:
-            if not frame.f_trace_opcodes:
-                frame.f_trace_opcodes = True
-                self._frames.append(frame)
-            frame = frame.f_back
-        self._set_trace(state, self._address, None)
-        return True
+    def watch(self, threads: dict[int, FrameType]) -> frozenset[int]:
+        """Have those threads caught; which of them will be."""
+        before = self._functions()
+        new = frozenset([ident for ident in threads if before.get(ident) == 0])
+        for ident in new:
+            frame: FrameType | None = threads[ident]
+            while frame is not None:
+                if not frame.f_trace_opcodes:
+                    frame.f_trace_opcodes = True
+                    self._frames.append(frame)
+                frame = frame.f_back
+        if new:
+            self._replace(new, 0, self._address)
+            before = self._functions()
+        return frozenset([ident for ident in threads if before.get(ident) == self._address])
 
     def end(self) -> None:
         """Nothing is left of it."""
-        for state, function in self._states().values():
-            if function == self._address:
-                self._set_trace(state, None, None)
+        self._replace(frozenset(self._functions()), self._address, None)
         for frame in self._frames:
             frame.f_trace_opcodes = False
         self._frames.clear()
@@ -268,5 +288,25 @@ class _Tracing:
         except BaseException as error:  # noqa: BLE001 - nothing can be raised through here
             # What another thread has raised in this one is raised in it once more.
             identifier, kind = self._ctypes.c_ulong(get_ident()), self._ctypes.py_object(type(error))
-            self._ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, kind)
+            self._api.PyThreadState_SetAsyncExc(identifier, kind)
         return 0
+
+
+_VALUE = attrgetter("value")
+_IS_ZERO = (0).__eq__
+
+
+class NoCollection:
+    """A block in which nothing is collected, since that may run Python, and other threads meanwhile.
+
+    CPython 3.11 makes the object of a frame when another asks for it, and is killed by SIGSEGV where a collection lets
+    the thread go on that the frame is of.
+    """
+
+    def __enter__(self) -> None:
+        self._was_on = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._was_on:
+            gc.enable()

@@ -163,8 +163,7 @@ class Runner:
             raise
         pids = ", ".join(str(worker.pid) for worker in op.workers)
         way = way_of(op)
-        by = " by restart" if way == RESTART else ""
-        message = f"operation {op.id}: {op.kind} of {pids}{by}"
+        message = f"operation {op.id}: {op.kind} of {pids}{' by restart' if way == RESTART else ''}"
         self._log.record("operation.began", "info", message, facts={"id": op.id, "way": way})
         self._start(running, events.Begin(cause="request"))
 
@@ -253,7 +252,7 @@ class Runner:
             last_utc=history.story[-1].utc if history.story else None,
             trouble=self._ledger.trouble,
             stopped=() if op.phase in AT_REST else self._performer.stopped(op),
-            ending=() if op.phase in AT_REST else self._performer.ending(op),
+            ending=self._performer.ending(op),
             awaits=None if running is None else self._performer.doing(op),
         )
 
@@ -393,8 +392,7 @@ class Runner:
 
 def _news_event(news: str, worker: Worker, member: Member) -> Event:
     if news == ENDED and worker.token == member.token:
-        gone = events.WorkerGone(worker=member.name, cause="the process")
-        return gone if worker.how_ended is None else gone.replace(why=worker.how_ended)
+        return events.WorkerGone(worker=member.name, cause="the process", why=worker.how_ended or "it ended")
     if news in (CAME, BACK):
         return events.AgentBack(worker=member.name, token=worker.token, cause="the agent")
     if news in (LEFT, ENDED):

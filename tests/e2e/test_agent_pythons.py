@@ -1,6 +1,7 @@
 """Every Python that a job may bring: versions, virtual environments, prefixes, paths, and those that shut us out.
 
 Nothing is installed in any of them. Where PyTorch is not to be had, a loop by hand says itself where its batches end.
+Longer than 400 lines because the programs that those Pythons run are text in here.
 """
 
 from __future__ import annotations
@@ -202,6 +203,42 @@ def test_threads_of_any_python_are_stopped_when_they_wake(name: str) -> None:
         "its own trace function True",
         "['pool', 'read', 'receive', 'wait'] None",
     ], ran.stderr
+
+
+# Threads that begin and end while the trap is set and lifted, with a collection between any two steps.
+CHURN = """
+import gc, sys, threading
+sys.path.insert(0, sys.argv[1])
+from hegmd.agent import trap
+
+def churn():
+    while not over:
+        threads = [threading.Thread(target=int) for _ in range(3)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+
+sys.setswitchinterval(1e-6)
+gc.set_threshold(50)
+over = False
+threads = [threading.Thread(target=churn) for _ in range(3)]
+for thread in threads: thread.start()
+the_trap = trap.Trap(lambda: None)
+for _ in range(1000):
+    the_trap.set(frozenset())
+    the_trap.set(frozenset())
+    the_trap.lift()
+over = True
+for thread in threads: thread.join()
+print(gc.isenabled())
+"""
+
+
+@pytest.mark.parametrize("name", [Path(sys.executable).name, *OTHERS])
+def test_threads_of_any_python_end_while_others_are_looked_at(name: str) -> None:
+    """Seen with 3.11, killed by SIGSEGV: a frame of a thread that went on during a collection."""
+    python = sys.executable if name == Path(sys.executable).name else find_python(name)
+    ran = subprocess.run([python, "-c", CHURN, str(ROOT)], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "True\n"), ran.stderr
 
 
 @pytest.mark.parametrize("name", ENDS_OF_OTHERS)

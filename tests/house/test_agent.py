@@ -19,6 +19,8 @@ ALLOWED = {
 FOR_RESTARTS = set("array atexit binascii bisect collections dis functools marshal re weakref".split())
 # What it takes to tell which call a thread is in; a job without torch reads it in at its first move.
 FOR_STILLNESS = {"dis"}
+# What the trap takes to look at all threads in one call; all of it is built into CPython 3.9 to 3.11, or loaded by it.
+FOR_TRAP = {"_operator", "itertools"}
 AT_EVERY_START = {"hegmd.agent.mount": {"__future__", "sys"}, "hegmd.agent.inject.sitecustomize": {"sys"}}
 
 
@@ -26,6 +28,8 @@ def foreign_imports(module: Module) -> Iterator[str]:
     allowed = ALLOWED | (FOR_RESTARTS if is_within(module.name, "hegmd.agent.restart") else set())
     if module.name == "hegmd.agent.stillness":
         allowed = allowed | FOR_STILLNESS
+    if module.name == "hegmd.agent.trap":
+        allowed = allowed | FOR_TRAP
     for found in module.imports():
         top = found.target.split(".")[0]
         if not found.for_types_only and top not in allowed | {"hegmd", "_hegm"}:

@@ -15,8 +15,8 @@ import pytest
 from hegmd.agent.orders import Orders
 from hegmd.agent.quiesce import Gate
 from hegmd.protocol.messages import AgentReport, Order
+from tests.patience import HANG_S
 
-PATIENCE_S = 20.0
 STAND_S = 0.02
 SCRIPT = """
 def main({call}, fd, told):
@@ -63,13 +63,13 @@ class Script:
     def wake(self, data: bytes = b"x") -> None:
         os.write(self._wakes[0], data)
 
-    def park(self, limit_s: float = PATIENCE_S, *, at: int | None = None) -> None:
+    def park(self, limit_s: float = HANG_S, *, at: int | None = None) -> None:
         exact = at is not None
         order = Order(order=1, do="park", limit_s=limit_s, stand_s=STAND_S, at=at, exact=exact)
         self.orders.obey(order, None)
 
     def tick_until(self, holds: Callable[[], bool]) -> None:
-        deadline = monotonic() + PATIENCE_S
+        deadline = monotonic() + HANG_S
         while not holds():
             assert monotonic() < deadline
             self.orders.tick()
@@ -80,7 +80,7 @@ class Script:
         for wakes in self._wakes[::2]:
             os.write(wakes, b".")
         for thread in self._threads:
-            thread.join(PATIENCE_S)
+            thread.join(HANG_S)
         for fd in self._wakes:
             os.close(fd)
 
