@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 from hegmd.crew import share_out, threads_for
+from hegmd.errors import Refused
 
 BLOCK_BYTES = 4096
 CHUNK_BYTES = 8 << 20
@@ -102,3 +103,12 @@ def write_whole(fd: int, view: memoryview, place: int) -> None:
     done = 0
     while done < len(view):
         done += os.pwritev(fd, [view[done:]], place + done)
+
+
+def shortened(held_bytes: int, size_bytes: int) -> Refused:
+    """A piece of the pool is smaller than what was put into it. The job's user can do that; so can a fault of ours."""
+    return Refused(
+        f"the memory that holds the job's bytes has {held_bytes} bytes, and {size_bytes} were expected",
+        "its file was shortened, or hegmd counted wrongly: see the log of hegmd, and who else has that file open",
+        {"held_bytes": held_bytes, "expected_bytes": size_bytes},
+    )

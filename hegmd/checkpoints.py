@@ -33,13 +33,11 @@ from hegmd.migration.plan import planned, planned_handoff, planned_resume
 from hegmd.objections import Grown
 from hegmd.operations import Operations
 from hegmd.outlets import led_elsewhere, lost_streams, named_streams
-from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import OperationProgress, Reason
 from hegmd.reviving import Reviving
 
 # What a resume has at the least when a restore has taken nearly all of its time: its bytes are in the pool by then.
 LEAST_LEFT_S = 1.0
-_UNREAD = "of the image only what it says of itself was read: `hegmctl images verify DIR` reads all of it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +130,12 @@ class Checkpoints:
         with anyio.CancelScope(deadline=due):
             async with self._reviving.opened(wish.path, rights) as image:
                 if asked.dry_run:
-                    return Answer(
-                        None, told_plan(await self._plan(image.manifest, wish, rights, streams, dry_run=True))
-                    )
+                    plan = await self._plan(image, wish, rights, streams, dry_run=True)
+                    async with reading("", size_of(image.manifest), asked.emit) as on_progress:
+                        await self._reviving.rehearse(image, rights, on_progress)
+                    return Answer(None, told_plan(plan))
                 async with self._restoring.setdefault(rights.uid, anyio.Lock()):
-                    plan = await self._plan(image.manifest, wish, rights, streams)
+                    plan = await self._plan(image, wish, rights, streams)
                     op = await self._bring_back(image, rights, asked, streams)
                 await self._handoff.forget(image.manifest)
         if op is None or plan is None:
@@ -150,8 +149,9 @@ class Checkpoints:
         return await self._operations.go_on_with(op, plan, replace(asked, dry_run=False, limit_s=left_s))
 
     async def _plan(
-        self, manifest: Manifest, wish: Wished, rights: Rights, streams: Mapping[str, int], *, dry_run: bool = False
+        self, image: Image, wish: Wished, rights: Rights, streams: Mapping[str, int], *, dry_run: bool = False
     ) -> Plan:
+        manifest = image.manifest
         snapshot, op = self._reviving.expected(await self._lookout.snapshot([]), manifest)
         request = Request(kind=RESUME, pids=tuple([worker.pid for worker in op.workers]), to=wish.to)
         found = planned_resume(snapshot, request, op)
@@ -170,7 +170,7 @@ class Checkpoints:
             named = [[file.path, file.size_bytes] for file in grown]
             raise HegmError(refused.code, refused.message, refused.hint, {**refused.facts, "grown": named})
         cut = [f"{file.reason.message}: it is cut back to that" for file in would_be_cut]
-        notes = [*cut, *objections.notes, *_told_lost(lost_streams(ends, streams)), _UNREAD]
+        notes = [*cut, *objections.notes, *_told_lost(lost_streams(ends, streams)), *_told_foreign(image)]
         plan = from_image(found, snapshot.rates, size_bytes=size_of(manifest))
         return plan.replace(hazards=(*plan.hazards, *notes))
 
@@ -241,6 +241,11 @@ def _driven_bytes(plan: Plan) -> int:
 def _told_lost(names: Sequence[str]) -> Iterator[str]:
     for name in names:
         yield f"its {name} led to somebody who is gone, and leads nowhere: give it a file by --{name} FILE"
+
+
+def _told_foreign(image: Image) -> Iterator[str]:
+    if image.foreign:
+        yield f"{image.path} holds {', '.join(image.foreign[:3])}, which is no part of the image and is not read"
 
 
 def _wish(path: str, rights: Rights, looked: Looked, *, leave_running: bool = False) -> Wish:

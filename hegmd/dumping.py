@@ -34,6 +34,7 @@ from hegmd.migration.carriage import HOST
 from hegmd.migration.operation import Handoff as Wish
 from hegmd.migration.operation import Operation
 from hegmd.migration.operation import Worker as Member
+from hegmd.pieces import whole_size
 from hegmd.pool import Key, Pool
 from hegmd.pool_memory import Memory
 from hegmd.protocol.images import Manifest
@@ -134,7 +135,7 @@ class Dumping:
     async def write_bytes(self, op: Operation, member: Member, lent: Lent, on_progress: Progress) -> None:
         """What the pool has of a process. Raises HegmError."""
         memory = await self._bytes_of(op, member)
-        await lent.write_bytes(byte_name(member), memory.fd, memory.size_bytes, on_progress)
+        await lent.write_bytes(byte_name(member), memory.fd, used_bytes(member, memory), on_progress)
 
     async def _look_at_tree(self, op: Operation, wish: Wish, sockets: Collection[str]) -> tuple[Tree, Needs]:
         try:
@@ -210,6 +211,13 @@ class Dumping:
 def rights_of(wish: Wish) -> Rights:
     """Those of whoever wants the image."""
     return Rights(wish.uid, wish.gid, wish.groups)
+
+
+def used_bytes(member: Member, memory: Memory) -> int:
+    """How much of its piece belongs into an image: by what was counted at the boundary, not by what was reserved."""
+    if not member.size_bytes:  # nobody has counted
+        return memory.size_bytes
+    return min(memory.size_bytes, whole_size(member.size_bytes))
 
 
 def require_unmarked(memory: Memory, pid: int) -> None:

@@ -16,6 +16,7 @@ from hegmd.migration.candidates import AgentSurvey, Candidate, GpuRoom
 from hegmd.migration.course import SUSPENDED
 from hegmd.migration.operation import RESTORE, Operation
 from hegmd.migration.operation import Worker as Member
+from hegmd.pieces import storages_in
 from hegmd.protocol.images import ImageGpu, ImageProcess, ImageWorker, Manifest
 from hegmd.protocol.record import as_list
 from hegmd.protocol.snapshots import Gpu
@@ -145,6 +146,19 @@ def tokens_in(manifest: Manifest) -> tuple[str, ...]:
     others = as_list((manifest.more or {}).get("bystanders")) or ()
     tokens = (*(worker.token or "" for worker in manifest.workers), *map(str, others))
     return tuple(dict.fromkeys(tokens))
+
+
+def pool_bytes_in(manifest: Manifest, worker: ImageWorker) -> int:
+    """For how many bytes of storages a worker needs a piece of the pool. Raises HegmError for a file that is not there.
+
+    The size of its byte file decides, because all of that is read into the piece. The file may be larger than the
+    storages were at the boundary: earlier builds of hegmd wrote as much as was reserved before it.
+    """
+    sizes = {file.name: file.size_bytes for file in manifest.byte_files}
+    if missing := [name for name in worker.bytes if name not in sizes]:
+        message = f"the image has no file {missing[0]!r:.140} with the bytes of process {worker.pid}"
+        raise HegmError(UNAVAILABLE, message, _NOT_READ)
+    return max(worker.size_bytes, *(storages_in(sizes[name]) for name in worker.bytes)) if worker.bytes else 0
 
 
 def meeting_in(manifest: Manifest) -> str:

@@ -24,7 +24,7 @@ from hegmd.detached import Looks, run_detached
 from hegmd.errors import BUSY, DENIED, REFUSED, UNAVAILABLE, HegmError
 from hegmd.external import Rights
 from hegmd.image.images import is_of_user
-from hegmd.manifests import meeting_in, needs_in
+from hegmd.manifests import meeting_in, needs_in, pool_bytes_in
 from hegmd.migration.operation import SIMULATED
 from hegmd.pieces import whole_size
 from hegmd.pool import Pool
@@ -86,7 +86,7 @@ class Scrutiny:
         except HegmError as error:
             found.append(Reason(code=error.code.name, message=error.message, hint=error.hint))
         found += await run_detached(lambda _: list(_taken(needs)), name="hegmd-restore")
-        needed_bytes = sum(whole_size(worker.size_bytes) for worker in manifest.workers if worker.bytes)
+        needed_bytes = sum(whole_size(pool_bytes_in(manifest, one)) for one in manifest.workers if one.bytes)
         if needed_bytes > self._pool.free_bytes():
             message = (
                 f"{needed_bytes >> 20} MiB of the pool are needed, and {self._pool.free_bytes() >> 20} MiB are free"

@@ -45,6 +45,17 @@ def whole_size(size_bytes: int) -> int:
     return (wanted + HUGE_PAGE_BYTES - 1) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
 
 
+def storages_in(whole_bytes: int) -> int:
+    """For how many bytes of storages a piece of that size is made; 0 where it is too small for any.
+
+    `whole_size` of that is never less than `whole_bytes`, and just as much where these are whole huge pages.
+    """
+    found_bytes = max(0, (whole_bytes - TABLE_BYTES) * TABLE_SHARE // (TABLE_SHARE + 1))
+    while found_bytes + 1 + (found_bytes + 1) // TABLE_SHARE + TABLE_BYTES <= whole_bytes:
+        found_bytes += 1
+    return found_bytes
+
+
 def piece_bytes(size_bytes: int) -> int:
     """How large the pieces are in which so much video memory is held; larger ones where there would be too many."""
     found_bytes = PIECE_BYTES

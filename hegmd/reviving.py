@@ -33,7 +33,7 @@ from hegmd.helper.mark import MARK_BYTES
 from hegmd.image.images import Images, is_of_user
 from hegmd.image.in_hand import Image
 from hegmd.inventory import NodeSnapshot
-from hegmd.manifests import candidates_in, meeting_in, needs_in, revived, tokens_in
+from hegmd.manifests import candidates_in, meeting_in, needs_in, pool_bytes_in, revived, tokens_in
 from hegmd.meeting import MeetingPlaces
 from hegmd.migration.candidates import Snapshot
 from hegmd.migration.carriage import HOST
@@ -198,7 +198,7 @@ class Reviving:
         return came[0]
 
     async def _read(self, image: Image, name: str, key: Key, worker: ImageWorker, on_progress: Progress) -> None:
-        memory = await self._pool.take(key, worker.size_bytes)
+        memory = await self._pool.take(key, pool_bytes_in(image.manifest, worker))
         await image.read_bytes(name, memory.fd, on_progress)
         if worker.carrier == HOST:
             forget_mark(memory)
@@ -206,10 +206,7 @@ class Reviving:
     async def _restore(self, image: Image, rights: Rights, outlets: Mapping[str, int]) -> Revived:
         criu = await self._criu()
         manifest = image.manifest
-        dir_fd = await image.private_criu_dir()
-        guise: Guise | None = None
-        if rights.uid != 0 or is_of_user(manifest):
-            guise = await run_detached(lambda _: guise_in(dir_fd, rights), name="hegmd-credentials")
+        dir_fd, guise = await self._examined(image, rights)
         logs = self._images().own_folder()  # gone afterwards: what matters of the log is in the error
         try:
             return await runs.restore(
@@ -225,6 +222,18 @@ class Reviving:
         finally:
             with anyio.CancelScope(shield=True):
                 await logs.close()
+
+    async def _examined(self, image: Image, rights: Rights) -> tuple[int, Guise | None]:
+        """CRIU's files, every byte found right, and whose rights CRIU is to have. Raises HegmError."""
+        dir_fd = await image.private_criu_dir()
+        if rights.uid == 0 and not is_of_user(image.manifest):
+            return dir_fd, None
+        return dir_fd, await run_detached(lambda _: guise_in(dir_fd, rights), name="hegmd-credentials")
+
+    async def rehearse(self, image: Image, rights: Rights, on_progress: Progress) -> None:
+        """Read all of the image as `bring_back` would, and change nothing. Raises HegmError for what that refuses."""
+        await self._examined(image, rights)
+        await image.verify(on_progress)
 
     def _unit_of(self, manifest: Manifest) -> str | None:
         """The unit that its processes are to be in; None without a service manager."""

@@ -34,6 +34,7 @@ from hegmd.blocks import (
     opened,
     read_whole,
     rounded_up,
+    shortened,
     write_whole,
 )
 from hegmd.errors import UNAVAILABLE, HegmError, Refused
@@ -297,10 +298,7 @@ def _copy_out(fd: int, file: int, size_bytes: int, unwanted: Callable[[], bool],
         if unwanted():
             raise Unwanted
         if read_whole(fd, view[:length], number * CHUNK_BYTES) < length:
-            raise Refused(
-                f"the memory of {size_bytes} bytes ends within chunk {number}: somebody with its descriptor cut it",
-                "resume the job as it is; look at what else its owner runs",
-            )
+            raise shortened(os.fstat(fd).st_size, size_bytes)
         sums[number] = zlib.crc32(view, number + 1)
         write_whole(file, view, BLOCK_BYTES + number * CHUNK_BYTES)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from time import localtime, strftime
 
 from hegmctl.quantities import binary_size, duration
@@ -80,7 +81,9 @@ def progress_text(progress: ImageProgress, style: Style) -> list[str]:
 def verified_text(answer: ImageVerified, style: Style) -> list[str]:
     """What was found good."""
     read = f"{binary_size(answer.stored_bytes)} in {duration(answer.took_s)}"
-    return [f"{printable(answer.path)} is whole: every byte fits its checksum ({read})"]
+    whole = f"{printable(answer.path)} is whole: every byte fits its checksum ({read})"
+    strange = [f"not part of the image: {printable(os.path.join(answer.path, name))}" for name in answer.foreign]
+    return [whole, *strange]
 
 
 def removed_text(answer: ImageRemoved, style: Style) -> list[str]:

@@ -62,7 +62,8 @@ def progress_text(progress: OperationProgress, style: Style) -> list[str]:
 def _bar(progress: OperationProgress, share: float, what: str, style: Style) -> str:
     full = round(min(1.0, share) * BAR_COLUMNS)
     bar = "#" * full + "." * (BAR_COLUMNS - full)
-    return f"operation {printable(progress.id)}  [{style.paint(bar, 'cyan')}]  {printable(what)}"
+    name = f"operation {printable(progress.id)}  " if progress.id else ""  # nothing is begun by a dry run
+    return f"{name}[{style.paint(bar, 'cyan')}]  {printable(what)}"
 
 
 def operation_text(reply: OperationReply, style: Style) -> list[str]:

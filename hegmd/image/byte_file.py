@@ -36,9 +36,10 @@ from hegmd.blocks import (
     opened,
     read_whole,
     rounded_up,
+    shortened,
     write_whole,
 )
-from hegmd.errors import INCOMPATIBLE, UNAVAILABLE, HegmError, Refused
+from hegmd.errors import INCOMPATIBLE, UNAVAILABLE, Bug, HegmError
 
 MAGIC = b"HEGMBYTE"
 VERSION = 1
@@ -84,7 +85,9 @@ class ByteFile:
         with opened(self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd=self.dir_fd) as file:
             os.ftruncate(file, _file_bytes(size_bytes))
             _reserve(file, 0, 0, _file_bytes(size_bytes))
-            _require_size(memory_fd, size_bytes)
+            held_bytes = os.fstat(memory_fd).st_size
+            if held_bytes < size_bytes:
+                raise shortened(held_bytes, size_bytes)
 
             def copy(number: int, buffer: memoryview, length: int) -> None:
                 table[number] = _store(file, memory_fd, number, buffer, length)
@@ -100,7 +103,9 @@ class ByteFile:
         """Have the bytes in that memory, every chunk found right. Raises HegmError and OSError."""
         with opened(self.name, os.O_RDONLY, dir_fd=self.dir_fd) as file:
             table = self._table(file, size_bytes, table_sum)
-            _require_size(memory_fd, size_bytes)
+            held_bytes = os.fstat(memory_fd).st_size
+            if held_bytes < size_bytes:  # nobody but hegmd has had a descriptor of it
+                raise Bug(f"{self.name} has {size_bytes} bytes, and memory of {held_bytes} bytes was taken for them")
 
             def copy(number: int, buffer: memoryview, length: int) -> None:
                 self._fetch(file, table, number, buffer, length)
@@ -192,7 +197,7 @@ def _store(file: int, memory_fd: int, number: int, buffer: memoryview, length: i
     place = number * CHUNK_BYTES
     with buffer[:length] as chunk:
         if read_whole(memory_fd, chunk, place) < length:
-            raise _cut(place, place + length)
+            raise shortened(os.fstat(memory_fd).st_size, place + length)
         total = zlib.crc32(chunk, number + 1)
     if _is_zero(buffer, length):
         _reserve(file, _PUNCH_HOLE, BLOCK_BYTES + place, len(buffer))
@@ -238,19 +243,6 @@ def _put(memory_fd: int, view: memoryview, place: int) -> None:
             whole[: len(view)] as target,
         ):
             target[:] = view
-
-
-def _require_size(memory_fd: int, size_bytes: int) -> None:
-    held_bytes = os.fstat(memory_fd).st_size
-    if held_bytes < size_bytes:
-        raise _cut(held_bytes, size_bytes)
-
-
-def _cut(held_bytes: int, size_bytes: int) -> Refused:
-    return Refused(
-        f"the memory has {held_bytes} bytes and not {size_bytes}: somebody with its descriptor cut it",
-        "leave the job as it is; look at what else its owner runs",
-    )
 
 
 def _file_bytes(size_bytes: int) -> int:

@@ -177,19 +177,22 @@ class Work:
             with told(folder.path, "opened"):
                 manifest_in(folder)
                 folder.lock()
-                folder.require_own()
-                manifest_in(folder)  # once more: until it was locked, somebody could take it away
+                folder.require_own(os.geteuid())
+                manifest = manifest_in(folder)  # once more: until it was locked, somebody could take it away
+                foreign = folder.foreign(manifest)
                 data, seal = folder.read_small(MANIFEST), folder.read_small(SEAL)
         except BaseException:
             folder.close()
             raise
         self._folder = folder
-        return Answer({"manifest": data, "seal": seal}, Descriptors([os.dup(folder.criu_fd)]))
+        told_of = {"manifest": data, "seal": seal, "foreign": plain_value(foreign)}
+        return Answer(told_of, Descriptors([os.dup(folder.criu_fd)]))
 
     def verify(self, request: Request) -> Answer:
-        """Every byte of it, or of what CRIU is to read."""
+        """Every byte of it: of what CRIU is to read, or of the rest."""
         with told(self.folder.path, "read"):
-            verify = self.folder.verify_criu_files if request.args.get("only_criu") else self.folder.verify
+            is_criu = bool(request.args.get("only_criu"))
+            verify = self.folder.verify_criu_files if is_criu else self.folder.verify_byte_files
             verify(manifest_in(self.folder), progress_of(request))
         return Answer({})
 

@@ -95,9 +95,13 @@ class Folder:
         self._fds.append(fd)
         lock_alone(fd, self.path)
 
-    def require_own(self) -> None:
-        """Raise HegmError unless it is the caller's alone: what others could write is not brought to life."""
-        uid = os.geteuid()
+    @property
+    def owner_uid(self) -> int:
+        """Whose directory it is."""
+        return os.fstat(self.fd).st_uid
+
+    def require_own(self, uid: int) -> None:
+        """Raise HegmError unless it is that user's alone: what others could write is not brought to life."""
         entries = ((name, os.stat(name, dir_fd=self.fd, follow_symlinks=False)) for name in (MANIFEST, SEAL))
         within = ((f"{CRIU}/{name}", status) for name, status in listed(self.criu_fd))
         folders = [(name, os.fstat(fd)) for name, fd in ((".", self.fd), (CRIU, self.criu_fd), (BYTES, self.bytes_fd))]
@@ -105,7 +109,7 @@ class Folder:
             if status.st_uid != uid:
                 raise HegmError(
                     DENIED,
-                    f"{self.path}: {name} belongs to uid {status.st_uid}, and you are uid {uid}",
+                    f"{self.path}: {name} belongs to uid {status.st_uid}, and not to uid {uid}",
                     "restore it as its owner; an image runs with the rights that are written in it",
                 )
             if stat.S_IMODE(status.st_mode) & _OTHERS_MAY_WRITE:
@@ -136,6 +140,15 @@ class Folder:
                     raise self._broken(f"{folder}/{file.name} has {status.st_size} bytes instead of {file.size_bytes}")
             if found and folder == CRIU:
                 raise self._broken(f"{folder} holds {', '.join(sorted(found)[:3])}, which is not in the manifest")
+        with contextlib.suppress(FileNotFoundError):  # a lock that is missing is made again
+            if not stat.S_ISREG(os.stat(LOCK, dir_fd=self.fd, follow_symlinks=False).st_mode):
+                raise self._broken(f"{LOCK} is no file")
+
+    def foreign(self, manifest: Manifest) -> list[str]:
+        """What lies in it and is not part of it, by path within it. It does no harm, and no restore reads it."""
+        known = {file.name for file in manifest.byte_files}
+        beside = [name for name in os.listdir(self.fd) if name not in KNOWN]
+        return sorted([*beside, *(f"{BYTES}/{name}" for name in os.listdir(self.bytes_fd) if name not in known)])
 
     def verify(self, manifest: Manifest, progress: Progress) -> None:
         """Read every byte from the disk and compare it with its checksum. Raises HegmError and OSError."""
@@ -146,6 +159,11 @@ class Folder:
                 if sum_of(fd, file.size_bytes, after(before_bytes, progress)) != file.sum:
                     raise self._broken(f"{CRIU}/{file.name} does not fit its checksum")
             before_bytes += file.size_bytes
+        self.verify_byte_files(manifest, after(before_bytes, progress))
+
+    def verify_byte_files(self, manifest: Manifest, progress: Progress) -> None:
+        """The same for what the job had on its GPUs. Raises HegmError and OSError."""
+        before_bytes = 0
         for file in manifest.byte_files:
             self.byte_file(file.name, manifest.id).verify(file.size_bytes, file.sum, after(before_bytes, progress))
             before_bytes += file.size_bytes

@@ -113,7 +113,8 @@ class Images:
                 self._require_ours(path, data, seal, manifest, rights)
                 own, private = await self._private_for(rights, apart=is_of_user(manifest))
                 (criu_dir_fd,) = answer.fds.take()
-            return Image(path, manifest, hand, criu_dir_fd, own, private)
+                foreign = [str(name) for name in answer.values["foreign"]]
+            return Image(path, manifest, hand, criu_dir_fd, own, private, foreign)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await let_go(hand, own, private)

@@ -167,14 +167,26 @@ class Image(InHand):
     """An image that was opened: locked, its manifest read and found right, every file there and of its size."""
 
     def __init__(
-        self, path: str, manifest: Manifest, hand: Hand, criu_dir_fd: int, own: Hand | None, private: Private | None
+        self,
+        path: str,
+        manifest: Manifest,
+        hand: Hand,
+        criu_dir_fd: int,
+        own: Hand | None,
+        private: Private | None,
+        foreign: Sequence[str] = (),
     ) -> None:
         super().__init__(path, hand, criu_dir_fd, own, private)
         self.manifest = manifest
+        #: What lies in its directory and is no part of it.
+        self.foreign = tuple(foreign)
         self._is_good = False
 
     async def verify(self, on_progress: Progress = ignore) -> None:
-        """Read every byte and compare it with its checksum. Raises HegmError."""
+        """Read all that `read_bytes` would, and compare it with its checksums. Raises HegmError.
+
+        CRIU's files are not among that: `private_criu_dir` reads these.
+        """
         await self._hand.call("verify", on_progress=_so_far(on_progress))
 
     async def read_bytes(self, name: str, into_fd: int, on_progress: Progress = ignore) -> int:

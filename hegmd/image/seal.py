@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
@@ -23,6 +24,7 @@ from hegmd.protocol.record import BadValue, as_map
 KEY_NAME = "image.key"
 MOST_BYTES = 8 << 20  # of a manifest; it travels in one message
 _KEY_BYTES = 32
+_LINES = re.compile(rb"sha256 [0-9a-f]{64}\nhmac-sha256 [0-9a-f]{64}\n")
 _PURPOSE = b"hegm-image-manifest\0"
 
 
@@ -34,7 +36,8 @@ class Key:
 
     def seal(self, manifest: bytes) -> bytes:
         """The file `seal` for those bytes."""
-        return f"sha256 {hashlib.sha256(manifest).hexdigest()}\nhmac-sha256 {self._signature(manifest)}\n".encode()
+        lines = f"sha256 {hashlib.sha256(manifest).hexdigest()}\nhmac-sha256 {self._signature(manifest)}\n".encode()
+        return lines + _own_sum(lines)
 
     def has_signed(self, manifest: bytes, seal: bytes) -> bool:
         """Whether that seal is of this key and of those bytes."""
@@ -108,6 +111,13 @@ def written(manifest: Manifest) -> bytes:
 
 def read_manifest(path: str, data: bytes, seal: bytes) -> Manifest:
     """The manifest of that directory. Raises HegmError: damaged, no image at all, or of a later version."""
+    if not _is_sound(seal):
+        raise HegmError(
+            UNAVAILABLE,
+            f"{path} is damaged: {path}/seal does not fit its own checksum",
+            "copy the image again from where it was whole; a seal is not to be changed",
+            {"path": path},
+        )
     if _lines(seal).get("sha256") != hashlib.sha256(data).hexdigest():
         raise HegmError(
             UNAVAILABLE,
@@ -135,6 +145,17 @@ def read_manifest(path: str, data: bytes, seal: bytes) -> Manifest:
             "use another image, or copy this one again from where it was whole",
             {"path": path},
         ) from error
+
+
+def _own_sum(lines: bytes) -> bytes:
+    """The last line of a seal. It finds a damaged signature also where the key is not known that it was made with."""
+    return f"seal-sha256 {hashlib.sha256(lines).hexdigest()}\n".encode()
+
+
+def _is_sound(seal: bytes) -> bool:
+    """Whether it is a whole seal. Those of earlier builds have no sum of their own."""
+    lines = _LINES.match(seal)
+    return lines is not None and seal[lines.end() :] in (b"", _own_sum(lines[0]))
 
 
 def _lines(seal: bytes) -> dict[str, str]:

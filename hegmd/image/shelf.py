@@ -56,15 +56,25 @@ def read(path: str) -> Manifest:
 
 
 def verify(path: str, progress: Callable[[int, int], object]) -> ImageVerified:
-    """Read all of it; `progress` is told how much was read of how much. Raises HegmError."""
+    """Read all of it; `progress` is told how much was read of how much. Raises HegmError.
+
+    Whatever is damaged is found by the code that a restore runs: the manifest and its seal, owners and modes, and every
+    byte of every file. Whose key has signed it, and what the node lacks for it, only the daemon of a node can tell.
+    """
     began = time.monotonic()
     with find(path) as folder:
         manifest = manifest_in(folder)
         size_bytes = size_of(manifest)
         with told(path, "read"):
+            folder.require_own(folder.owner_uid)
             folder.verify(manifest, lambda done_bytes: progress(done_bytes, size_bytes))
+            foreign = folder.foreign(manifest)
     return ImageVerified(
-        path=path, size_bytes=size_bytes, stored_bytes=stored_of(manifest), took_s=time.monotonic() - began
+        path=path,
+        size_bytes=size_bytes,
+        stored_bytes=stored_of(manifest),
+        took_s=time.monotonic() - began,
+        foreign=tuple(foreign),
     )
 
 

@@ -124,6 +124,7 @@ class ImageVerified(Record):
     size_bytes: int = field("bytes that the image stands for")
     stored_bytes: int = field("bytes that were read")
     took_s: float = field("how long that took")
+    foreign: tuple[str, ...] = field("what lies in the directory and is no part of the image", default=())
 
 
 class ImageRemoved(Record):

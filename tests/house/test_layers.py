@@ -82,7 +82,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.descriptors": (),
     "hegmd.crew": (),
     "hegmd.elf": (),
-    "hegmd.blocks": ("hegmd.crew",),
+    "hegmd.blocks": ("hegmd.errors", "hegmd.crew"),
     "hegmd.stream": (*GROUND, "hegmd.descriptors"),
     # Where descriptors outlive the daemon; the keeper's own process takes the standard library and no more
     "hegmd.store": (*GROUND, "hegmd.service"),
@@ -184,7 +184,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.sequences": (*GROUND, "hegmd.asking", "hegmd.log", "hegmd.lookout", "hegmd.migration", "hegmd.operations"),
     # Jobs into images and out of them
     "hegmd.meeting": ("hegmd.errors",),
-    "hegmd.manifests": (*GROUND, "hegmd.criu", "hegmd.migration"),
+    "hegmd.manifests": (*GROUND, "hegmd.criu", "hegmd.migration", "hegmd.pieces"),
     "hegmd.lock_files": ("hegmd.errors",),
     "hegmd.handed_tree": (*GROUND, "hegmd.criu", "hegmd.external", "hegmd.migration", "hegmd.pool_names"),
     "hegmd.handed_agents": (
@@ -196,7 +196,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.dumping": (
         *(*GROUND, "hegmd.concert", "hegmd.criu", "hegmd.detached", "hegmd.external", "hegmd.handed_agents"),
         *("hegmd.handed_tree", "hegmd.helper.mark", "hegmd.image.in_hand", "hegmd.inventory", "hegmd.manifests"),
-        *("hegmd.migration", "hegmd.pool", "hegmd.pool_memory", "hegmd.standing_notes"),
+        *("hegmd.migration", "hegmd.pieces", "hegmd.pool", "hegmd.pool_memory", "hegmd.standing_notes"),
     ),
     "hegmd.handoff": (
         *(*MOVING, *IMAGED, "hegmd.dumping", "hegmd.handed_agents", "hegmd.handed_tree", "hegmd.lock_files"),

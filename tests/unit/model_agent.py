@@ -46,6 +46,8 @@ class ModelAgent:
         self.slow: set[str] = set()
         self.go_on = anyio.Event()
         self.waiting = anyio.Event()
+        #: What its storages hold from the boundary on at which it is parked; None for what they held before.
+        self.at_boundary: bytes | None = None
         #: What it says of itself besides, such as its rank.
         self.about: dict[str, object] = {}
         self._key: object = None
@@ -107,6 +109,8 @@ class ModelAgent:
     def _do(self, order: Order, fds: list[int]) -> None:
         if order.do == "park":
             self.parked = True
+            if self.at_boundary is not None:
+                self.data, self.size_bytes = self.at_boundary, len(self.at_boundary)
             self.boundary = max(self.boundary + 1, order.at or 0)
         elif order.do in {"withdraw", "release"}:
             assert self.data is not None, "a thread was let go without its bytes"

@@ -27,9 +27,10 @@ from hegmd.helper.mark import MARK_BYTES, Mark, packed_mark
 from hegmd.image.images import Images
 from hegmd.meeting import MeetingPlaces
 from hegmd.objections import Objections
+from hegmd.pieces import whole_size
 from hegmd.pool import Pool
 from hegmd.pool_memory import Memory
-from hegmd.protocol.images import ImageProcess, ImageWorker, Manifest
+from hegmd.protocol.images import ImageFile, ImageProcess, ImageWorker, Manifest
 from hegmd.reviving import Reviving, forget_mark, guise_in, until_there
 from hegmd.workers import Workers
 from tests.e2e.real_criu import directory
@@ -86,7 +87,8 @@ def _manifest(folder: Path, node: Any, needs: Needs = FREE, **changes: Any) -> M
         more={"method": "simulated"},
     )
     more = {"needs": needs.plain(), "meeting": str(MeetingPlaces(folder / "hegmd.sock").folder)}
-    plain = Manifest(root_pid=needs.pids[0], workers=(worker,), node=node, more=more)
+    file = ImageFile(name="1.0", size_bytes=whole_size(1 << 19), stored_bytes=0, sum="")
+    plain = Manifest(root_pid=needs.pids[0], workers=(worker,), node=node, more=more, byte_files=(file,))
     return plain.replace(**changes)
 
 

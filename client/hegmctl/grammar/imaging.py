@@ -72,7 +72,9 @@ IMAGING = (
     Verb(
         "images verify",
         "read all of an image and compare it with its checksums",
-        "Reads from the disk, past the page cache where the file system lets it.",
+        "Reads from the disk, past the page cache where the file system lets it. Whatever is damaged is found by the "
+        "code that a restore runs. A file that is no part of the image is named, and does no harm. Whose key has "
+        "signed the image, and what a node lacks for it, is told by `hegmctl restore --dry-run`.",
         arguments=(Argument("DIR", complete=FILES, doc="the image"),),
     ),
     Verb(

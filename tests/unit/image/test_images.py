@@ -215,7 +215,7 @@ async def test_a_caller_gets_nowhere_that_they_could_not_get_by_themselves(
         (others / "root's").chmod(0o770)
         await made(images, others / "root's" / "theirs", memory[0], Rights(NOBODY.uid, NOBODY.gid, (4711,)))
         assert (await refusal(images, others / "root's" / "theirs")).message.endswith(
-            "belongs to uid 65534, and you are uid 0"
+            "belongs to uid 65534, and not to uid 0"
         )
 
 
@@ -320,7 +320,7 @@ async def test_memory_that_somebody_cut_harms_the_hand_alone(tmp_path: Path, mem
     async with room(tmp_path / "state") as images:
         lent = await images.lend(str(tmp_path / "image"), SELF)
         os.ftruncate(memory[0], 4096)
-        with pytest.raises(HegmError, match="somebody with its descriptor cut it"):
+        with pytest.raises(HegmError, match="were expected"):
             await lent.write_bytes("4711.0", memory[0], SIZE_BYTES)
         await lent.discard()
         assert entries(tmp_path) == ["state", "state/image.key", "state/images"]
