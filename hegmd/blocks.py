@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 from hegmd.crew import share_out, threads_for
-from hegmd.errors import Refused
+from hegmd.errors import UNAVAILABLE, HegmError, Refused
 
 BLOCK_BYTES = 4096
 CHUNK_BYTES = 8 << 20
@@ -98,6 +98,20 @@ def read_whole(fd: int, view: memoryview, place: int) -> int:
     return got
 
 
+def read_memory(fd: int, view: memoryview, place: int) -> int:
+    """As `read_whole`, of a piece of the pool. Raises HegmError where the kernel gives no bytes: a broken page."""
+    try:
+        return read_whole(fd, view, place)
+    except OSError as error:
+        raise HegmError(
+            UNAVAILABLE,
+            f"the memory with the job's bytes cannot be read from byte {place} on: {error.strerror or error}",
+            "a memory module of the node may be broken: see dmesg for memory errors (EDAC, MCE, hwpoison); what can be "
+            "read is kept, and an image of the job, if there is one, restores it",
+            {"errno": error.errno, "at_bytes": place},
+        ) from error
+
+
 def write_whole(fd: int, view: memoryview, place: int) -> None:
     """All of the view."""
     done = 0
@@ -111,4 +125,17 @@ def shortened(held_bytes: int, size_bytes: int) -> Refused:
         f"the memory that holds the job's bytes has {held_bytes} bytes, and {size_bytes} were expected",
         "its file was shortened, or hegmd counted wrongly: see the log of hegmd, and who else has that file open",
         {"held_bytes": held_bytes, "expected_bytes": size_bytes},
+    )
+
+
+def changed(whose: str, number: int, count: int) -> HegmError:
+    """A chunk is not what it was when the job was taken off its GPU."""
+    start = number * CHUNK_BYTES
+    return HegmError(
+        UNAVAILABLE,
+        f"{whose}: chunk {number} of {count} has changed in memory since the job was suspended "
+        f"(bytes {start} to {start + CHUNK_BYTES})",
+        "the job stays suspended and its bytes are kept; see dmesg for memory errors, and restore the job from an "
+        'image if there is one. To use the bytes as they are: pool.verify = "off", restart hegmd, and resume',
+        {"chunk": number},
     )

@@ -112,8 +112,11 @@ class Operations:
             return Answer(self.runner.describe(op_ids[-1]).replace(failure=None), None)
         request = Request(kind=SUSPEND, pids=tuple(pids), carrier=asked.carrier)
         answer = await self._perform(request, asked, spill=spill)
-        if spill and asked.wait and answer.operation is not None and answer.operation.phase == SUSPENDED:
-            await self._see_spilled(answer.operation.id, self._resting.follow(answer.operation.id), asked)
+        if asked.wait and answer.operation is not None and answer.operation.phase == SUSPENDED:
+            if spill:
+                await self._see_spilled(answer.operation.id, self._resting.follow(answer.operation.id), asked)
+            else:
+                await self._resting.wait_a_moment(answer.operation.id)
         return answer
 
     async def _see_spilled(self, op_id: str, spilling: AsyncIterator[int], asked: Asked) -> None:

@@ -29,8 +29,9 @@ from hegmd.pieces import MIB, whole_size
 from hegmd.pool_memory import Memory, make_memory, read_available_bytes, read_huge_free_bytes
 from hegmd.pool_names import NONCE_BYTES, Key, PieceName, Source
 from hegmd.pool_piece import Keep, Piece
+from hegmd.pool_sums import compare, sums_of
 from hegmd.spill_file import SpillFolder
-from hegmd.spilling import Progress, read_into, say_nothing, write_out
+from hegmd.spilling import Progress, read_into, say_nothing, with_memory, write_out
 
 __all__ = ["Key", "Keep", "Memory", "Piece", "Pool", "Source", "read_available_bytes"]
 
@@ -177,6 +178,7 @@ class Pool:
         if piece.spilling is not None:
             piece.spilling.cancel()
         async with piece.lock:
+            await self._forget_sums(piece)
             await self._forget_file(piece)
         return memory
 
@@ -214,7 +216,8 @@ class Pool:
     async def fetch(self, key: Key, progress: Progress = say_nothing) -> None:
         """Have the owner's bytes in memory again, every chunk checked; on disk they stay. Fine when they are.
 
-        Raises Refused over the budget, and HegmError for a file that is damaged; then they are where they were.
+        Bytes that were in memory all the time are compared with their sums, if these were taken. Raises Refused over
+        the budget, and HegmError for a file or memory that is damaged; then they are where they were.
         """
         piece = self._held.get(key)
         if piece is None:
@@ -222,7 +225,9 @@ class Pool:
         if piece.spilling is not None:
             piece.spilling.cancel()
         async with piece.lock:
-            if piece.memory is None and self._held.get(key) is piece:
+            if piece.memory is not None:
+                await self._compare(piece, piece.memory)
+            elif self._held.get(key) is piece:
                 folder, name = self._folder(), str(piece.name)
                 piece.memory = await read_into(
                     lambda fill: self._make(piece.name, piece.size_bytes, piece.usable_bytes, fill),
@@ -231,6 +236,33 @@ class Pool:
                     piece.size_bytes,
                     progress,
                 )
+
+    async def sum_up(self, key: Key) -> None:
+        """The owner's bytes rest: have their sums, to compare them with when they are wanted. Fine when it has them.
+
+        Ends where somebody wants them before that. Raises HegmError for memory that cannot be read.
+        """
+        piece, sums = self._held.get(key), self.keep.sums
+        if piece is None or sums is None or not piece.mark:
+            return
+        async with piece.lock:
+            memory, piece.compared = piece.memory, False
+            if memory is None or piece.sums is not None:
+                return
+            name, size_bytes = str(piece.name), piece.size_bytes
+            try:
+                with anyio.CancelScope() as piece.spilling:
+                    piece.sums = await with_memory(
+                        memory.fd,
+                        lambda fd, is_over: sums_of(fd, size_bytes, is_over),
+                        name=name,
+                        unwanted="is not summed any further",
+                    )
+            finally:
+                piece.spilling = None
+            if piece.sums is not None:
+                await anyio.to_thread.run_sync(sums.keep, piece.mark, piece.sums)
+                logger.info("%s is known by its sums", name, extra=fields(size_bytes=size_bytes))
 
     # -- what was found ------------------------------------------------------------------------------------------------
 
@@ -335,7 +367,7 @@ class Pool:
         piece.may_have_file = True
         try:
             with anyio.CancelScope() as piece.spilling:
-                await write_out(folder, name, memory.fd, piece.size_bytes, progress)
+                await write_out(folder, name, memory.fd, piece.size_bytes, progress, piece.sums)
                 piece.spilled = True
         finally:
             piece.spilling = None
@@ -348,6 +380,25 @@ class Pool:
                 CANCELLED, f"the bytes of {worker} were wanted while they were written to disk", "see: hegmctl ops"
             )
         logger.info("%s is on disk", name, extra=fields(size_bytes=piece.size_bytes))
+
+    async def _compare(self, piece: Piece, memory: Memory) -> None:
+        """Raise HegmError unless its bytes are what they were when they came to rest; once for each rest."""
+        known, worker = piece.sums, piece.name.key.worker
+        if known is None or self.keep.sums is None or piece.compared:
+            return
+        size_bytes, whose = piece.size_bytes, f"the bytes of process {worker}"
+        await with_memory(
+            memory.fd,
+            lambda fd, is_over: compare(fd, size_bytes, known, is_over, whose),
+            name=str(piece.name),
+            unwanted="is not compared any further",
+        )
+        piece.compared = True
+
+    async def _forget_sums(self, piece: Piece) -> None:
+        if piece.sums is not None and self.keep.sums is not None:
+            await anyio.to_thread.run_sync(self.keep.sums.drop, piece.mark)
+        piece.sums, piece.compared = None, False
 
     async def _give_back(self, piece: Piece) -> None:
         """Forget a piece that nobody was given, cancelled or not."""
@@ -362,6 +413,7 @@ class Pool:
         memory, name = piece.memory, str(piece.name)
         if memory is None:
             return
+        await self._forget_sums(piece)
         if memory.place is None:
             await self._drop(name)
         try:

@@ -19,6 +19,7 @@ from hegmd.errors import HegmError
 from hegmd.pool_memory import Memory
 from hegmd.pool_names import PREFIX, parse_name
 from hegmd.pool_piece import Keep, Piece
+from hegmd.pool_sums import SumFolder
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ async def find_pieces(keep: Keep, adopt: Callable[[str, int], bool] = lambda _na
                     search.distrust(name, STORE, 0, "this release does not know what it is")
         except HegmError as error:
             logger.error("what is held by descriptor cannot be had: %s; %s", error.message, error.hint)
+    if keep.sums is not None:
+        await anyio.to_thread.run_sync(search.look_at_sums, keep.sums)
     return Findings(tuple(search.pieces.values()), tuple(search.distrusted))
 
 
@@ -92,6 +95,13 @@ class _Search:
                     known.spilled = known.may_have_file = True
                 else:
                     self.pieces[spilled.name] = Piece(name, spilled.size_bytes, spilled=True)
+
+    def look_at_sums(self, sums: SumFolder) -> None:
+        """What is known of the pieces that were found; what is known of others is of no use any more."""
+        sums.drop_all_but(piece.mark for piece in self.pieces.values() if piece.memory is not None)
+        for piece in self.pieces.values():
+            if piece.memory is not None and piece.mark:
+                piece.sums = sums.load(piece.mark)
 
     def take(self, text: str, memory: Memory, where: str) -> None:
         """Make a piece of what was found under that name, or close it."""

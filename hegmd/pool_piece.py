@@ -10,17 +10,19 @@ import anyio
 from hegmd.pool_memory import Memory
 from hegmd.pool_names import PieceName
 from hegmd.pool_places import Place
+from hegmd.pool_sums import SumFolder
 from hegmd.spill_file import SpillFolder
 from hegmd.store import Store
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Where pieces can be: places with names, a store for what has none, and a directory on disk."""
+    """Where pieces can be: places with names, a store for what has none, a directory on disk. And where sums are."""
 
     places: Sequence[Place] = ()
     store: Store | None = None
     spill: SpillFolder | None = None
+    sums: SumFolder | None = None
 
 
 class Piece:
@@ -36,7 +38,18 @@ class Piece:
         #: Whether one was ever begun: a copy that was given up may be whole, and its file be there, all the same.
         self.may_have_file = spilled
         self.lock = anyio.Lock()
+        #: What reads it while it rests, and ends as soon as it is wanted: a copy to disk, or the taking of its sums.
         self.spilling: anyio.CancelScope | None = None
+        #: The sums of its chunks in memory, if they were taken since it was written, and whether it was compared with
+        #: them since it came to rest.
+        self.sums: tuple[int, ...] | None = None
+        self.compared = False
+
+    @property
+    def mark(self) -> str:
+        """What is its own, whoever owns it or did before; empty for one of an earlier release, which has no nonce."""
+        name = self.name
+        return f"{name.usable_bytes}.{name.nonce}" if name.nonce else ""
 
     @property
     def usable_bytes(self) -> int:

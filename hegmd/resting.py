@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator
 
 import anyio
@@ -21,16 +22,21 @@ import anyio.abc
 from hegmd.agent_orders import AgentAway, OrderFailed
 from hegmd.errors import CANCELLED, INTERNAL, HegmError, Refused
 from hegmd.events import EventLog
+from hegmd.helper.mark import MARK_BYTES
 from hegmd.migration.candidates import PoolRoom
+from hegmd.migration.carriage import HOST
 from hegmd.migration.course import SUSPENDED
 from hegmd.migration.operation import Operation
 from hegmd.migration.operation import Worker as Member
 from hegmd.migration.runner import Runner
 from hegmd.news import News
-from hegmd.pool import Key, Pool
+from hegmd.pool import Key, Piece, Pool
 from hegmd.workers import BACK, CAME, Worker, Workers
 
 logger = logging.getLogger(__name__)
+
+# How long the answer to a suspension waits for the checksums of what rests: those of some 100 MB are taken by then.
+MOMENT_S = 0.1
 
 ASKED, FULL, ALWAYS = "asked", "full", "always"
 
@@ -114,6 +120,12 @@ class Resting:
         if rest is not None and rest.failure is not None:
             raise rest.failure
 
+    async def wait_a_moment(self, op_id: str) -> None:
+        """Until what is done for its rest is over, such as checksums, where that does not take long. Raises nothing."""
+        with anyio.move_on_after(MOMENT_S), contextlib.suppress(HegmError):
+            async for _ in self.follow(op_id):
+                pass
+
     def pool_room(self) -> PoolRoom:
         """The pool's room, with what would be given back rather than refuse somebody."""
         free_bytes = self._pool.free_bytes() + self.reclaimable_bytes()
@@ -190,6 +202,17 @@ class Resting:
         else:
             with contextlib.suppress(OrderFailed):  # an agent of an older release goes by the clock, as it did
                 await self._order(member, "rest")
+            if member.out and piece is not None and not _is_elsewhere(member, piece):
+                await self._sum_up(key, member)
+
+    async def _sum_up(self, key: Key, member: Member) -> None:
+        """Have the sums of its bytes, which nobody writes to from here on."""
+        try:
+            await self._pool.sum_up(key)
+        except HegmError as error:
+            message = f"the bytes of process {member.pid} cannot be summed: {error.message}"
+            self._events.record("pool.damaged", "error", message, pid=member.pid, facts={"id": key.operation})
+            logger.error("%s; %s", message, error.hint)
 
     async def _entrust(self, key: Key, member: Member, *, in_memory: bool) -> None:
         """Have the memory given back of what is on disk: nobody else may have a descriptor of it by then.
@@ -222,3 +245,11 @@ class Resting:
         except AgentAway:
             return False
         return True
+
+
+def _is_elsewhere(member: Member, piece: Piece) -> bool:
+    """Whether its bytes have still to come to its piece, by what that says of itself."""
+    if member.carrier != HOST or piece.memory is None:
+        return False
+    mark_at = piece.memory.size_bytes - MARK_BYTES
+    return any(os.pread(piece.memory.fd, 1, mark_at))

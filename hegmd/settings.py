@@ -246,6 +246,12 @@ class PoolSettings:
         'The directory on disk for the bytes of suspended jobs; "" for `spill` in the state directory.',
         reloads=False,
     )
+    verify: str = setting(
+        OneOf(("rest", "off")),
+        "rest",
+        "Whether bytes that rest in memory have checksums, which are compared before a job gets them back; or off.",
+        reloads=False,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

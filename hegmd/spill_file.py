@@ -21,7 +21,7 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,9 +29,11 @@ from hegmd.blocks import (
     BLOCK_BYTES,
     CHUNK_BYTES,
     Progress,
+    changed,
     chunks_of,
     each_chunk,
     opened,
+    read_memory,
     read_whole,
     rounded_up,
     shortened,
@@ -75,8 +77,19 @@ class SpillFolder:
         """Where that piece is."""
         return self.folder / (name + ENDING)
 
-    def write(self, name: str, fd: int, size_bytes: int, unwanted: Callable[[], bool], progress: Progress) -> None:
-        """Have the memory's bytes on disk under that name. Raises HegmError or Unwanted, having left nothing."""
+    def write(
+        self,
+        name: str,
+        fd: int,
+        size_bytes: int,
+        unwanted: Callable[[], bool],
+        progress: Progress,
+        known: Sequence[int] | None = None,
+    ) -> None:
+        """Have the memory's bytes on disk under that name. Raises HegmError or Unwanted, having left nothing.
+
+        `known` are the sums of its chunks, if it was summed before: bytes that changed since are not written.
+        """
         fresh = name + UNFINISHED
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -87,7 +100,7 @@ class SpillFolder:
                     with opened(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL, dir_fd=folder) as file:
                         self._refuse_if_not_ours(file)
                         os.posix_fallocate(file, 0, _file_bytes(size_bytes))
-                        sums = _copy_out(fd, file, size_bytes, unwanted, progress)
+                        sums = _copy_out((fd, known), file, size_bytes, unwanted, progress)
                         _write_ends(file, _mark_of(name), size_bytes, sums)
                         os.fsync(file)
                         _compare(file, size_bytes, sums, unwanted)
@@ -290,16 +303,25 @@ def _damaged(path: Path, why: str) -> HegmError:
 # ---- copying ---------------------------------------------------------------------------------------------------------
 
 
-def _copy_out(fd: int, file: int, size_bytes: int, unwanted: Callable[[], bool], progress: Progress) -> list[int]:
-    """The chunks of that memory to the file; their sums."""
+def _copy_out(
+    memory: tuple[int, Sequence[int] | None],
+    file: int,
+    size_bytes: int,
+    unwanted: Callable[[], bool],
+    progress: Progress,
+) -> list[int]:
+    """The chunks of that memory to the file; their sums, which are those that were known, where any were."""
+    fd, known = memory
     sums = [0] * len(chunks_of(size_bytes))
 
     def copy(number: int, view: memoryview, length: int) -> None:
         if unwanted():
             raise Unwanted
-        if read_whole(fd, view[:length], number * CHUNK_BYTES) < length:
+        if read_memory(fd, view[:length], number * CHUNK_BYTES) < length:
             raise shortened(os.fstat(fd).st_size, size_bytes)
         sums[number] = zlib.crc32(view, number + 1)
+        if known is not None and known[number] != sums[number]:
+            raise changed("what was to be written to disk", number, len(sums))
         write_whole(file, view, BLOCK_BYTES + number * CHUNK_BYTES)
 
     each_chunk(size_bytes, copy, progress, "spill")

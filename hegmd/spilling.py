@@ -11,7 +11,7 @@ import mmap
 import os
 import select
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import anyio
@@ -35,40 +35,56 @@ def say_nothing(_so_far_bytes: int) -> None:
     """The progress of what nobody follows."""
 
 
-async def write_out(folder: SpillFolder, name: str, fd: int, size_bytes: int, progress: Progress) -> None:
+async def write_out(
+    folder: SpillFolder, name: str, fd: int, size_bytes: int, progress: Progress, known: Sequence[int] | None = None
+) -> None:
     """Have that memory in its file. Raises HegmError. Cancelled, it ends at the next chunk."""
 
     async def copy(tell: Progress) -> None:
-        try:
-            own = os.fdopen(os.dup(fd), "rb", buffering=0)  # the thread closes it, however late it ends
-        except OSError as error:
-            raise HegmError(
-                UNAVAILABLE,
-                f"{name} cannot be written to disk: {error.strerror or error}",
-                "raise LimitNOFILE= of hegmd.service",
-                {"errno": error.errno},
-            ) from error
-
-        def work(unwanted: socket.socket) -> None:
-            def is_over() -> bool:
-                poll = select.poll()  # each of several threads asks, and `select` knows no descriptor past 1023
-                poll.register(unwanted, select.POLLIN)
-                return bool(poll.poll(0))
-
-            try:
-                folder.write(name, own.fileno(), size_bytes, is_over, tell)
-            except Unwanted:
-                logger.info("%s is wanted in memory, and is not written to disk any further", name)
-            finally:
-                own.close()
-
-        try:
-            await run_detached(work, name="spill", linger_s=LINGER_S)
-        except HegmError:  # the thread has ended, or there was none
-            own.close()
-            raise
+        await with_memory(
+            fd,
+            lambda own, is_over: folder.write(name, own, size_bytes, is_over, tell, known),
+            name=name,
+            unwanted="is not written to disk any further",
+        )
 
     await _told(copy, progress)
+
+
+async def with_memory(fd: int, work: Callable[[int, Callable[[], bool]], T], *, name: str, unwanted: str) -> T | None:
+    """What comes of `work`, off the loop, with a descriptor of its own and a way to ask whether it is still wanted.
+
+    None where it was not, and ended for that. Raises HegmError.
+    """
+    try:
+        own = os.fdopen(os.dup(fd), "rb", buffering=0)  # the thread closes it, however late it ends
+    except OSError as error:
+        raise HegmError(
+            UNAVAILABLE,
+            f"the memory of {name} cannot be read: {error.strerror or error}",
+            "raise LimitNOFILE= of hegmd.service",
+            {"errno": error.errno},
+        ) from error
+
+    def run(waiting: socket.socket) -> T | None:
+        def is_over() -> bool:
+            poll = select.poll()  # each of several threads asks, and `select` knows no descriptor past 1023
+            poll.register(waiting, select.POLLIN)
+            return bool(poll.poll(0))
+
+        try:
+            return work(own.fileno(), is_over)
+        except Unwanted:
+            logger.info("%s is wanted in memory, and %s", name, unwanted)
+            return None
+        finally:
+            own.close()
+
+    try:
+        return await run_detached(run, name="spill", linger_s=LINGER_S)
+    except HegmError:  # the thread has ended, or there was none
+        own.close()
+        raise
 
 
 async def read_into(

@@ -27,6 +27,7 @@ from hegmd.methods.readying import Ready
 from hegmd.moving import ImageMeans, Moving
 from hegmd.pool import Keep, Pool
 from hegmd.pool_places import Place, find_places
+from hegmd.pool_sums import SumFolder
 from hegmd.processes import ProcessTable
 from hegmd.processes.procfs import start_ticks_of
 from hegmd.server.auth import Policy
@@ -44,6 +45,8 @@ SYSTEMD_RUNS = "/run/systemd/system"
 # In the state directory, unless the configuration names another; its disk has the journal, which needs room to grow.
 SPILL_NAME = "spill"
 SPILL_SPARE_BYTES = 256 << 20
+# In the state directory, too: the checksums of bytes that rest in memory.
+SUMS_NAME = "sums"
 
 
 def vendors_off(config: Config, topology: Topology | None) -> tuple[str, ...]:
@@ -136,7 +139,11 @@ def keep_for(config: Config, state: StateDir, manager: ServiceManager | None, pa
             logger.warning("bytes of jobs get no name: %s; %s", error.message, error.hint)
     store: Store = KeeperStore(state.path, start_keeper) if manager is None else ManagerStore(manager, passed)
     spill_dir = config.pool.spill_dir or state.path / SPILL_NAME
-    return Keep(places, store, SpillFolder(spill_dir, spare_bytes=SPILL_SPARE_BYTES))
+    sums = SumFolder(state.path / SUMS_NAME)
+    if config.pool.verify == "off":
+        sums.drop_all_but(())  # the pieces may be written again meanwhile, and later daemons would compare with these
+    spill = SpillFolder(spill_dir, spare_bytes=SPILL_SPARE_BYTES)
+    return Keep(places, store, spill, None if config.pool.verify == "off" else sums)
 
 
 def moving_for(

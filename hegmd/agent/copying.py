@@ -53,6 +53,8 @@ _PAGEMAP_ENTRY_BYTES = 8
 # The first field of `struct statfs`, which is smaller than this, for tmpfs and hugetlbfs.
 _STATFS_LONGS, _IN_MEMORY = 32, (0x01021994, 0x958458F6)
 _EINVAL = 22
+# EFAULT and EHWPOISON, with which the kernel says that touching those pages would be a SIGBUS.
+_NO_PAGE = (14, 133)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.pread.argtypes = _libc.pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
@@ -156,9 +158,15 @@ def prefer_huge_pages(spans: Iterable[Span]) -> None:
 
 
 def fetch_pages(address: int, size_bytes: int) -> None:
-    """Have a mapping's pages present for reading, in one call; a kernel without it has them come one by one."""
+    """Have a mapping's pages present for reading, in one call; a kernel without it has them come one by one.
+
+    Raises OSError where reading them would end this process by SIGBUS: a page that is broken, or that was cut off.
+    """
     start = address // PAGE_BYTES * PAGE_BYTES
-    _libc.madvise(start, round_up(address + size_bytes) - start, _MADV_POPULATE_READ)
+    if _libc.madvise(start, round_up(address + size_bytes) - start, _MADV_POPULATE_READ):
+        number = ctypes.get_errno()
+        if number in _NO_PAGE:
+            raise OSError(number, f"memory cannot be read: {os.strerror(number)}")
 
 
 def _size_of(span: Span) -> int:

@@ -34,6 +34,7 @@ from hegmd.blocks import (
     each_chunk,
     is_direct,
     opened,
+    read_memory,
     read_whole,
     rounded_up,
     shortened,
@@ -196,7 +197,7 @@ def _store(file: int, memory_fd: int, number: int, buffer: memoryview, length: i
     """One chunk to its place; how much is stored of it, and its sum."""
     place = number * CHUNK_BYTES
     with buffer[:length] as chunk:
-        if read_whole(memory_fd, chunk, place) < length:
+        if read_memory(memory_fd, chunk, place) < length:
             raise shortened(os.fstat(memory_fd).st_size, place + length)
         total = zlib.crc32(chunk, number + 1)
     if _is_zero(buffer, length):

@@ -179,7 +179,7 @@ EVENT_KINDS: Mapping[str, tuple[str, ...]] = {
         *("operation.journal-failed", "operation.journal-mended", "operation.lost", "operation.recovered"),
         *("operation.suspended", "operation.turned-back", "operation.undone"),
     ),
-    "pool": ("pool.dropped", "pool.spill-failed", "pool.spilled", "pool.stray"),
+    "pool": ("pool.damaged", "pool.dropped", "pool.spill-failed", "pool.spilled", "pool.stray"),
     "process": ("process.ended", "process.next-fell", "process.started"),
     "vendor": ("vendor.failed", "vendor.recovered"),
 }

@@ -242,3 +242,35 @@ def test_an_upgrade_of_the_daemon_is_no_event_for_a_job_that_trains_or_is_suspen
             expected = undisturbed_steps(*TRAINING)
             assert trains.steps() == expected
             assert waits.steps() == expected
+
+
+def _flip(piece: Path, place: int = 10_003) -> None:
+    with piece.open("r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_a_bit_that_flipped_while_a_job_was_suspended_was_used_silently(socket_dir: Path, tmp_path: Path) -> None:
+    """Issue 14, row 3: `resume` said done, and every later loss was wrong."""
+    with (
+        RunningDaemon(socket_dir) as daemon,
+        BareJob(TRAINING, daemon, tmp_path) as job,
+    ):
+        pid = str(job.process.pid)
+        job.read_steps(2)
+        job.places(1)
+        assert job.operation("suspend", pid)["phase"] == "suspended"
+        while not list((socket_dir / "state" / "sums").glob("[0-9]*")):
+            pause()
+        identity = (socket_dir / "state" / "identity").read_text()[:16]
+        (piece,) = Path(f"/dev/shm/hegmd-{os.geteuid()}-{identity}").glob("hegm-pool-*")
+        _flip(piece)
+        ended = job.ended("resume", pid)
+        assert ended["phase"] == "suspended"
+        assert f"the bytes of process {pid}: chunk 0 of" in ended["failure"]["message"]
+        assert "pool.verify" in ended["failure"]["hint"]
+        _flip(piece)
+        assert job.operation("resume", pid)["phase"] == "done"
+        assert job.steps() == undisturbed_steps(*TRAINING)

@@ -42,6 +42,7 @@ PIECES = (
     "hegmd.pool_places",
     "hegmd.pool_memory",
     "hegmd.spill_file",
+    "hegmd.pool_sums",
 )
 POOLED = ("hegmd.errors", *PIECES, "hegmd.store")
 # What jobs go into images by, and come out of them.
@@ -140,6 +141,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.pool_places": ("hegmd.pieces",),
     "hegmd.pool_memory": ("hegmd.errors", "hegmd.pages", "hegmd.pieces", "hegmd.pool_names", "hegmd.pool_places"),
     "hegmd.spill_file": ("hegmd.errors", "hegmd.blocks", "hegmd.pool_places"),
+    "hegmd.pool_sums": ("hegmd.errors", "hegmd.blocks", "hegmd.spill_file"),
     "hegmd.spilling": ("hegmd.errors", "hegmd.detached", "hegmd.pool_memory", "hegmd.spill_file"),
     "hegmd.pool_piece": POOLED,
     "hegmd.pool_found": (*POOLED, "hegmd.pool_piece"),
@@ -166,7 +168,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *(*GROUND, "hegmd.detached", "hegmd.helper", "hegmd.methods", "hegmd.migration.adoption", "hegmd.places"),
         "hegmd.processes",
     ),
-    "hegmd.resting": (*MOVING, "hegmd.agent_orders", "hegmd.events", "hegmd.migration"),
+    "hegmd.resting": (*MOVING, "hegmd.agent_orders", "hegmd.events", "hegmd.helper.mark", "hegmd.migration"),
     "hegmd.lookout": (
         *(*GROUND, "hegmd.detached", "hegmd.inventory", "hegmd.migration", "hegmd.pool", "hegmd.processes"),
         *("hegmd.methods.sight", "hegmd.supervisors", "hegmd.workers"),

@@ -23,6 +23,7 @@ from hegmd.migration.disk import Disk
 from hegmd.moving import Moving
 from hegmd.pool import Keep, Pool
 from hegmd.pool_places import Place
+from hegmd.pool_sums import SumFolder
 from hegmd.processes import ProcessTable
 from hegmd.processes.procfs import Unreadable, Vanished, read_start
 from hegmd.protocol.operations import Operation, OperationProgress
@@ -72,7 +73,10 @@ class Node:
             held=self.held_bytes,
         )
         keep = Keep(
-            [Place(state_dir / "memory", huge=False)], None, SpillFolder(state_dir / "spill", spare_bytes=spare_bytes)
+            [Place(state_dir / "memory", huge=False)],
+            None,
+            SpillFolder(state_dir / "spill", spare_bytes=spare_bytes),
+            SumFolder(state_dir / "sums"),
         )
         self.moving = Moving(
             state_dir=state_dir,

@@ -8,6 +8,7 @@ from hegmd.pieces import MIB
 from hegmd.pool import Keep, Key, Pool
 from hegmd.pool_found import find_pieces
 from hegmd.pool_places import Place
+from hegmd.pool_sums import SumFolder
 from hegmd.spill_file import SpillFolder
 from tests.unit.descriptor_store import DescriptorStore
 
@@ -17,7 +18,12 @@ OTHER = Key("8", "4712")
 
 def keep_in(folder: Path, store: DescriptorStore | None = None) -> Keep:
     """Places in an ordinary directory: the pool asks nothing of them that a disk does not have."""
-    return Keep([Place(folder / "memory", huge=False)], store, SpillFolder(folder / "spill", spare_bytes=0))
+    return Keep(
+        [Place(folder / "memory", huge=False)],
+        store,
+        SpillFolder(folder / "spill", spare_bytes=0),
+        SumFolder(folder / "sums"),
+    )
 
 
 def opened(keep: Keep) -> Pool:

@@ -92,6 +92,8 @@ def read(fd: int) -> Any:
     tree_bytes, pieces, total_bytes, sum_of_tree, sum_of_table = _read_header(fd, given_bytes)
     mapped_bytes = min(round_up(total_bytes, os.fstatvfs(fd).f_bsize), given_bytes)
     mapping = copying.private_view(fd, mapped_bytes)
+    front_bytes = HEADER_BYTES + tree_bytes + 12 * pieces + 4 * (total_bytes // PIECE_BYTES)  # all but the pieces
+    copying.fetch_pages(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), min(front_bytes, mapped_bytes))
     tree = bytes(mapping[HEADER_BYTES : HEADER_BYTES + tree_bytes])
     if crc32(tree) != sum_of_tree:
         raise Damaged("its tree does not fit its checksum")

@@ -235,3 +235,19 @@ def test_a_file_in_huge_pages_was_read_by_pages_of_4096_bytes_as_it_lay_on_no_bo
         assert os.pread(fd, 7, copying.HUGE_PAGE_BYTES - 3) == b"written", "the file is another's"
     finally:
         os.close(fd)
+
+
+def test_a_page_that_cannot_be_read_would_have_ended_a_training_by_a_signal() -> None:
+    """Issue 14, row 3. The kernel says the same of a broken page: reading it would be a SIGBUS."""
+    fd = os.memfd_create("state", os.MFD_CLOEXEC)
+    try:
+        os.truncate(fd, 2 * copying.PAGE_BYTES)
+        view = copying.private_view(fd, 2 * copying.PAGE_BYTES)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        copying.fetch_pages(address, 2 * copying.PAGE_BYTES)
+        os.truncate(fd, copying.PAGE_BYTES)
+        copying.fetch_pages(address, copying.PAGE_BYTES)
+        with pytest.raises(OSError, match="memory cannot be read: Bad address"):
+            copying.fetch_pages(address, 2 * copying.PAGE_BYTES)
+    finally:
+        os.close(fd)
