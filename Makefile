@@ -6,7 +6,7 @@ PYTEST := $(PYTHON) -m pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pythons criu demo test check test-wide test-chaos bench bench-chaos bench-gpu test-gpu install uninstall deb man completions docs pictures lint format clean
+.PHONY: help setup pythons criu demo test check test-wide mutants test-chaos bench bench-chaos bench-gpu test-gpu install uninstall deb man completions docs pictures lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,10 @@ test: ## all tests but those that need a GPU; end to end ones and a real systemd
 test-wide: ## what `make test` leaves out: cells that go the same ways by the same code once more
 	@tools/setup.sh full
 	$(PYTEST) -m "wide and not gpu and not bench" -ra $(WORKERS)
+
+mutants: ## change one small thing of the product at a time, and look whether a test notices (MUTANTS="--seed 7 --count 50 --only pool")
+	@tools/setup.sh dev
+	@$(PYTHON) tools/mutants.py $(MUTANTS)
 
 test-chaos: ## kill or strike everything at every state of every command, 2,000 times, while jobs train (CHAOS="--victim daemon")
 	@tools/setup.sh full

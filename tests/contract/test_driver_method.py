@@ -17,7 +17,7 @@ import anyio.to_thread
 import pytest
 
 from hegmd.errors import HegmError, Refused
-from hegmd.helper.link import HelperLost
+from hegmd.helper.link import DriverFailed, HelperLost
 from hegmd.inventory import NodeSnapshot
 from hegmd.methods.base import NoRoom, Outgrown, Subject
 from hegmd.methods.driver import DriverMethod
@@ -415,3 +415,14 @@ async def test_neighbours_were_let_go_by_the_next_daemon_into_a_restore_that_wen
                 await rig.stands(rig.other)
         assert await rig.state(rig.other) == "running"
         assert not (folder / FILE_NAME).exists()
+
+
+async def test_a_restore_that_the_driver_refused_was_taken_for_one_that_was_done(parts: Parts) -> None:
+    """Issue 14, row 20: without its error the next look says only that the process is in another state."""
+    async with rigged(parts) as rig:
+        off = await rig.take_off()
+        rig.node.order("error step:restore 2 1")
+        with pytest.raises(DriverFailed) as failed:
+            await rig.method.restore(off, "gpu1")
+        assert failed.value.number == 2
+        assert await rig.state(rig.moved) == "checkpointed"

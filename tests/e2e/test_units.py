@@ -115,7 +115,7 @@ def test_bytes_with_a_name_outlive_the_units_end_in_the_daemons_sandbox(machine:
     options = ["--quiet", "--wait", "--pipe", "--collect", *confinement(), f"--setenv=PYTHONPATH={ROOT}"]
     options += ["--property=StateDirectory=hegm-try", "--property=PrivateTmp=yes", "--property=UMask=0077"]
     # A tree or an environment that lies in /tmp would be hidden with it.
-    options += [f"--property=BindReadOnlyPaths={path}" for path in (ROOT, sys.prefix)]
+    options += [f'--property=BindReadOnlyPaths="{path}"' for path in (ROOT, sys.prefix)]
     machine.run("systemd-run", *options, sys.executable, "-c", HOLD, "make")
     found = machine.run("systemd-run", *options, sys.executable, "-c", HOLD, "find")
     assert found.stdout.split() == ["b'weights'"]

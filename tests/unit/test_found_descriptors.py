@@ -33,3 +33,19 @@ async def test_video_memory_beside_pieces_of_the_pool_was_closed_as_unknown() ->
         if piece.memory is not None:
             piece.memory.close()
     await store.drop(*list(store.kept))
+
+
+async def test_memory_in_pages_of_the_usual_size_was_taken_for_huge_pages() -> None:
+    """Issue 14, row 20: no test noticed it. A file system in memory has blocks of exactly one page."""
+    store = DescriptorStore()
+    fd = os.memfd_create("usual")
+    assert os.fstatvfs(fd).f_bsize == os.sysconf("SC_PAGESIZE")
+    os.truncate(fd, 4096)
+    await store.put("hegm-pool-7-4711-4096.00c0ffee", fd)
+    os.close(fd)
+    (piece,) = (await find_pieces(Keep(store=store), VideoMemory(Gpus(), store).adopt)).pieces
+    assert piece.memory is not None
+    assert not piece.memory.huge
+    assert piece.memory.size_bytes == 4096, "as large as what was asked for is large enough"
+    piece.memory.close()
+    await store.drop(*list(store.kept))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hegmd.errors import Bug
+from hegmd.errors import Bug, Refused
 from hegmd.pool_found import find_pieces
+from hegmd.pool_memory import Memory, make_memory
 from hegmd.pool_names import Key, PieceName, Source, parse_name
 from hegmd.pool_piece import Keep
 from hegmd.pool_places import Place, find_places
@@ -201,3 +203,23 @@ def test_a_file_in_huge_pages_is_made_filled_and_found_again(tmp_path: Path) -> 
     assert ran.returncode == 0, ran.stderr
     if ran.stdout.strip() != "seen":
         pytest.skip(ran.stdout.strip())
+
+
+def test_memory_that_nobody_has_is_refused_with_numbers() -> None:
+    """Issue 14, row 20: without the refusal, who asked for memory was given nothing and went on."""
+
+    def have_none(_memory: Memory) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    name = PieceName(Key("7", "4711"), 4096, "00c0ffee")
+    with pytest.raises(Refused, match="the node has no 4 MiB for 4711: Cannot allocate memory") as refused:
+        make_memory(name, 4 << 20, places=(), huge=False, fill=have_none)
+    assert refused.value.facts == {"needed_bytes": 4 << 20, "errno": errno.ENOMEM}
+
+
+def test_a_name_keeps_the_last_eight_operations_that_it_came_from() -> None:
+    """Issue 14, row 20: a ninth was not noticed. Names of files are bounded, and each has up to 20 digits."""
+    name = SOURCED
+    for number in range(20):
+        name = name.claimed_by(Key(str(number), "4711"))
+    assert name.before == tuple(str(number) for number in range(18, 10, -1))

@@ -14,6 +14,7 @@ import pytest
 
 from hegmd import pages
 from hegmd.agent import torch_state, transfer
+from hegmd.agent.carrying import Carrying
 from hegmd.errors import HegmError
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
@@ -175,3 +176,21 @@ def test_memory_of_mapped_files_and_numpy_stays_while_others_go(room: int, tmp_p
         assert all(torch.equal(tensor, copy) for tensor, (_, copy) in zip(others, before, strict=True))
         assert bool((mine == 7).all())
         del others, tensor
+
+
+@pytest.mark.parametrize("with_one", [False, True], ids=["from its own descriptor", "from one that came"])
+def test_a_process_that_had_its_bytes_again_kept_the_descriptor_of_them(room: int, with_one: bool) -> None:
+    """Issue 14, row 20: no test noticed it. The memory would be the node's again only when the job ends."""
+    _tensors, storages, expected = _random((5001, 100_003))
+    found = torch_state.Found()
+    for storage in storages:
+        found.take(storage, storage.nbytes())
+    carrying = Carrying()
+    own = os.dup(room)
+    assert carrying.evacuate(own, found, _ignore) == 2
+    assert carrying.keeps(own)
+    carrying.refill(room if with_one else None, _ignore)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(own)
+    assert carrying.out is None
+    assert all(torch.equal(one, other) for one, other in zip(_tensors, expected, strict=True))

@@ -70,3 +70,23 @@ def test_every_request_has_an_operation_and_a_reply() -> None:
         assert message.op == op
         assert issubclass(message.reply, Record)
         assert not issubclass(message.reply, messages.Request)
+
+
+SECRET = "a-key-to-something"
+
+
+@pytest.mark.parametrize("op", sorted(messages.REQUESTS))
+def test_an_audit_record_has_all_of_a_request_but_the_values_of_an_environment(op: str) -> None:
+    """Issue 14, row 20: no test noticed a record without a request's fields, or with the values of variables."""
+    request = full(messages.REQUESTS[op])
+    assert isinstance(request, messages.Request)
+    variables = [f.name for f in request.fields if f.type_text.startswith("Mapping[str, str]")]
+    secret = request.replace(**{name: {"TOKEN": SECRET, "A": SECRET} for name in variables})
+    assert isinstance(secret, messages.Request)
+    audited = secret.audited()
+    assert audited == {**secret.to_plain(), **{name: ["A", "TOKEN"] for name in variables}}
+    assert SECRET not in repr(audited)
+
+
+def test_a_migration_has_variables_for_the_test_above() -> None:
+    assert any(f.type_text.startswith("Mapping[str, str]") for f in messages.Migrate.fields)
