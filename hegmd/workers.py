@@ -192,9 +192,8 @@ class Worker:
         if do in {"park", "withdraw", "release"}:
             self.parked = do == "park"
         if do == "survey":
-            self.size_bytes = self.size_bytes if report.size_bytes is None else report.size_bytes
-            self.left_alone = report.left_alone
-            self.cuda = report.cuda
+            if report.size_bytes is not None:  # one that came to no boundary in time says nothing of what it has
+                self.size_bytes, self.left_alone, self.cuda = report.size_bytes, report.left_alone, report.cuda
             self.parked = self.parked if report.parked is None else report.parked
             self.held_bytes = self.held_bytes if report.held_bytes is None else report.held_bytes
         if do == "weigh":

@@ -14,7 +14,7 @@ import anyio.abc
 import pytest
 
 from hegmd.errors import TIMEOUT, HegmError, Refused
-from hegmd.protocol.messages import AgentReport
+from hegmd.protocol.messages import AgentReport, CudaFacts
 from hegmd.workers import ENDED, AgentAway, OrderFailed, Worker, Workers
 from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
@@ -116,6 +116,19 @@ async def test_a_newer_connection_takes_the_place_of_one_that_hangs(process: sub
         assert news == [f"came {process.pid}", f"back {process.pid}"], "it was never away"
         assert worker is not None
         await worker.order("survey")
+
+
+async def test_a_survey_that_came_too_late_wiped_out_what_was_known_of_the_worker(
+    process: subprocess.Popen[bytes],
+) -> None:
+    """Issue 14, row 1: of a job that was busy nothing was known any more, and its move by peer was refused."""
+    async with attended(process.pid) as (workers, agent, _, _):
+        worker = workers.find(process.pid)
+        assert worker is not None
+        worker.cuda = facts = CudaFacts(gpus=("GPU-0",), allocator="native", expandable=False)
+        agent.size_bytes = None  # type: ignore[assignment] # as of an agent that came to no boundary in time
+        await worker.order("survey")
+        assert worker.cuda is facts
 
 
 async def test_another_token_is_another_program(process: subprocess.Popen[bytes]) -> None:
