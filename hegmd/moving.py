@@ -196,7 +196,7 @@ class Moving:
         restarting, by_state = self._restarting(method)
         host = HostCarrier(self.helper, gpus, self.pool, self.memory)
         self.memory.make_room = host.make_room
-        peer = PeerCarrier(self.helper, gpus, self.memory)
+        peer = PeerCarrier(self.helper, gpus, self.memory, self.pool)
         carriers: tuple[Carrier, ...] = (by_worker, by_state, DriverCarrier(), host, peer)
         return {method.name: method, restarting.name: restarting}, {carrier.name: carrier for carrier in carriers}
 

@@ -6,6 +6,7 @@ order of that kind has to be told with and what is said of it; how bytes go is `
 
 from __future__ import annotations
 
+from ..protocol.agents import unpacked_spans
 from . import departing
 from .answers import counted
 from .refusals import refusal
@@ -36,6 +37,7 @@ class ByteOrders:
             "export": self._export,
             "free": self._free,
             "make": self._make,
+            "copy": self._copy,
             "filled": self._filled,
             "part": self._part,
             "save": self._save,
@@ -59,7 +61,8 @@ class ByteOrders:
         self._answers.done(order.order, **counts, short_bytes=evacuated.short_bytes)
 
     def _export(self, order: Order, _fd: int | None) -> None:
-        self._answers.view(order, *self._carrying.show(self._standing.found_at_rest("export")))
+        found = self._standing.found_at_rest("export")
+        self._answers.view(order, *self._carrying.show(found, partly=order.partly))
 
     def _free(self, order: Order, _fd: int | None) -> None:
         self._standing.require_parked("free")
@@ -67,12 +70,22 @@ class ByteOrders:
         shown.free()
         spent_ms = shown.laps.spent_ms
         self._answers.done(order.order, storages=len(shown), size_bytes=shown.size_bytes, spent_ms=spent_ms)
-        shown.note_freed()  # beside what the daemon does next: the job stands
+        self._carrying.note_left()  # beside what the daemon does next: the job stands
 
     def _make(self, order: Order, _fd: int | None) -> None:
         self._standing.require_parked("make")
         shown = self._carrying.shown("make")
-        self._answers.view(order, shown, shown.make(order.size_bytes))
+        self._answers.view(order, shown, shown.make(order.size_bytes, partly=order.partly))
+
+    def _copy(self, order: Order, fd: int | None) -> None:
+        """What the daemon cannot open, by this process's own hands."""
+        self._standing.require_parked("copy")
+        if fd is None:
+            raise refusal("no descriptor came with the order", "send the memory to copy to or from with it")
+        spans = unpacked_spans(order.spans or b"")
+        progress = self._answers.progress_of(order.order)
+        self._carrying.shown("copy").copy(order.direction or "", fd, spans, progress)
+        self._answers.done(order.order, size_bytes=sum(size_bytes for _, _, size_bytes, _ in spans))
 
     def _filled(self, order: Order, _fd: int | None) -> None:
         self._standing.require_parked("filled")

@@ -60,16 +60,18 @@ class Cache:
         self._is_taken = False
         #: What could not be had again.
         self.short_bytes = 0
+        #: What is left with the allocator while the storages are out: where each segment begins, and its bytes.
+        self.left: list[tuple[int, int]] = []
 
     def note_given_back(self) -> None:
         """The storages are freed, and the driver has what was kept: what is left with the allocator is in use.
 
         Never raises: the storages are out. Without a word of the allocator all is one run.
         """
-        self._runs, self._is_taken = [], False
+        self._runs, self._is_taken, self.left = [], False, []
         try:
-            left = [(segment.address, segment.size_bytes) for segment in cuda_state.Segments(self._torch).all]
-            self._runs = most_runs(runs_between(self._segments, sorted([*self._storages, *left])))
+            self.left = [(segment.address, segment.size_bytes) for segment in cuda_state.Segments(self._torch).all]
+            self._runs = most_runs(runs_between(self._segments, sorted([*self._storages, *self.left])))
         except Exception as error:  # noqa: BLE001 - of any release of PyTorch, or a failure of CUDA's from before
             note(f"in which pieces memory was cached is not known: {error!r}")
 

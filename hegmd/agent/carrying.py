@@ -76,8 +76,17 @@ class Carrying:
         """The driver has brought back what this process has now, and it cannot be shown to others any more."""
         torch = cuda_state.in_use()
         if torch is not None:
-            self._showable.note_restored(cuda_state.Segments(torch).all)
+            segments = cuda_state.Segments(torch).all
+            self._showable.note_restored([(segment.address, segment.size_bytes) for segment in segments])
         self._peers = None  # access between its GPUs is refused to it from now on
+
+    def note_left(self) -> None:
+        """What its GPUs have of it while storages are out goes with the driver, and cannot be shown from then on."""
+        if self._evacuated is not None:
+            self._showable.note_restored(self._evacuated.left)
+        elif self._shown is not None and self._shown.out:
+            self._shown.note_freed()
+            self._showable.note_restored(self._shown.left)
 
     def part(self) -> int:
         """Have its GPUs reach no other's memory, as the driver wants it; for how many pairs. Raises HegmError."""
@@ -109,6 +118,7 @@ class Carrying:
             return 0
         evacuated: Evacuated = transfer.evacuate(fd, found.storages, found.sizes, progress)
         self._evacuated = evacuated
+        self.note_left()
         return len(evacuated)
 
     def entrust(self) -> None:
@@ -132,13 +142,16 @@ class Carrying:
 
     # ---- copied by the daemon ----------------------------------------------------------------------------------------
 
-    def show(self, found: Found) -> tuple[Shown, View]:
-        """Show the storages to the daemon. Raises HegmError."""
+    def show(self, found: Found, *, partly: bool) -> tuple[Shown, View]:
+        """Show the storages to the daemon; those that cannot be are among them as such if it is `partly`.
+
+        Raises HegmError.
+        """
         if found.segments is None:
             raise refusal("it has no storages on a GPU to show", "let it carry its bytes itself")
-        shown: Shown = _showing().Shown(found.storages, found.sizes, found.segments)
+        shown: Shown = _showing().Shown(found.storages, found.sizes, found.segments, found.own)
         self._shown = shown
-        return shown, shown.show()
+        return shown, shown.show(partly=partly)
 
     def shown(self, what: str) -> Shown:
         """The storages that were shown. Raises HegmError if there are none."""

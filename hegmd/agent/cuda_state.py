@@ -28,6 +28,9 @@ HAZARD_GRAPHS, HAZARD_NCCL, HAZARD_IPC, HAZARD_MAPPED = "graphs", "nccl-p2p", "i
 _DEFAULT_POOL = (0, 0)
 # Of PyTorch's allocator, c10/cuda/CUDACachingAllocator.cpp.
 _BLOCK_BYTES, _SMALL_BYTES, _UNIT_BYTES, _SHARED_BYTES, _LARGE_BYTES = 512, 1 << 20, 2 << 20, 20 << 20, 10 << 20
+# Workspaces of cuBLAS as PyTorch sizes them, which are given back with the storages. One that is another size is taken
+# for something that stays: its neighbours are then copied by the process itself, which is slower and as right.
+_WORKSPACES = frozenset((1 << 20, 8 << 20, (8 << 20) + (128 << 10), 32 << 20))
 
 
 def in_use() -> Any:
@@ -41,7 +44,7 @@ def in_use() -> Any:
 class Segment:
     """A piece of video memory that the allocator has of the driver."""
 
-    __slots__ = ("address", "device", "is_small", "size_bytes", "stream")
+    __slots__ = ("address", "blocks", "device", "is_small", "size_bytes", "stream")
 
     def __init__(self, told: dict[str, Any]) -> None:
         self.address = int(told["address"])
@@ -49,6 +52,17 @@ class Segment:
         self.device = int(told["device"])
         self.stream = int(told["stream"])
         self.is_small = told.get("segment_type") == "small"
+        self.blocks: list[dict[str, Any]] = told.get("blocks", [])
+
+    def used(self) -> dict[int, int]:
+        """Its blocks that are in use: where each begins, and its bytes."""
+        found: dict[int, int] = {}
+        address = self.address
+        for block in self.blocks:
+            if str(block["state"]).startswith("active"):
+                found[int(block.get("address", address))] = int(block["size"])
+            address += int(block["size"])
+        return found
 
 
 class Showable:
@@ -59,37 +73,48 @@ class Showable:
 
     def __init__(self) -> None:
         self._known: set[tuple[int, int]] = set()
+        self._refused: set[tuple[int, int]] = set()
         self._restored: set[tuple[int, int]] = set()
 
     def forget(self) -> None:
         """Ask of each anew."""
         self._known.clear()
+        self._refused.clear()
 
-    def note_restored(self, segments: list[Segment]) -> None:
-        """The driver has brought these back. It may give handles for them, which nobody can open (error 800)."""
-        self._restored = {(segment.address, segment.size_bytes) for segment in segments}
+    def note_restored(self, segments: list[tuple[int, int]]) -> None:
+        """The driver brings these back, or has: where each begins, and its bytes. No others are such memory any more.
 
-    def has_all(self, torch: Any, segments: list[Segment]) -> bool:
-        """Whether all of these can be shown to another process; what the driver has brought back cannot (580.159)."""
-        if any((segment.address, segment.size_bytes) in self._restored for segment in segments):
-            return False
-        unknown = [segment for segment in segments if (segment.address, segment.size_bytes) not in self._known]
-        try:
-            for device in sorted({segment.device for segment in unknown}):
-                with torch.cuda.device(device):  # and back: this may be the training thread
-                    self._ask([segment for segment in unknown if segment.device == device])
-        except (HegmError, ImportError) as error:
-            note(f"video memory cannot be shown: {error}")
-            return False
-        return True
+        It may give handles for them, which nobody can open (error 800).
+        """
+        self._restored = set(segments)
+
+    def hidden(self, torch: Any, segments: list[Segment]) -> list[Segment]:
+        """Those that cannot be shown to another process; what the driver has brought back cannot (580.159)."""
+        unknown = [segment for segment in segments if not self._keys_of(segment) & (self._known | self._refused)]
+        for device in sorted({segment.device for segment in unknown}):
+            with torch.cuda.device(device):  # and back: this may be the training thread
+                self._ask([segment for segment in unknown if segment.device == device])
+        return [segment for segment in segments if self._keys_of(segment) & (self._restored | self._refused)]
+
+    @staticmethod
+    def _keys_of(segment: Segment) -> set[tuple[int, int]]:
+        return {(segment.address, segment.size_bytes)}
 
     def _ask(self, segments: list[Segment]) -> None:
-        from .cuda_driver import Driver
-
+        try:
+            from .cuda_driver import Driver
+        except ImportError as error:
+            note(f"video memory cannot be shown: {error}")
+            self._refused.update(*map(self._keys_of, segments))
+            return
         driver = Driver()
         for segment in segments:
-            driver.handle_of(driver.allocation_of(segment.address))
-            self._known.add((segment.address, segment.size_bytes))
+            try:
+                driver.handle_of(driver.allocation_of(segment.address))
+                self._known.update(self._keys_of(segment))
+            except HegmError as error:
+                note(f"video memory cannot be shown: {error}")
+                self._refused.update(self._keys_of(segment))
 
 
 class Segments:
@@ -99,7 +124,7 @@ class Segments:
         self.allocator: str = str(torch.cuda.get_allocator_backend())
         told: list[dict[str, Any]] = torch.cuda.memory_snapshot() if self.allocator == "native" else []
         self.all = sorted((Segment(one) for one in told), key=lambda segment: segment.address)
-        self._addresses = [segment.address for segment in self.all]
+        self._places = [(segment.address, segment.size_bytes) for segment in self.all]
         self.expandable = any(one.get("is_expandable") for one in told) or _asks_for_expandable()
         self.graphs = any(tuple(one.get("segment_pool_id", _DEFAULT_POOL)) != _DEFAULT_POOL for one in told)
         self._shared, self.received = _shared()
@@ -114,6 +139,24 @@ class Segments:
             return NOT_THE_ALLOCATORS
         return None
 
+    def own(self, torch: Any, showable: Showable, storages: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Segments whose storages this process copies itself: where each begins, and its bytes.
+
+        CUDA IPC cannot show them; or something in them stays here while the storages are away. Then the driver brings
+        the segment back, the allocator makes storages in it again, and nobody else can open these. `storages` are
+        where each that leaves begins, and its bytes.
+        """
+        if self.allocator != "native" or self.expandable:
+            return []
+        starts = {address for address, _ in storages}
+        hidden = {segment.address for segment in showable.hidden(torch, self.all)}
+        return [
+            (segment.address, segment.size_bytes)
+            for segment in self.all
+            if segment.address in hidden
+            or any(address not in starts and size not in _WORKSPACES for address, size in segment.used().items())
+        ]
+
     def stream_of(self, address: int) -> int:
         """The stream that the memory there was made on, by its number for the driver; 0 for the default one.
 
@@ -124,20 +167,32 @@ class Segments:
 
     def _segment_of(self, address: int) -> Segment | None:
         """The segment that the address lies in; they are in the order of their addresses."""
-        low, high = 0, len(self._addresses)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self._addresses[middle] <= address else (low, middle)
-        if not low:
+        at = _after(self._places, address)
+        if not at:
             return None
-        segment = self.all[low - 1]
+        segment = self.all[at - 1]
         return segment if address < segment.address + segment.size_bytes else None
 
 
-def facts(
-    torch: Any, segments: Segments, sizes: dict[int, list[int]], showable: Showable, *, shares: bool
-) -> CudaFacts:
+def within(places: list[tuple[int, int]], address: int) -> bool:
+    """Whether one of these places, which are in the order of their addresses, has that address in it."""
+    at = _after(places, address)
+    return at > 0 and address < sum(places[at - 1])
+
+
+def _after(places: list[tuple[int, int]], address: int) -> int:
+    """How many of these, which are in order, begin at that address or before it. The agent has no `bisect`."""
+    low, high = 0, len(places)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if places[middle][0] <= address else (low, middle)
+    return low
+
+
+def facts(torch: Any, segments: Segments, sizes: dict[int, list[int]], own_bytes: int, *, shares: bool) -> CudaFacts:
     """What the plan has to know of the process, which has storages of those sizes on its devices.
+
+    So many bytes of these it copies itself.
 
     The UUIDs are by PyTorch's word, which stays the same when a process has moved.
     """
@@ -158,8 +213,8 @@ def facts(
     return CudaFacts(
         gpus=tuple(_uuid(torch, device) for device in used),
         allocator=segments.allocator,
-        expandable=segments.expandable
-        or (segments.allocator == "native" and not showable.has_all(torch, segments.all)),
+        expandable=segments.expandable or 0 < own_bytes == sum(map(sum, sizes.values())),
+        own_bytes=own_bytes,
         reserved_bytes=sum(int(torch.cuda.memory_reserved(device)) for device in used),
         largest_bytes=max((max(several) for several in sizes.values()), default=0),
         stacks_bytes=sum(_stacks_bytes(torch, device) for device in used),

@@ -11,9 +11,11 @@ own stream. Called in the agent's thread while the training thread is parked.
 
 from __future__ import annotations
 
+import os
 import sys
 
 from ..errors import HegmError
+from ..protocol.agents import NO_HANDLE
 from . import cuda_state
 from .cache import Cache
 from .copying import round_up
@@ -21,10 +23,14 @@ from .cuda_driver import USUAL_STACK_BYTES, Driver
 from .laps import Laps
 from .notes import note
 from .refusals import not_made, refusal
+from .video_memory import VideoMemory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
+
+    from ..protocol.agents import Span
 
 # Where the next storage begins in the one space in which all lie: what copies on a GPU like best.
 BORDER_BYTES = 512
@@ -77,7 +83,14 @@ class View:
 class Shown:
     """The storages, from the first time that they are shown until they have their bytes again."""
 
-    def __init__(self, storages: list[Any], sizes: list[int], segments: cuda_state.Segments) -> None:
+    def __init__(
+        self,
+        storages: list[Any],
+        sizes: list[int],
+        segments: cuda_state.Segments,
+        own: list[tuple[int, int]] | None = None,
+    ) -> None:
+        """`own` are segments whose storages are not shown: where each begins, and its bytes."""
         self._torch: Any = sys.modules["torch"]
         self._driver = Driver()
         self._storages = storages
@@ -86,6 +99,7 @@ class Shown:
         addresses = [int(storage.data_ptr()) for storage in storages]
         self._streams = [segments.stream_of(address) for address in addresses]
         self._cache = Cache(self._torch, segments, self._devices, list(zip(addresses, sizes)))
+        self._own = own or []
         self._turned_to: int | None = None
         self._made = len(storages)
         self._filled = len(storages)
@@ -113,13 +127,21 @@ class Shown:
         """What its allocator had kept for later and could not have again with the storages that were made last."""
         return self._cache.short_bytes
 
-    def show(self) -> View:
-        """All of them. Raises HegmError where CUDA IPC cannot show them, with nothing changed."""
+    @property
+    def left(self) -> list[tuple[int, int]]:
+        """What its allocator has while they are out: where each segment begins, and its bytes."""
+        return self._cache.left
+
+    def show(self, *, partly: bool = False) -> View:
+        """All of them. Raises HegmError where CUDA IPC cannot show them, with nothing changed.
+
+        With `partly`, those have no handle: this process copies them itself.
+        """
         if self.out:
             raise refusal("its storages are freed already and cannot be shown", "make them first")
         self.laps = Laps()
         self._wait_for_streams()
-        return self._view(0, len(self._storages))
+        return self._view(0, len(self._storages), self._own if partly else None)
 
     def free(self) -> None:
         """Free them. They are out from now on, also when this fails half way. Fine when they are out already.
@@ -150,8 +172,11 @@ class Shown:
             self._is_noted = True
             self._cache.note_given_back()
 
-    def make(self, most_bytes: int | None) -> View:
+    def make(self, most_bytes: int | None, *, partly: bool = False) -> View:
         """Make the next ones again, so many bytes of them at most but one at least, and show them.
+
+        With `partly`, those have no handle that lie in memory which this process had all the while: the driver may have
+        brought it back, and then gives handles that nobody can open (error 800, 580.159).
 
         Those that were made and not filled are shown once more. Raises HegmError when there is no memory for them;
         then none of these is made.
@@ -163,7 +188,33 @@ class Shown:
             last = len(self._storages) if most_bytes is None else first + round_of(self._sizes[first:], most_bytes)
             self._make(first, last)
             self._made = last
-        return self._view(first, last)
+        return self._view(first, last, sorted(self.left) if partly else None)
+
+    def copy(self, direction: str, fd: int, spans: list[Span], progress: Callable[[int], None]) -> None:
+        """Copy parts of storages `out` into the descriptor, or `in` from there. Raises HegmError.
+
+        Out of those that have not been freed, into those that were made and are not filled.
+        """
+        first, last = (0, 0 if self.out else len(self._storages)) if direction == "out" else (self._filled, self._made)
+        for index, start, size_bytes, _ in spans:
+            if direction not in {"out", "in"} or not first <= index < last or start + size_bytes > self._sizes[index]:
+                raise refusal(
+                    f"{size_bytes} bytes at {start} of storage {index} cannot be copied {direction}",
+                    "see how it stands: storages are copied out before they are freed, and in once they are made",
+                )
+        storages = [self._storages[index] for index, *_ in spans]
+        medium, self._turned_to = VideoMemory(storages), None
+        where = [
+            (int(storage.data_ptr()) + start, place, size_bytes)
+            for storage, (_, start, size_bytes, place) in zip(storages, spans)
+        ]
+        try:
+            if direction == "out":
+                medium.copy_out(fd, os.fstat(fd).st_size, where, progress)
+            else:
+                medium.copy_in(fd, where, progress)
+        except OSError as error:
+            raise refusal(f"its storages could not be copied {direction}: {error}", "it is tried again") from error
 
     def fill(self, first: int, count: int) -> None:
         """So many from that one on have their bytes. Fine when that is known already."""
@@ -236,19 +287,34 @@ class Shown:
         stream = self._streams[index]
         return cuda.stream(cuda.ExternalStream(stream, device=self._devices[index]) if stream else None)
 
-    def _view(self, first: int, last: int) -> View:
+    def _view(self, first: int, last: int, own: list[tuple[int, int]] | None) -> View:
+        """`own` is memory whose storages have no handle; None where each is to have one."""
         view = View(first, flat_bytes(self._sizes[:first]), len(self._storages) - last)
         allocations: dict[int, int] = {}
         for index in range(first, last):
             self._turn_to(self._devices[index])
             address = int(self._storages[index].data_ptr())
+            if own is not None and cuda_state.within(own, address):
+                view.spots.append((NO_HANDLE, 0, self._sizes[index]))
+                continue
             base = self._driver.allocation_of(address)
             if base not in allocations:
-                allocations[base] = len(view.handles)
-                view.handles.append(self._driver.handle_of(base))
-            view.spots.append((allocations[base], address - base, self._sizes[index]))
+                allocations[base] = self._handle(view, base, is_needed=own is None)
+            offset = 0 if allocations[base] == NO_HANDLE else address - base
+            view.spots.append((allocations[base], offset, self._sizes[index]))
         self.laps.end("handles")
         return view
+
+    def _handle(self, view: View, base: int, *, is_needed: bool) -> int:
+        """The number of that allocation's handle in the view. Raises HegmError if it is needed and not to be had."""
+        try:
+            view.handles.append(self._driver.handle_of(base))
+        except HegmError as error:
+            if is_needed:
+                raise
+            note(f"{error.message}: this process copies what lies there itself")
+            return NO_HANDLE
+        return len(view.handles) - 1
 
     def _turn_to(self, device: int) -> None:
         """Have that device current in this thread, which is the agent's own."""

@@ -43,7 +43,7 @@ NO_STORAGE = "they have no storage, as sparse tensors"
 class Found:
     """The storages of this process: those vouched for, with their sizes, and the others by reason."""
 
-    __slots__ = ("cuda", "laps", "left_alone", "segments", "sizes", "storages")
+    __slots__ = ("cuda", "laps", "left_alone", "own", "segments", "sizes", "storages")
 
     def __init__(self) -> None:
         self.storages: list[Any] = []
@@ -53,6 +53,8 @@ class Found:
         self.cuda: CudaFacts | None = None
         #: The memory that they lie in; None where CUDA is not in use.
         self.segments: cuda_state.Segments | None = None
+        #: The parts of that whose storages this process copies itself: where each begins, and its bytes.
+        self.own: list[tuple[int, int]] = []
         #: What the parts of the look took.
         self.laps = Laps()
 
@@ -60,6 +62,11 @@ class Found:
         """Vouch for one."""
         self.storages.append(storage)
         self.sizes.append(size_bytes)
+
+    def sort_by_address(self) -> None:
+        """Made again in this order, more come to lie where they were: segments are cut from their front."""
+        pairs = sorted(zip(self.storages, self.sizes), key=lambda pair: int(pair[0].data_ptr()))
+        self.storages, self.sizes = [storage for storage, _ in pairs], [size_bytes for _, size_bytes in pairs]
 
     def leave(self, why: str, size_bytes: int) -> None:
         """Count one that is left alone."""
@@ -98,11 +105,15 @@ def find(showable: cuda_state.Showable | None = None) -> Found:
         _judge_all(torch, _owners(torch, found), found, segments)
     found.laps.end("judge")
     if segments is not None:
+        found.sort_by_address()
         sizes: dict[int, list[int]] = {}
         for storage, size_bytes in zip(found.storages, found.sizes):
             sizes.setdefault(int(storage.device.index), []).append(size_bytes)
         shares = cuda_state.SHARED_IPC in found.left_alone
-        found.cuda = cuda_state.facts(torch, segments, sizes, showable or cuda_state.Showable(), shares=shares)
+        places = [(int(storage.data_ptr()), size) for storage, size in zip(found.storages, found.sizes)]
+        found.own = segments.own(torch, showable or cuda_state.Showable(), places)
+        own_bytes = sum(size_bytes for address, size_bytes in places if cuda_state.within(found.own, address))
+        found.cuda = cuda_state.facts(torch, segments, sizes, own_bytes, shares=shares)
         found.segments = segments
         found.laps.end("facts")
     return found

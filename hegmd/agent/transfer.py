@@ -62,6 +62,11 @@ class Evacuated:
         """What was kept beside the storages for later, and could not be had again with them."""
         return self._medium.short_bytes
 
+    @property
+    def left(self) -> list[tuple[int, int]]:
+        """What stays on its GPUs while they are out: where each piece begins, and its bytes."""
+        return self._medium.left
+
     def bring_back(self, fd: int, progress: Callable[[int], None]) -> None:
         """Make the storages again from that descriptor. Raises HegmError, and leaves them out, when that cannot be."""
         _check_header(fd, self.nonce, self._sizes)
@@ -163,6 +168,7 @@ class HostMemory:
     """Storages in the process's own memory."""
 
     short_bytes = 0
+    left: list[tuple[int, int]] = []  # noqa: RUF012 - never changed
 
     def copy_out(self, fd: int, room_bytes: int, spans: list[Span], progress: Callable[[int], None]) -> None:
         """Copy the spans into the descriptor. Raises OSError."""

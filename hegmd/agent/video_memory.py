@@ -37,6 +37,11 @@ class VideoMemory:
         """What its allocator had kept for later and could not have again."""
         return 0 if self._cache is None else self._cache.short_bytes
 
+    @property
+    def left(self) -> list[tuple[int, int]]:
+        """What the allocator has kept while the storages are out: where each segment begins, and its bytes."""
+        return [] if self._cache is None else self._cache.left
+
     def copy_out(self, fd: int, room_bytes: int, spans: list[Span], progress: Callable[[int], None]) -> None:
         """Copy the spans into the descriptor. Raises OSError."""
         with copying.Writing(fd, room_bytes) as write:
@@ -94,6 +99,7 @@ class VideoMemory:
                 progress(before_bytes + so_far_bytes)
 
             copying.in_threads(copy_there, mine, tell)
+            self._torch.cuda.synchronize(device)  # what was copied from memory that is not pinned may be on its way
             done_bytes += sum(span[2] for span in mine)
 
     def _buffer(self) -> _Lent:

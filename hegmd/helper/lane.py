@@ -178,10 +178,13 @@ class Lane:
             self._refuse_closed()
             return self._tried_again(copy)
 
-    def shift(self, direction: str, size_bytes: int, tell: Callable[[int], None]) -> Done:
-        """Copy so much of its video memory `out` to its piece of the host pool, or `in`. Raises CudaError, Refused."""
+    def shift(self, direction: str, places: Sequence[Sequence[int]], tell: Callable[[int], None]) -> Done:
+        """Copy of its video memory `out` to its piece of the host pool, or `in`. Raises CudaError, Refused.
+
+        Of each place where it is there, where in the piece, and its bytes.
+        """
         with self._guard:
-            return self._shift(direction, size_bytes, tell)
+            return self._shift(direction, places, tell)
 
     def begin_shift(self, direction: str, size_bytes: int) -> None:
         """Have it begun, and go on by itself: whatever is asked of the lane next waits for its end."""
@@ -191,7 +194,7 @@ class Lane:
             with self._guard:
                 begun.set()
                 try:
-                    self._shifted = self._shift(direction, size_bytes, lambda _: None)
+                    self._shifted = self._shift(direction, [(0, 0, size_bytes)], lambda _: None)
                 except (cuda.CudaError, HegmError) as error:
                     self._shifted = error
 
@@ -209,7 +212,7 @@ class Lane:
                 raise Refused("the lane has begun no copy of its own", "begin one first")
             return self._shifted
 
-    def _shift(self, direction: str, size_bytes: int, tell: Callable[[int], None]) -> Done:
+    def _shift(self, direction: str, places: Sequence[Sequence[int]], tell: Callable[[int], None]) -> Done:
         host, video = self._piece(), self._video
         if video is None:
             raise Refused("the lane has no video memory to copy to or from", "attach it first")
@@ -217,7 +220,7 @@ class Lane:
 
         def shift() -> Done:
             copy = StagedCopy(video.context, host, direction, NearSpace(video), streams)
-            return copy.run([Place(0, 0, size_bytes, 0)], tell)
+            return copy.run([Place(0, there, size_bytes, here) for there, here, size_bytes in places], tell)
 
         return self._tried_again(shift)
 

@@ -198,9 +198,10 @@ class Requests:
         return Answer(done._asdict())
 
     def _shift(self, request: Request) -> Answer:
+        places: Sequence[Sequence[int]] | None = request.args.get("places")
         done = self._lane(request).shift(
             request.args["direction"],
-            request.args["size_bytes"],
+            [(0, 0, request.args["size_bytes"])] if places is None else places,
             lambda copied_bytes: request.tell({"copied_bytes": copied_bytes}),
         )
         return Answer(done._asdict())

@@ -102,6 +102,12 @@ class Route:
         answer = await self._call("shift", {"direction": direction, "size_bytes": size_bytes}, deadline_s)
         return _copied(answer)
 
+    async def shift_places(self, direction: str, places: Sequence[tuple[int, int, int]]) -> Copied:
+        """The same of some places: where each is in the video memory, where in the piece, and its bytes."""
+        deadline_s = _COPY_S + sum(place[2] for place in places) / _COPY_BYTES_PER_S
+        args = {"direction": direction, "size_bytes": 0, "places": [list(place) for place in places]}
+        return _copied(await self._call("shift", args, deadline_s))
+
     async def begin_shift(self, direction: str, size_bytes: int) -> None:
         """The same, going on by itself when this returns. Calls that come next wait for its end, `close` too."""
         await self._call("begin-shift", {"direction": direction, "size_bytes": size_bytes}, _COPY_S)

@@ -210,7 +210,7 @@ class Near(Protocol):
 
 
 class NearSpace:
-    """Held video memory as that end: what is at a place there is at the same place in the pool."""
+    """Held video memory as that end."""
 
     open_s = 0.0
 
@@ -218,7 +218,7 @@ class NearSpace:
         self._space = space
 
     def address(self, place: Place) -> int:
-        return self._space.address(place.at, place.size_bytes)
+        return self._space.address(place.offset, place.size_bytes)
 
     def close(self) -> None:
         """The space is the lane's."""

@@ -6,12 +6,16 @@ is given back only when the agent has noted that it has its own. Where the bytes
 agent's to say; it keeps count of what is filled, so nothing has to be remembered here, and a new daemon goes on where
 the last one was. A helper that is lost on the way costs the copy that was under way and nothing else: it is made again
 by the next one, from memory that is held by descriptor.
+
+What the helper cannot copy, the process copies itself, storage by storage and in both directions: what its agent shows
+no handle for, what the driver lets nobody else open, and everything where the helper fails. It reaches host memory
+alone, so a carrier says which memory that is (`own_copies`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -23,19 +27,24 @@ from hegmd.methods.at_once import AtOnce
 from hegmd.methods.base import Crowded, Making, Progress, Subject
 from hegmd.methods.gpus import Gpus
 from hegmd.pieces import MIB, round_bytes
-from hegmd.protocol.agents import AgentReport, unpacked
+from hegmd.protocol.agents import NO_HANDLE, AgentReport, packed, unpacked
+from hegmd.workers import AgentAway, OrderFailed
 
 __all__ = ["CopyingCarrier", "lane_of", "note_short"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+#: Which storage, where in it, its bytes, and where in the space.
+Span = tuple[int, int, int, int]
 
 # A helper that is lost so often at one thing will be lost again.
 _ATTEMPTS = 3
 _ALIGNED_BYTES = 512
 _OPEN_CALL = "cuIpcOpenMemHandle"
 _OUT_OF_MEMORY = 2
+OUT, IN = "out", "in"
+_SPANS_AN_ORDER = 4096
 
 
 class CopyingCarrier(AtOnce):
@@ -78,6 +87,28 @@ class CopyingCarrier(AtOnce):
         """By which space of the route those bytes are to be had, or go."""
         return VIDEO
 
+    async def prepare_own_copies(self, subject: Subject, direction: str) -> None:
+        """Some storages are to be copied by their process: have the bytes where it reaches them. May be called twice.
+
+        What was copied `out` before that may have to be copied anew.
+        """
+
+    async def own_copies(self, subject: Subject, direction: str, spans: list[Span], on_progress: Progress) -> None:
+        """Have the process copy these between its storages and their places in the space."""
+        raise NotImplementedError
+
+    async def order_copy(
+        self, subject: Subject, direction: str, fd: int, spans: list[Span], on_progress: Progress
+    ) -> None:
+        """Have the agent copy these between its storages and that memory. Raises OrderFailed, AgentAway."""
+        done_bytes = 0
+        for at in range(0, len(spans), _SPANS_AN_ORDER):
+            batch = spans[at : at + _SPANS_AN_ORDER]
+            tell = partial(_add, on_progress, done_bytes)
+            await subject.worker.order("copy", fds=[fd], on_progress=tell, direction=direction, spans=packed(batch))
+            done_bytes += sum(span[2] for span in batch)
+        on_progress(done_bytes)
+
     async def passed(self, subject: Subject, route: Route, at_bytes: int) -> None:
         """Everything before that place in the space is in the process again."""
 
@@ -106,7 +137,7 @@ class CopyingCarrier(AtOnce):
 
     async def take_out(self, subject: Subject, on_progress: Progress) -> int:
         """Raises HegmError; before the storages are freed, nothing has changed then."""
-        report = await subject.worker.order("export", packed=True)
+        report = await subject.worker.order("export", packed=True, partly=True)
         places = _places(report)
         end_bytes = _end_of(places)
         if end_bytes > self.space_bytes(subject):
@@ -117,7 +148,7 @@ class CopyingCarrier(AtOnce):
                 {"needed_bytes": end_bytes, "held_bytes": held_bytes},
             )
         await self.before_copy_out(subject, end_bytes)
-        await self._copy(subject, "out", report, places, on_progress)
+        await self._copy(subject, OUT, report, places, on_progress)
         freed = await subject.worker.order("free")
         return freed.size_bytes or 0
 
@@ -128,7 +159,7 @@ class CopyingCarrier(AtOnce):
         done_bytes = 0
         while True:
             async with making() as made:
-                report = await subject.worker.order("make", size_bytes=most_bytes, packed=True)
+                report = await subject.worker.order("make", size_bytes=most_bytes, packed=True, partly=True)
                 is_roomy = made()
                 note_short(subject, report)
                 done_bytes += await self._fill(subject, report, partial(_add, on_progress, done_bytes))
@@ -138,7 +169,7 @@ class CopyingCarrier(AtOnce):
 
     async def _fill(self, subject: Subject, report: AgentReport, on_progress: Progress) -> int:
         places = _places(report)
-        await self._copy(subject, "in", report, places, on_progress)
+        await self._copy(subject, IN, report, places, on_progress)
         await subject.worker.order("filled", first=report.first or 0, count=len(places))
         if report.left:
             await self.with_route(subject, lambda route: self.passed(subject, route, _end_of(places)))
@@ -149,25 +180,59 @@ class CopyingCarrier(AtOnce):
     async def _copy(
         self, subject: Subject, direction: str, report: AgentReport, places: list[Place], on_progress: Progress
     ) -> None:
+        """All of them, each by the helper or else by the process itself."""
+        tell = _rising(on_progress)
+        own = [place for place in places if place[0] == NO_HANDLE]
+        while True:
+            if own:
+                await self.prepare_own_copies(subject, direction)
+            shown = [place for place in places if place not in own]
+            failed = await self._copy_shown(subject, direction, report.handles, shown, tell)
+            if not failed:
+                break
+            own += failed
+        if own:
+            numbers = {place[3]: number for number, place in enumerate(places, report.first or 0)}
+            spans = [(numbers[at], 0, size_bytes, at) for _, _, size_bytes, at in sorted(own, key=lambda one: one[3])]
+            own_bytes = sum(span[2] for span in spans)
+            logger.info(
+                "process %d itself copies %d storages %s, %d bytes", subject.pid, len(spans), direction, own_bytes
+            )
+            shown_bytes = sum(place[2] for place in places) - own_bytes
+            await self.own_copies(subject, direction, spans, partial(_add, tell, shown_bytes))
+
+    async def _copy_shown(
+        self, subject: Subject, direction: str, handles: Sequence[bytes], places: list[Place], on_progress: Progress
+    ) -> list[Place]:
+        """By the helper; which of them it could not copy. Raises Crowded on the way out, where nothing is lost."""
+        if not places:
+            return []
         gpu = await self.gpus.uuid_of(subject.gpu or "")
 
         async def copy(route: Route) -> None:
             through = await self.through(subject, route, _end_of(places))
-            done = await route.copy(gpu, direction, report.handles, places, on_progress, through)
+            done = await route.copy(gpu, direction, handles, places, on_progress, through)
             logger.info("copied %s%s: %s", direction, "" if through == self.crosses else " within a GPU", done)
 
-        if not places:
-            return
         try:
             await self.with_route(subject, copy)
-        except DriverFailed as error:
-            if error.call != _OPEN_CALL:
+        except (AgentAway, OrderFailed):
+            raise
+        except HegmError as error:
+            if direction == OUT and isinstance(error, Crowded):
                 raise
-            raise Refused(
-                f"the driver lets nobody else open memory of process {subject.pid}: {error.message}",
-                "it does so with memory that it has brought back itself; ask with --carrier worker",
-                {**error.facts, "pid": subject.pid},
-            ) from error
+            numbers = sorted({place[0] for place in places})
+            if not _is_about_one(error) or len(numbers) == 1:
+                logger.warning("the helper cannot copy for process %d: %s", subject.pid, error.message)
+                return places
+            middle = numbers[len(numbers) // 2]  # the driver does not say which of them
+            halves = [place for place in places if place[0] < middle], [place for place in places if place[0] >= middle]
+            return [
+                place
+                for half in halves
+                for place in await self._copy_shown(subject, direction, handles, half, _ignored)
+            ]
+        return []
 
     async def with_route(self, subject: Subject, work: Callable[[Route], Awaitable[T]]) -> T:
         """Do it over the route, which is opened if it is not, and again if its helper has gone."""
@@ -211,6 +276,28 @@ def note_short(subject: Subject, report: AgentReport) -> None:
             subject.gpu,
             extra=fields(pid=subject.pid, short_bytes=report.short_bytes),
         )
+
+
+def _is_about_one(error: HegmError) -> bool:
+    """Whether the driver does not let somebody else open memory of the process: such as what it has brought back."""
+    return isinstance(error, DriverFailed) and error.call == _OPEN_CALL
+
+
+def _rising(on_progress: Progress) -> Progress:
+    """Told of copies that may begin anew, it tells of more alone."""
+    most_bytes = 0
+
+    def tell(copied_bytes: int) -> None:
+        nonlocal most_bytes
+        if copied_bytes > most_bytes:
+            most_bytes = copied_bytes
+            on_progress(copied_bytes)
+
+    return tell
+
+
+def _ignored(_: int) -> None:
+    """How far a part is."""
 
 
 def _add(on_progress: Progress, before_bytes: int, copied_bytes: int) -> None:

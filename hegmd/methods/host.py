@@ -14,6 +14,9 @@ bytes are. So whoever is killed on the way leaves a mark that names the memory w
 the pool from there, or into the process; and without that memory, what is in the pool is not taken for them. The job
 can write to its piece, and so could who made an image: a mark is believed where it names the process's own, alone. What
 goes ahead is never the only copy, and only this daemon, by the very route that it was copied through, reads it.
+
+Longer than 400 lines because every path out and back is there twice, with video memory beside the storages and
+without, and who reads one has to see what the other leaves.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from hegmd.helper.mark import MARK_BYTES, Mark
 from hegmd.helper.route import HOST, VIDEO, Route
 from hegmd.methods.base import Making, Meanwhile, Progress, Subject
 from hegmd.methods.beside import beside
-from hegmd.methods.copying import CopyingCarrier, lane_of
+from hegmd.methods.copying import IN, CopyingCarrier, Span, lane_of
 from hegmd.methods.gpus import Gpus, VideoMemory, ahead_of, passing_of
 from hegmd.methods.marks import Marks
 from hegmd.methods.near import Ahead, Beside, Near
@@ -86,7 +89,13 @@ class HostCarrier(CopyingCarrier):
         await self._pool.fetch(key_of(subject), on_progress)
 
     async def arm(self, subject: Subject) -> None:
-        await self.with_route(subject, lambda route: self._have_likely(subject, route))
+        """One that is off its GPU, with its bytes in the pool, can come back without the helper."""
+        try:
+            await self.with_route(subject, lambda route: self._have_likely(subject, route))
+        except HegmError as error:
+            if subject.gpu is not None or not self._marks.is_unmarked(subject):
+                raise
+            logger.warning("process %d is to copy its bytes itself: %s", subject.pid, error.message)
 
     async def disarm(self, subject: Subject) -> None:
         self._ahead.pop(lane_of(subject), None)
@@ -350,6 +359,24 @@ class HostCarrier(CopyingCarrier):
             await self._have_near(route, subject, mark.owner)
             return VIDEO
         return VIDEO if await self._has_gone_ahead(subject, route, end_bytes) else HOST
+
+    async def prepare_own_copies(self, subject: Subject, direction: str) -> None:
+        """The pool is what the process reaches: nothing is in video memory on its way."""
+        mark = self._marks.of(subject)
+        if mark is None:
+            return
+
+        async def drain(route: Route) -> None:
+            if direction == IN:
+                await self._have_near(route, subject, mark.owner)
+                await route.shift("out", mark.size_bytes)
+            await route.mark(None)
+
+        await self.with_route(subject, drain)
+        await self._give_near(subject, mark.owner)
+
+    async def own_copies(self, subject: Subject, direction: str, spans: list[Span], on_progress: Progress) -> None:
+        await self.order_copy(subject, direction, self._pool.memory(key_of(subject)).fd, spans, on_progress)
 
     async def _have_likely(self, subject: Subject, route: Route) -> None:
         """Attach what will be copied through, as far as it is held: then it need not be done while the job stands."""

@@ -23,6 +23,7 @@ from hegmd.pieces import (
     rounds_of,
     whole_size,
 )
+from hegmd.protocol.messages import CudaFacts
 
 PEER, HOST, WORKER = "peer", "host", "worker"
 # Carriers for which the agent shows its storages and the helper copies.
@@ -136,24 +137,38 @@ def _against(
     if "graphs" in told.hazards:
         yield "it has captured CUDA graphs, whose addresses have to stay"
     if carrier in SHOWN:
-        if not snapshot.outlived:  # the bytes would be in no place but its memory
-            yield "nobody would keep the bytes if hegmd were killed: there is no store of descriptors"
-        if told.expandable or told.allocator != _NATIVE:
-            how = (
-                "expandable segments, or memory that the driver has brought back" if told.expandable else told.allocator
-            )
-            yield f"its allocator uses {how}, which CUDA IPC cannot show to another process"
-        if candidate.around.same_ipc is False:
-            yield "it is in another IPC namespace than hegmd"
-        if (source.free_bytes or 0) < CONTEXT_BYTES:
-            free = gigabytes(source.free_bytes or 0)
-            yield f"{source.id} has {free} free, and copying needs {gigabytes(CONTEXT_BYTES)} there"
+        yield from _against_showing(snapshot, candidate, told, source, size_bytes)
     if carrier == HOST:
         yield from _against_context(candidate, source, to, size_bytes)
     if carrier == PEER:
         yield from _against_peer(request, candidate, source, to, size_bytes)
     elif whole_size(size_bytes) > snapshot.pool.free_bytes:
         yield f"the pool has {gigabytes(snapshot.pool.free_bytes)} free of {gigabytes(snapshot.pool.budget_bytes)}"
+
+
+def _against_showing(
+    snapshot: Snapshot, candidate: Candidate, told: CudaFacts, source: GpuRoom, size_bytes: int
+) -> Iterator[str]:
+    """Why the helper cannot be shown what the process has."""
+    if not snapshot.outlived:  # the bytes would be in no place but its memory
+        yield "nobody would keep the bytes if hegmd were killed: there is no store of descriptors"
+    if told.expandable or told.allocator != _NATIVE:
+        how = "expandable segments, or memory that the driver has brought back" if told.expandable else told.allocator
+        yield f"its allocator uses {how}, which CUDA IPC cannot show to another process"
+    elif 2 * told.own_bytes > size_bytes:
+        own, whole = gigabytes(told.own_bytes), gigabytes(size_bytes)
+        yield f"{own} of its {whole} share memory with what stays in the process, and go by its own copies anyway"
+    if candidate.around.same_ipc is False:
+        yield "it is in another IPC namespace than hegmd"
+    if (source.free_bytes or 0) < CONTEXT_BYTES:
+        free = gigabytes(source.free_bytes or 0)
+        yield f"{source.id} has {free} free, and copying needs {gigabytes(CONTEXT_BYTES)} there"
+
+
+def own_bytes(candidate: Candidate, carrier: str) -> int:
+    """Of what goes by that carrier, what the process copies itself."""
+    told = None if candidate.agent is None else candidate.agent.cuda
+    return told.own_bytes if told is not None and carrier in SHOWN else 0
 
 
 def _against_context(candidate: Candidate, source: GpuRoom, to: GpuRoom | None, size_bytes: int) -> Iterator[str]:
@@ -209,6 +224,7 @@ def estimate_s(
     rates: Rates,
     overlap_bytes: int = 0,
     copies: Beside = Beside(),
+    own_bytes: int = 0,
 ) -> float:
     """How long one process stands, its wait for a boundary left out; one that is resumed stands while it is armed."""
     by_driver_bytes = max(0, rest_bytes - NEXT_TO_NOTHING_BYTES)
@@ -224,6 +240,8 @@ def estimate_s(
         in_s += size_bytes / rates.make_bytes_per_s  # which goes on beside a copy as well
         in_s = _with_copy(in_s, size_bytes, in_bytes_per_s, rates, beside=copies.back) + rates.exchange_s / 2
         in_s += (rounds_of(size_bytes, overlap_bytes) - 1) * rates.round_s
+        out_s += own_bytes / rates.cuda_out_bytes_per_s
+        in_s += own_bytes / rates.cuda_in_bytes_per_s
         if kind == RESUME and carrier in SHOWN:
             in_s += rates.arm_s
     if kind in (SUSPEND, CHECKPOINT):

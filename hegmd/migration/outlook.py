@@ -70,7 +70,7 @@ def estimate_s(moving: Sequence[PlannedProcess], kind: str, rates: Rates, snapsh
     size_bytes = sum(worker.size_bytes for worker in moving if worker.method != DRIVER)
     driver_s = sum(
         carriage.estimate_s(
-            kind, w.carrier, w.size_bytes, w.rest_bytes, rates, w.overlap_bytes, _copies(snapshot, kind, w)
+            kind, w.carrier, w.size_bytes, w.rest_bytes, rates, w.overlap_bytes, _copies(snapshot, kind, w), w.own_bytes
         )
         for w in by_driver
     )
@@ -115,7 +115,8 @@ def hazards(draft: Draft, members: tuple[Candidate, ...], world: int) -> tuple[s
     stopped = tuple(_stopped(members))
     if _is_restart(draft.moving):
         return (*stopped, *restarting.not_kept(members, draft.request))
-    return (*stopped, *_hazards(members, world), *_slow_ways(draft), *_unknown_places(draft))
+    own = tuple(_own_copies(draft))
+    return (*stopped, *_hazards(members, world), *_slow_ways(draft), *own, *_unknown_places(draft))
 
 
 def _stopped(members: tuple[Candidate, ...]) -> Iterator[str]:
@@ -133,6 +134,16 @@ def _slow_ways(draft: Draft) -> Iterator[str]:
         candidate = candidate_of(draft.snapshot, worker.pid)
         if why and candidate is not None and candidate.agent is not None:
             yield f"the bytes of process {worker.pid} go by {worker.carrier}: {why}"
+
+
+def _own_copies(draft: Draft) -> Iterator[str]:
+    """What does not go by the carrier that is named, from the start."""
+    for worker in draft.moving:
+        if worker.own_bytes:
+            yield (
+                f"{gigabytes(worker.own_bytes)} of process {worker.pid} go by {carriage.WORKER} and not by "
+                f"{worker.carrier}: they share memory with what stays in the process, which nobody else can open later"
+            )
 
 
 def _unknown_places(draft: Draft) -> Iterator[str]:

@@ -253,6 +253,7 @@ def _place_by_driver(draft: Draft, candidate: Candidate, own: tuple[GpuRoom, ...
             shares_bytes=shares_bytes,
             storage_shares_bytes=rooms_bytes,
             overlap_bytes=choice.overlap_bytes,
+            own_bytes=0 if stays else carriage.own_bytes(candidate, choice.carrier),
         )
     )
 

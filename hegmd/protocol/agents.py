@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
     #: The three numbers of a place, in their order.
     Spot = tuple[int, int, int]
+    #: The four numbers of a span: which storage, where in it, its bytes, and where in the descriptor.
+    Span = tuple[int, int, int, int]
 
-_SPOT = struct.Struct("<QQQ")
+_SPOT, _SPAN = struct.Struct("<QQQ"), struct.Struct("<QQQQ")
+#: In the place of a handle's number: CUDA IPC cannot show that storage, and its process copies it itself.
+NO_HANDLE = (1 << 64) - 1
 
 
 class Order(Record):
@@ -26,8 +30,8 @@ class Order(Record):
 
     order: int = field("number of the order, counted by the daemon on this connection")
     do: str = field(
-        "survey, park, withdraw, evacuate, refill, export, free, make, filled, part, rest, entrust, aside, release, "
-        "weigh, beforehand, save, leave or dismiss"
+        "survey, park, withdraw, evacuate, refill, export, free, make, copy, filled, part, rest, entrust, aside, "
+        "release, weigh, beforehand, save, leave or dismiss"
     )
     at: int | None = field("park: at this boundary by count, or the next one after it; nil for the next", default=None)
     limit_s: float | None = field(
@@ -53,6 +57,16 @@ class Order(Record):
     first: int | None = field("filled: the first storage that has its bytes again, counted from 0", default=None)
     count: int | None = field("filled: how many have, from that one on", default=None)
     packed: bool = field("export, make: whether the report may have its places packed", default=False)
+    partly: bool = field(
+        "export, make: whether storages that CUDA IPC cannot show may be among them, in packed places without a handle",
+        default=False,
+    )
+    direction: str | None = field("copy: `out` into the descriptor, or `in` from there", default=None)
+    spans: bytes | None = field(
+        "copy: what the process copies itself: of each span which storage, where in it, how many bytes, and where in "
+        "the descriptor, four numbers of 8 bytes each, little-endian",
+        default=None,
+    )
     path: str | None = field("aside: the meeting place, a file", default=None)
     restored: bool = field(
         "release: the driver has brought its storages back, which cannot be shown to others from then on", default=False
@@ -78,6 +92,7 @@ class AgentAttend(Request, op="agent.attend", reply=AgentDismissed, event=Order)
     Where the daemon copies by itself: `export` shows the storages, `free` frees exactly these, and from then on they
     are out; `make` makes those again that are out and not made yet, and shows them; `filled` says that some have their
     bytes. With the last of them filled, nothing is out any more. Each may come a second time and changes nothing then.
+    What the daemon cannot open of these, the process copies itself: `copy` comes with a descriptor of host memory.
     One on several GPUs has to `part` them before it is taken off: none reaches into another's memory until it goes on.
 
     For a restart it is told to `weigh` what its state comes to, or to say `beforehand` only what the next process may
@@ -129,6 +144,11 @@ class CudaFacts(Record):
     expandable: bool = field(
         "whether CUDA IPC cannot show its memory: it is in expandable segments, or the driver has brought it back"
     )
+    own_bytes: int = field(
+        "bytes of storages that the process copies itself, because CUDA IPC cannot show them, or could not once they "
+        "are back: memory that they share with what stays in the process",
+        default=0,
+    )
     reserved_bytes: int = field("what the allocator has of the driver, cached memory included", default=0)
     largest_bytes: int = field("bytes of the largest storage that it vouches for", default=0)
     stacks_bytes: int = field(
@@ -153,7 +173,7 @@ class Place(Record):
     size_bytes: int = field("how long it is")
 
 
-def packed(spots: Sequence[Spot]) -> bytes:
+def packed(spots: Sequence[Spot] | Sequence[Span]) -> bytes:
     """Places as a report carries them where it may: the job stands while it is made and read.
 
     A thousand records take an agent's msgpack, which is in Python, and the daemon's checks some 20 ms each.
@@ -167,6 +187,13 @@ def unpacked(data: bytes) -> list[Spot]:
     if len(data) % _SPOT.size:
         raise BadValue("packed_places", f"{len(data)} bytes are no whole places of {_SPOT.size}")
     return list(_SPOT.iter_unpack(data))
+
+
+def unpacked_spans(data: bytes) -> list[Span]:
+    """The spans of an order to copy, which `packed` was given. Raises BadValue for what it cannot have made."""
+    if len(data) % _SPAN.size:
+        raise BadValue("spans", f"{len(data)} bytes are no whole spans of {_SPAN.size}")
+    return list(_SPAN.iter_unpack(data))
 
 
 class LeftAlone(Record):

@@ -48,6 +48,12 @@ class PlannedProcess(Record):
         "of the room for its storages, what the carrier's own memory there makes free bit by bit", default=0
     )
 
+    own_bytes: int = field(
+        "of the bytes to carry, those that go by the process's own copies whatever the carrier: they share memory with "
+        "what stays in the process, or CUDA IPC cannot show them",
+        default=0,
+    )
+
     @property
     def room_bytes(self) -> int:
         """Room to take where it goes, the carrier's own memory left out."""

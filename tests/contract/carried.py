@@ -22,7 +22,7 @@ from hegmd.methods.host import HostCarrier
 from hegmd.methods.pooled import key_of
 from hegmd.pool import Keep, Pool
 from hegmd.pool_places import Place as PoolPlace
-from hegmd.protocol.agents import packed
+from hegmd.protocol.agents import NO_HANDLE, packed, unpacked_spans
 from hegmd.protocol.messages import Order, Place
 from hegmd.spill_file import SpillFolder
 from hegmd.vram import VideoMemory
@@ -48,18 +48,33 @@ class ShowingAgent(ModelAgent):
         self.crowded = 0
         #: Whether it is of a release that knows nothing of packed places.
         self.is_old = False
+        #: Which storages it shows no handle of, and which it has copied itself, each way.
+        self.own: set[int] = set()
+        self.copied: list[tuple[str, int]] = []
 
     async def _obey(self, key: object, order: Order, fds: list[int]) -> None:
-        assert not fds
-        assert order.do in {"export", "free", "make", "filled"}
+        assert bool(fds) is (order.do == "copy")
+        assert order.do in {"export", "free", "make", "filled", "copy"}
         if order.do == "make" and self.crowded:
             self.crowded -= 1
             self._report(key, order, "failed", message="there is no room", hint="ask the test", lacks_bytes=SIZE_BYTES)
             return
+        if order.do == "copy":
+            self._copy(order, fds[0])
         self._report(key, order, "done", **self._answer(order))
+
+    def _copy(self, order: Order, fd: int) -> None:
+        """By the process's own hands, which open what this one has been given."""
+        for span in unpacked_spans(order.spans or b""):
+            self.copied.append((str(order.direction), span[0]))
+            words = " ".join(map(str, span))
+            assert self.owner.ask(f"copy {order.direction} /proc/{os.getpid()}/fd/{fd} {words}") == "copied"
+        os.close(fd)
 
     def _answer(self, order: Order) -> dict[str, Any]:
         do = order.do
+        if do == "copy":
+            return {}
         if do == "free":
             assert self.owner.ask("free") == "freed"
             return {"size_bytes": SIZE_BYTES, "storages": len(SIZES_MIB)}
@@ -72,6 +87,7 @@ class ShowingAgent(ModelAgent):
         spots = [(number, 0, mib * MIB) for number, mib in enumerate(SIZES_MIB)]
         shown: dict[str, Any] = {"handles": tuple(self.owner.handles()), "first": 0, "at_bytes": 0, "left": 0}
         if order.packed and not self.is_old:
+            spots = [(NO_HANDLE if spot[0] in self.own and order.partly else spot[0], *spot[1:]) for spot in spots]
             return {**shown, "packed_places": packed(spots)}
         places = [Place(handle=handle, offset=offset, size_bytes=size_bytes) for handle, offset, size_bytes in spots]
         return {**shown, "places": tuple(places)}

@@ -19,6 +19,7 @@ import pytest
 
 from hegmd.agent import cuda_state, shown, transfer
 from hegmd.errors import HegmError
+from hegmd.protocol.agents import NO_HANDLE
 from tests.stubs.cuda.node import CudaNode
 
 ROOT = Path(__file__).parents[2]
@@ -194,16 +195,16 @@ def asks_of_each_segment_once_until_the_thread_has_stood(state: Path) -> None:
     def asked() -> int:
         return (state / "log").read_text().count("cuIpcGetMemHandle")
 
-    assert showable.has_all(job.torch, job.segments.all)
+    assert not showable.hidden(job.torch, job.segments.all)
     assert asked() == 3
-    assert showable.has_all(job.torch, job.segments.all)
+    assert not showable.hidden(job.torch, job.segments.all)
     assert asked() == 3, "asked again within a blackout"
     more = job.torch.Storage(b"more")
-    assert showable.has_all(job.torch, cuda_state.Segments(job.torch).all)
+    assert not showable.hidden(job.torch, cuda_state.Segments(job.torch).all)
     assert asked() == 4
     showable.forget()
     _order(state, "error cuIpcGetMemHandle 1")  # as of memory that the driver has brought back
-    assert not showable.has_all(job.torch, job.segments.all)
+    assert showable.hidden(job.torch, job.segments.all) == job.segments.all
     assert more.content() == b"more"
 
 
@@ -211,10 +212,10 @@ def knows_that_what_the_driver_has_brought_back_cannot_be_shown_though_it_gives_
     """On two H200 a handle was given, and opening it answered 800."""
     job = Job()
     showable = cuda_state.Showable()
-    assert showable.has_all(job.torch, job.segments.all)
-    showable.note_restored(job.segments.all)
+    assert not showable.hidden(job.torch, job.segments.all)
+    showable.note_restored([(segment.address, segment.size_bytes) for segment in job.segments.all])
     showable.forget()
-    assert not showable.has_all(job.torch, job.segments.all)
+    assert showable.hidden(job.torch, job.segments.all) == job.segments.all
     job.shown.free()
     job.shown.make(None)
     fresh = [segment for segment in cuda_state.Segments(job.torch).all if segment not in job.segments.all]
@@ -350,6 +351,46 @@ def takes_what_was_cached_in_one_piece_where_its_allocator_says_nothing_any_more
     assert (job.torch.cuda.memory_reserved(0), job.shown.short_bytes) == (before_bytes, 0)
 
 
+def copies_itself_what_lies_beside_memory_that_stays(state: Path) -> None:
+    """Issue 14, row 1: cuDNN keeps something in a segment, so storages come back into memory that nobody can open."""
+    job = Job()
+    unseen = job.torch.cuda.caching_allocator_alloc(3 * MIB, device=0, stream=14)
+    segments, showable = cuda_state.Segments(job.torch), cuda_state.Showable()
+    places = [(storage.data_ptr(), storage.nbytes()) for storage in job.storages]
+    own = segments.own(job.torch, showable, places)
+    assert [cuda_state.within(own, address) for address, _ in places] == [False, False, True]
+    job.shown = shown.Shown(job.storages, list(SIZES), segments, own)
+    assert [spot[0] for spot in job.shown.show(partly=True).spots] == [0, 1, NO_HANDLE]
+    room = os.memfd_create("room")
+    os.truncate(room, 8 * MIB)
+    spans = [(2, 0, MIB, 64), (2, MIB, 4 * MIB, 64 + MIB)]
+    job.shown.copy("out", room, spans, lambda _: None)
+    assert os.pread(room, SIZES[2], 64) == job.contents[2]
+    job.shown.free()
+    with pytest.raises(HegmError, match="cannot be copied out"):
+        job.shown.copy("out", room, spans, lambda _: None)
+    assert [spot[0] for spot in job.shown.make(None, partly=True).spots] == [0, 1, NO_HANDLE]
+    job.shown.copy("in", room, spans, lambda _: None)
+    assert job.storages[2].content() == job.contents[2]
+    job.shown.fill(0, len(SIZES))
+    showable.note_restored(job.shown.left)
+    hidden = showable.hidden(job.torch, cuda_state.Segments(job.torch).all)
+    assert [segment.stream for segment in hidden] == [14], "and no other segment is taken for one that was restored"
+    job.torch.cuda.caching_allocator_delete(unseen)
+    os.close(room)
+
+
+def shows_no_handle_of_what_the_driver_gives_none_for(state: Path) -> None:
+    """Issue 14, row 1: the storages were made, the order failed, and so did every one after it."""
+    job = Job()
+    job.shown.show()
+    job.shown.free()
+    _order(state, "error cuIpcGetMemHandle 1")
+    assert [spot[0] for spot in job.shown.make(None, partly=True).spots] == [NO_HANDLE] * 3
+    with pytest.raises(HegmError, match="cuIpcGetMemHandle"):
+        job.shown.make(None)
+
+
 def _order(state: Path, line: str) -> None:
     """The one order in force; empty for none."""
     lines = [kept for kept in (state / "scenario").read_text().splitlines() if not kept.startswith("error ")]
@@ -379,6 +420,8 @@ CASES: dict[str, Callable[[Path], None]] = {
         carries_them_by_itself_and_has_what_was_cached,
         knows_what_is_out_where_giving_back_what_was_cached_fails,
         takes_what_was_cached_in_one_piece_where_its_allocator_says_nothing_any_more,
+        copies_itself_what_lies_beside_memory_that_stays,
+        shows_no_handle_of_what_the_driver_gives_none_for,
     )
 }
 

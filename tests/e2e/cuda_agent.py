@@ -4,7 +4,8 @@ Obeys the daemon's orders as the real agent does, over real IPC handles of real 
 copies by itself where it is told to; each piece stands for a storage. PyTorch for CUDA is not to be had in CI, so what
 finds and frees storages is tested on GPUs. Besides the program's lines: `facts NAME=VALUE...` changes what it says of
 itself, `cache MIB` has it keep so much beside its pieces as an allocator does, `devices` has it say what it holds on
-each of its GPUs, `refuse ORDER` and `allow ORDER` what it does, `seen` tells the orders.
+each of its GPUs, `refuse ORDER` and `allow ORDER` what it does, `seen` tells the orders. `stay NUMBER...` has
+pieces lie in memory that it never gives back, of which it says nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hegmctl.connection import Connection, connect
 from hegmctl.wire import Descriptors
 from hegmd.agent.aside import Aside
 from hegmd.agent.cuda_driver import Driver, PeerAccess
+from hegmd.protocol.agents import unpacked_spans
 from hegmd.protocol.messages import AgentAttend, AgentDismissed, AgentReport, CudaDevice, CudaFacts, Noted, Order, Place
 from tests.stubs.cuda.program import MIB, Address, Handle, Program, call, cuda
 
@@ -176,7 +178,12 @@ class Agent:
     def free(self, _: Order) -> dict[str, Any]:
         assert self.parked
         if not self.held_bytes:
-            for piece in (*self.pieces, *self.cached):
+            for number, piece in enumerate(self.pieces):
+                if number in self.program.staying:
+                    call("cuMemcpyHtoD_v2", piece, bytes(self.sizes[number]), self.sizes[number])
+                else:
+                    call("cuMemFree_v2", piece)
+            for piece in self.cached:
                 call("cuMemFree_v2", piece)
             self.pieces, self.cached, self.filled = [], [], 0
         return {"size_bytes": sum(self.sizes), "storages": len(self.sizes)}
@@ -198,11 +205,13 @@ class Agent:
         with contextlib.ExitStack() as undo:
             for number, size_bytes in enumerate(self.sizes):
                 call("cuCtxSetCurrent", self.program.contexts[number % self._count])
-                address = Address()
-                if cuda.cuMemAlloc_v2(ctypes.byref(address), size_bytes):
-                    raise MemoryError(sum(self.sizes))
+                address = Address(self.program.staying.get(number, 0))
+                if not address.value:
+                    if cuda.cuMemAlloc_v2(ctypes.byref(address), size_bytes):
+                        raise MemoryError(sum(self.sizes))
+                    undo.callback(cuda.cuMemFree_v2, address.value)
                 self.pieces.append(address.value)
-                undo.callback(lambda: call("cuMemFree_v2", self.pieces.pop()))
+                undo.callback(self.pieces.pop)
                 call("cuMemcpyHtoD_v2", address, os.pread(fd, size_bytes, at), size_bytes)
                 at += size_bytes
             undo.pop_all()
@@ -222,10 +231,11 @@ class Agent:
                 size_bytes = self.sizes[len(self.pieces)]
                 if order.size_bytes is not None and made_bytes and made_bytes + size_bytes > order.size_bytes:
                     break
-                address = Address()
-                if cuda.cuMemAlloc_v2(ctypes.byref(address), size_bytes):
+                address = Address(self.program.staying.get(len(self.pieces), 0))
+                if not address.value and cuda.cuMemAlloc_v2(ctypes.byref(address), size_bytes):
                     while len(self.pieces) > self.filled:
-                        call("cuMemFree_v2", self.pieces.pop())
+                        if (last := self.pieces.pop()) not in self.program.staying.values():
+                            call("cuMemFree_v2", last)
                     raise MemoryError(sum(self.sizes[self.filled :]))
                 self.pieces.append(address.value)
                 made_bytes += size_bytes
@@ -244,6 +254,19 @@ class Agent:
         self.take_cache()
         self.facts["reserved_bytes"] = sum(self.sizes) + self.cached_bytes
         return f"cached {len(self.cached)}"
+
+    def copy(self, order: Order) -> dict[str, Any]:
+        """Parts of pieces, by its own hands."""
+        fd = self.given.numbers()[0]
+        for number, start, size_bytes, place in unpacked_spans(order.spans or b""):
+            buffer = ctypes.create_string_buffer(size_bytes)
+            if order.direction == "out":
+                call("cuMemcpyDtoH_v2", buffer, self.pieces[number] + start, size_bytes)
+                os.pwrite(fd, buffer.raw, place)
+            else:
+                buffer.raw = os.pread(fd, size_bytes, place)
+                call("cuMemcpyHtoD_v2", self.pieces[number] + start, buffer.raw, size_bytes)
+        return {}
 
     def note_filled(self, order: Order) -> dict[str, Any]:
         assert order.first is not None

@@ -1,4 +1,4 @@
-"""Stands in for every training on a stub node: `STEPS MIB [fact=NAME=VALUE] pace=SECONDS digest=STEPS gpus=N`.
+"""Stands in for every training on a stub node: `STEPS MIB [fact=NAME=VALUE] [stay=N] pace=SECONDS digest=STEPS gpus=N`.
 
 A CUDA program by the driver's functions alone; under `hegmctl run` it has the model agent in it, which really stops it
 at a boundary. With HEGM_TEST_UNLIKE, what it says under `hegmctl run` is not what it says otherwise.
@@ -65,6 +65,8 @@ def main() -> None:
     pace_s, digest_every = float(dict(given)["pace"]), int(dict(given)["digest"])
     program = Program([*range(int(dict(given)["gpus"]))], [size_mib // 2, size_mib - size_mib // 2])
     program.reach()  # as frameworks have it between GPUs of one process, which the driver does not bring back
+    if "stay" in dict(given):  # as beside what a library keeps where Python does not see it
+        program.stay(dict(given)["stay"])
     agent: StandingAgent | None = None
     if "HEGM_RUN" in os.environ:
         agent = StandingAgent(program)

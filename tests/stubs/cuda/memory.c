@@ -22,7 +22,7 @@ struct ipc {
     char mark[8];
     uint64_t id, bytes;
     pid_t pid;
-    int gpu, first;
+    int gpu, first, is_restored;
 };
 _Static_assert(sizeof(struct ipc) <= sizeof(CUipcMemHandle), "it has to fit");
 
@@ -168,7 +168,8 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr pointer) {
     ENTER();
     struct region *region = region_at(pointer);
     if (!region || region->kind != REGION_ALLOC) LEAVE(CUDA_ERROR_INVALID_VALUE);
-    struct ipc ipc = {"hegmipc", region->block->id, region->block->bytes, getpid(), region->block->gpu, region->block->gpu};
+    struct ipc ipc = {"hegmipc", region->block->id, region->block->bytes, getpid(), region->block->gpu, region->block->gpu,
+                      region->block->is_restored};
     for (int i = 0; i < context_count; i++)
         if (contexts[i].gpu == ipc.gpu) ipc.first = contexts[i].first;
     memset(handle, 0, sizeof *handle);
@@ -192,6 +193,10 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *pointer, CUipcMemHandle handle, unsi
     int fd = node_hold_piece(ipc.id, &piece);
     node_unlock();
     if (fd < 0) LEAVE(CUDA_ERROR_INVALID_VALUE);
+    if (ipc.is_restored) { /* a handle is given for it, and nobody can open that (580.159.04) */
+        close(fd);
+        LEAVE(CUDA_ERROR_NOT_PERMITTED);
+    }
     struct block *block = block_add(ipc.id, piece.bytes, piece.gpu, -1);
     block->is_foreign = 1;
     block->counts_as = ipc.first;
@@ -435,6 +440,7 @@ CUresult memory_restore(const int *map) {
         munmap(block->saved, block->bytes);
         block->saved = NULL;
         block->gpu = map[block->gpu];
+        block->is_restored = 1;
         for (int j = 0; j < regions_top; j++)
             if (regions[j].block == block)
                 map_file(fds[i], regions[j].va, regions[j].bytes, regions[j].is_accessible ? PROT_READ | PROT_WRITE : PROT_NONE);

@@ -30,6 +30,7 @@ struct block {
     int gpu, fd;        /* an open file that holds it, for memory made with cuMemCreate; else -1: its mapping holds it */
     int handles, maps;  /* gone when both are 0 */
     int is_foreign;     /* another process made it */
+    int is_restored;    /* the driver has brought it back, and nobody else can open it any more */
     void *saved;        /* its content, while the process is checkpointed */
 };
 

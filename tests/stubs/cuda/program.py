@@ -14,6 +14,9 @@ so whoever drives it always knows where it is, and ends with its input:
     digest          digest HEX: of all its contents, the counter left out
     handles         handles HEX...: an IPC handle for each piece
     free, make      freed, made: gives its pieces back, and makes them again, empty
+    stay NUMBER...  staying: those pieces lie in memory that it never gives back; freed, they are empty too
+    copy WAY FILE N START SIZE PLACE
+                    copied: a part of piece N, `out` into the file at that place, or `in` from there
     fill            filled: with the pattern, as at the start
     queue SECONDS   queued: work that keeps its stream busy for so long; the answer does not wait for it
     drain           drained: once nothing is queued any more
@@ -74,6 +77,7 @@ class Program:
     def __init__(self, ordinals: list[int], sizes_mib: list[int]) -> None:
         self.sizes_mib = sizes_mib
         self.pieces: list[int] = []
+        self.staying: dict[int, int] = {}
         self.opened: list[int] = []
         self.steps = 0
         call("cuInit", 0)
@@ -133,16 +137,37 @@ class Program:
         return " ".join(["handles", *listed])
 
     def free(self) -> str:
-        for piece in self.pieces:
-            call("cuMemFree_v2", piece)
+        for number, piece in enumerate(self.pieces):
+            if number in self.staying:
+                for index in range(self.sizes_mib[number]):
+                    call("cuMemcpyHtoD_v2", piece + index * MIB, bytes(MIB), MIB)
+            else:
+                call("cuMemFree_v2", piece)
         self.pieces = []
         return "freed"
+
+    def stay(self, *numbers: str) -> str:
+        self.staying = {int(number): self.pieces[int(number)] for number in numbers}
+        return "staying"
+
+    def copy(self, way: str, file: str, *numbers: str) -> str:
+        piece, start, size_bytes, place = map(int, numbers)
+        fd = os.open(file, os.O_RDWR)
+        buffer = ctypes.create_string_buffer(size_bytes)
+        if way == "out":
+            call("cuMemcpyDtoH_v2", buffer, self.pieces[piece] + start, size_bytes)
+            os.pwrite(fd, buffer.raw, place)
+        else:
+            buffer.raw = os.pread(fd, size_bytes, place)
+            call("cuMemcpyHtoD_v2", self.pieces[piece] + start, buffer.raw, size_bytes)
+        os.close(fd)
+        return "copied"
 
     def make(self) -> str:
         self.pieces = []
         for number, size_mib in enumerate(self.sizes_mib):
             call("cuCtxSetCurrent", self.contexts[number % len(self.contexts)])
-            self.pieces.append(self.allocate(size_mib * MIB))
+            self.pieces.append(self.staying.get(number) or self.allocate(size_mib * MIB))
         call("cuCtxSetCurrent", self.contexts[0])
         return "made"
 
@@ -222,7 +247,7 @@ class Program:
 
 
 COMMANDS = {"step", "digest", "fill", "handles", "free", "make", "queue", "drain", "alloc", "grab", "uuid", "info"}
-COMMANDS |= {"open", "ping", "shut", "reach", "part", "across"}
+COMMANDS |= {"open", "ping", "shut", "reach", "part", "across", "stay", "copy"}
 # What it goes on doing until the next line, and what it says to that.
 BY_ITSELF = {"run": "step", "hoard": "grab"}
 SAID = {"run": "running", "hoard": "hoarding"}

@@ -138,6 +138,10 @@ class Cuda:
                 "device": 0,
                 "stream": segment.stream,
                 "segment_type": "small" if segment.is_small else "large",
+                "blocks": [
+                    {"address": address, "size": size_bytes, "state": "active_allocated" if is_used else "inactive"}
+                    for address, (size_bytes, is_used) in sorted(segment.blocks.items())
+                ],
             }
             for segment in reversed(self.segments)
         ]

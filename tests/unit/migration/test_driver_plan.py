@@ -117,10 +117,21 @@ def test_with_little_room_the_storages_go_in_rounds_and_with_less_through_the_po
     assert plan.workers[0].carrier == "host", "one storage cannot go in rounds"
 
 
+def test_a_plan_says_what_goes_by_the_process_s_own_copies_from_the_start() -> None:
+    """Issue 14, row 1: it was found out by error 800, when the job was already in pieces."""
+    plain = the_plan(planned(a_snapshot(a_process(an_agent())), to()))
+    assert plain.workers[0].own_bytes == 0
+    plan = the_plan(planned(a_snapshot(a_process(an_agent(cuda_facts(own_bytes=2 * GIB)))), to()))
+    assert (plan.workers[0].carrier, plan.workers[0].own_bytes) == ("peer", 2 * GIB)
+    assert any("2.1 GB of process 4711 go by worker and not by peer" in hazard for hazard in plan.hazards)
+    assert plan.estimate_s > plain.estimate_s + 0.3
+
+
 @pytest.mark.parametrize(
     ("candidate", "snapshot", "carrier", "why"),
     [
         (a_process(an_agent(cuda_facts(expandable=True))), {}, "worker", "expandable segments"),
+        (a_process(an_agent(cuda_facts(own_bytes=20 * GIB))), {}, "worker", "memory with what stays"),
         (a_process(an_agent(cuda_facts(allocator="cudaMallocAsync"))), {}, "worker", "cudaMallocAsync"),
         (a_process(an_agent(cuda_facts(hazards=("graphs",)))), {}, "driver", "CUDA graphs"),
         (a_process(an_agent(), around=Surroundings(same_ipc=False)), {}, "worker", "IPC namespace"),

@@ -1,0 +1,202 @@
+"""What the helper cannot copy, the process copies itself: every carrier brings every storage back, whatever fails.
+
+Over the stub driver, which lets nobody open memory that it has restored, as the real one does (800, 580.159.04).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from hegmd.methods.base import Carrier, Subject
+from hegmd.methods.host import HostCarrier
+from hegmd.methods.peer import LEAST_WINDOW_BYTES, PeerCarrier, windows
+from hegmd.pool import Key
+from tests.contract.carried import POOL_BYTES, Rig, ShowingAgent, ignored, rigged
+from tests.contract.helped import MIB, SIZE_BYTES, SIZES_MIB, Owner
+from tests.stubs.cuda.node import CudaNode
+
+STAYS = 1
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[tuple[CudaNode, Owner]]:
+    node = CudaNode.make(tmp_path / "node")
+    made = Owner(node, 0, *SIZES_MIB)
+    assert made.ask(f"stay {STAYS}") == "staying"
+    yield node, made
+    made.close()
+
+
+def peer(rig: Rig) -> Carrier:
+    return PeerCarrier(rig.link, rig.gpus, rig.memory, rig.pool)
+
+
+def host(rig: Rig) -> Carrier:
+    return HostCarrier(rig.link, rig.gpus, rig.pool, rig.memory)
+
+
+either = pytest.mark.parametrize("make", [peer, host], ids=lambda make: make.__name__)
+
+
+@dataclass
+class Job:
+    """A process, one of whose storages lies in memory that never leaves it."""
+
+    rig: Rig
+    node: CudaNode
+    agent: ShowingAgent
+    subject: Subject
+    carrier: Carrier
+
+    async def take_out(self) -> None:
+        await self.carrier.hold(self.subject, SIZE_BYTES)
+        assert await self.carrier.take_out(self.subject, ignored) == SIZE_BYTES
+
+    async def change_gpus(self) -> None:
+        """The driver takes the rest to the other GPU."""
+        devices = (await self.rig.link.call("devices", deadline_s=20)).values["devices"]
+        one, other = (device["uuid"] for device in devices)
+        for op, more in (
+            ("lock", {"timeout_s": 5}),
+            ("checkpoint", {}),
+            ("restore", {"pairs": [[one, other], [other, one]]}),
+            ("unlock", {}),
+        ):
+            await self.rig.link.call(op, {"pid": self.agent.pid, **more}, deadline_s=20)
+        self.subject = replace(self.subject, gpu="gpu1", left="gpu0")
+
+    async def put_back(self) -> None:
+        told: list[int] = []
+        back_bytes = await self.carrier.put_back(self.subject, told.append, lambda: nullcontext(lambda: False))
+        assert back_bytes == SIZE_BYTES
+        assert told == sorted(told)
+        assert told[-1] == SIZE_BYTES
+        self.is_whole()
+
+    def is_whole(self) -> None:
+        assert self.rig.owner.ask("digest") == self.rig.owner.digest
+
+
+@asynccontextmanager
+async def a_job(
+    tmp_path: Path,
+    owner: tuple[CudaNode, Owner],
+    make: Callable[[Rig], Carrier],
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[Job]:
+    async with rigged(tmp_path, *owner, monkeypatch) as rig:
+        agent = ShowingAgent(rig.workers, rig.owner)
+        job = Job(rig, owner[0], agent, await rig.subject_of(agent), make(rig))
+        yield job
+        job.is_whole()
+        await job.carrier.give(job.subject)
+
+
+@either
+async def test_a_job_was_stuck_for_ever_whose_storage_lay_in_memory_that_the_driver_had_restored(
+    tmp_path: Path,
+    owner: tuple[CudaNode, Owner],
+    make: Callable[[Rig], Carrier],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Issue 14, row 1: a cuDNN LSTM stood for good after a migration by peer; every resume ended with error 800."""
+    async with a_job(tmp_path, owner, make, monkeypatch) as job:
+        await job.take_out()
+        await job.change_gpus()
+        await job.put_back()
+        assert job.agent.copied == [("in", STAYS)], "and the others go by the helper still"
+
+
+@either
+async def test_a_storage_that_shares_memory_with_what_stays_goes_by_its_process_from_the_start(
+    tmp_path: Path,
+    owner: tuple[CudaNode, Owner],
+    make: Callable[[Rig], Carrier],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Issue 14, row 1: predicted, so nothing is tried that the driver would refuse."""
+    async with a_job(tmp_path, owner, make, monkeypatch) as job:
+        job.agent.own = {STAYS}
+        for _ in range(2):  # what was restored once is so the next time, too
+            job.agent.copied.clear()
+            await job.take_out()
+            await job.change_gpus() if job.subject.gpu == "gpu0" else None
+            await job.put_back()
+            assert job.agent.copied == [("out", STAYS), ("in", STAYS)]
+            await job.carrier.give(job.subject)
+
+
+@either
+async def test_a_job_whose_memory_nobody_may_open_at_all_is_carried_by_its_own_copies_both_ways(
+    tmp_path: Path,
+    owner: tuple[CudaNode, Owner],
+    make: Callable[[Rig], Carrier],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Issue 14, row 1: the same of a driver that refuses CUDA IPC for another reason, such as in some containers."""
+    async with a_job(tmp_path, owner, make, monkeypatch) as job:
+        job.node.order("error cuIpcOpenMemHandle_v2 800")
+        await job.take_out()
+        await job.put_back()
+        everything = list(range(len(SIZES_MIB)))
+        assert sorted({number for _, number in job.agent.copied}) == everything
+        assert {way for way, _ in job.agent.copied} == {"out", "in"}
+
+
+async def test_a_helper_that_fails_at_every_copy_left_a_suspended_job_where_it_was(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 14, row 1: its bytes are in the pool, from where the process brings them back without any helper."""
+    async with a_job(tmp_path, owner, host, monkeypatch) as job:
+        await job.take_out()
+        async with job.carrier.settling(job.subject):
+            pass
+        await job.carrier.disarm(job.subject)
+        job.node.order("error cuDevicePrimaryCtxRetain 999")
+        off = replace(job.subject, gpu=None, left="gpu0", goal="gpu0")
+        await job.carrier.arm(off)
+        await job.put_back()
+        job.node.mend()
+        assert [way for way, _ in job.agent.copied] == ["in"] * len(SIZES_MIB)
+
+
+async def test_bytes_that_are_in_video_memory_on_their_way_to_the_pool_come_to_it_for_the_process(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 14, row 1: a suspension that turned back; the process reaches the pool alone."""
+    async with a_job(tmp_path, owner, host, monkeypatch) as job:
+        job.subject = replace(job.subject, goal=None)
+        await job.take_out()
+        assert job.carrier.is_passing(job.subject)
+        job.node.order("error cuIpcOpenMemHandle_v2 800")
+        await job.put_back()
+        job.node.mend()
+        assert not job.carrier.is_passing(job.subject)
+
+
+async def test_what_goes_through_a_window_does_so_in_parts_where_the_pool_has_no_room(
+    tmp_path: Path, owner: tuple[CudaNode, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 14, row 1: the bytes are in video memory, and no host memory is left to stage them."""
+    async with a_job(tmp_path, owner, peer, monkeypatch) as job:
+        full = Key("another", "1")
+        await job.rig.pool.take(full, POOL_BYTES - 8 * MIB)
+        await job.take_out()
+        await job.change_gpus()
+        await job.put_back()
+        await job.rig.pool.give(full)
+        parts = SIZES_MIB[STAYS] * MIB // LEAST_WINDOW_BYTES
+        assert job.agent.copied == [("in", STAYS)] * parts
+
+
+def test_a_window_is_filled_to_its_end_and_every_byte_goes_through_it_once() -> None:
+    spans = [(4, 0, 5, 512), (7, 0, 3, 1024), (9, 0, 12, 1536)]
+    by_process = [span for part, _ in windows(spans, 8) for span in part]
+    assert by_process == [(4, 0, 5, 0), (7, 0, 3, 5), (9, 0, 8, 0), (9, 8, 4, 0)]
+    by_helper = [shift for _, part in windows(spans, 8) for shift in part]
+    assert by_helper == [(512, 0, 5), (1024, 5, 3), (1536, 0, 8), (1544, 0, 4)]
