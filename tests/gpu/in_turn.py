@@ -52,6 +52,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "test": (
         Part("driver", _module("driver_run")),
         Part("moves", _module("moves_run")),
+        Part("zoo", _module("zoo_run")),
         Part("images", _module("image_run", "--repeat", "1")),
         Part("restarts", _module("restarts_run")),
         Part("agent", _module("agent_run"), resumed=False, takes_s=120.0),
