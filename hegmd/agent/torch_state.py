@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import sys
 
-from . import cuda_state
+from . import addresses, cuda_state
 from .laps import Laps
 from .notes import note
 
@@ -38,12 +38,13 @@ OLD_TORCH = "this PyTorch is too old to say who holds on to a storage"
 UNREADABLE = "they cannot be looked at"
 NO_ROOM = "there is no room for them where the others go"
 NO_STORAGE = "they have no storage, as sparse tensors"
+ADDRESS_KEPT = "the script has their address outside of PyTorch, such as from data_ptr(), and it has to stay"
 
 
 class Found:
     """The storages of this process: those vouched for, with their sizes, and the others by reason."""
 
-    __slots__ = ("cuda", "laps", "left_alone", "own", "segments", "sizes", "storages")
+    __slots__ = ("addresses", "cuda", "laps", "left_alone", "numbers", "own", "segments", "sizes", "storages")
 
     def __init__(self) -> None:
         self.storages: list[Any] = []
@@ -53,6 +54,9 @@ class Found:
         self.cuda: CudaFacts | None = None
         #: The memory that they lie in; None where CUDA is not in use.
         self.segments: cuda_state.Segments | None = None
+        #: Addresses that the script keeps outside of PyTorch, in order, and numbers that may be such.
+        self.addresses: list[int] = []
+        self.numbers: list[int] = []
         #: The parts of that whose storages this process copies itself: where each begins, and its bytes.
         self.own: list[tuple[int, int]] = []
         #: What the parts of the look took.
@@ -62,6 +66,12 @@ class Found:
         """Vouch for one."""
         self.storages.append(storage)
         self.sizes.append(size_bytes)
+
+    def is_known(self, address: int, size_bytes: int) -> bool:
+        """Whether the script knows where that storage is. On the CPU a number may be that of an object that is gone."""
+        number_bytes = 1 if self.segments is None else size_bytes
+        within = addresses.any_within
+        return within(self.addresses, address, size_bytes) or within(self.numbers, address, number_bytes)
 
     def sort_by_address(self) -> None:
         """Made again in this order, more come to lie where they were: segments are cut from their front."""
@@ -99,7 +109,7 @@ def find(showable: cuda_state.Showable | None = None) -> Found:
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return found
-    segments = cuda_state.Segments(torch) if cuda_state.in_use() is not None else None
+    found.segments = segments = cuda_state.Segments(torch) if cuda_state.in_use() is not None else None
     found.laps.end("segments")
     with torch._C.DisableTorchFunctionSubclass():
         _judge_all(torch, _owners(torch, found), found, segments)
@@ -114,7 +124,6 @@ def find(showable: cuda_state.Showable | None = None) -> Found:
         found.own = segments.own(torch, showable or cuda_state.Showable(), places)
         own_bytes = sum(size_bytes for address, size_bytes in places if cuda_state.within(found.own, address))
         found.cuda = cuda_state.facts(torch, segments, sizes, own_bytes, shares=shares)
-        found.segments = segments
         found.laps.end("facts")
     return found
 
@@ -128,7 +137,9 @@ def version() -> tuple[str, str] | None:
 def _owners(torch: Any, found: Found) -> dict[int, tuple[Any, set[int]]]:
     """Each storage under its address, with the tensors that Python knows of as its owners."""
     storages: dict[int, tuple[Any, set[int]]] = {}
-    tensors, bare = _objects_of(torch.Tensor, torch.UntypedStorage)
+    tensors, bare, *others = _objects_of(torch.Tensor, torch.UntypedStorage, *addresses.kinds())
+    found.addresses = addresses.kept([one for several in others for one in several])
+    found.numbers = addresses.numbers()
     found.laps.end("objects")
     for tensor in _with_relatives(tensors):
         try:
@@ -180,7 +191,7 @@ def _with_relatives(tensors: list[Any]) -> list[Any]:
 def _judge_all(
     torch: Any, storages: dict[int, tuple[Any, set[int]]], found: Found, segments: cuda_state.Segments | None
 ) -> None:
-    addresses: dict[int, int] = {}
+    counts: dict[int, int] = {}
     judged: list[tuple[Any, int, int, str | None]] = []
     for storage, tensors in storages.values():
         try:
@@ -197,10 +208,12 @@ def _judge_all(
             continue
         if why is None and address == 0:
             why = NO_MEMORY
-        addresses[address] = addresses.get(address, 0) + 1
+        if why is None and found.is_known(address, size_bytes):
+            why = ADDRESS_KEPT
+        counts[address] = counts.get(address, 0) + 1
         judged.append((storage, size_bytes, address, why))
     for storage, size_bytes, address, why in judged:
-        reason = SAME_MEMORY if why is None and addresses[address] > 1 else why
+        reason = SAME_MEMORY if why is None and counts[address] > 1 else why
         if reason is None:
             found.take(storage, size_bytes)
         else:

@@ -83,6 +83,7 @@ ZOO = {
         Training("compile", after=True),
         Training("several", count=4, kind="ema"),
         Training("conv"),
+        Training("pointer"),
         Training("sparse"),
         Training("flash"),
         Training("efficient"),

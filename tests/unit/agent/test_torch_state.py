@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
-from collections.abc import Iterator
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from hegmd.agent import torch_state, transfer
+from hegmd.agent import addresses, cuda_state, torch_state, transfer
 from hegmd.errors import HegmError
 
 torch: Any = pytest.importorskip("torch", reason="PyTorch is not installed; `make test` installs it")
@@ -30,6 +34,10 @@ def _addresses(found: torch_state.Found) -> set[int]:
 
 def _reason(found: torch_state.Found, size_bytes: int) -> list[str]:
     return [why for why, (_, left_bytes) in found.left_alone.items() if left_bytes >= size_bytes]
+
+
+def _remembering(address: int) -> Callable[[], int]:
+    return lambda: address
 
 
 def _progress(_so_far_bytes: int) -> None:
@@ -88,7 +96,8 @@ def test_what_a_waiting_graph_holds_is_left_alone_until_its_backward() -> None:
     output = (torch.randn(4, 300) @ weight).relu()
     assert output.untyped_storage().data_ptr() not in _addresses(torch_state.find())
     output.sum().backward()
-    assert output.untyped_storage().data_ptr() in _addresses(torch_state.find())
+    found = torch_state.find()
+    assert output.untyped_storage().data_ptr() in _addresses(found)
 
 
 def test_what_a_script_has_frozen_is_left_to_the_driver() -> None:
@@ -144,3 +153,52 @@ def test_bytes_of_another_evacuation_are_refused_and_nothing_is_lost(memory: int
     first.bring_back(first.fd, _progress)
     first.close()
     assert tensor.sum() == 49_995_000
+
+
+def test_a_storage_whose_address_the_script_kept_was_written_to_where_it_had_been() -> None:
+    """Issue 14, row 5: after a move a ctypes array over a tensor wrote to the memory that it had had before."""
+    by_array, by_number, by_object, in_function = (torch.zeros(1000 + n) for n in range(4))
+    free = torch.zeros(2000)
+    array = (ctypes.c_float * 1000).from_address(by_array.data_ptr())
+    number = by_number.data_ptr()
+    held = [types.SimpleNamespace(deeper={"address": by_object.data_ptr()})]
+    function = _remembering(in_function.data_ptr())
+    found = torch_state.find()
+    tensors = (by_array, by_number, by_object, in_function)
+    assert not {t.data_ptr() for t in tensors} & _addresses(found)
+    assert free.data_ptr() in _addresses(found)
+    assert _reason(found, 4 * 4000) == [torch_state.ADDRESS_KEPT]
+    del array, number, held, function
+    found = torch_state.find()
+    assert {t.data_ptr() for t in tensors} <= _addresses(found)
+
+
+def test_to_look_for_addresses_keeps_nothing_of_a_function_s_alive() -> None:
+    """Up to Python 3.12 a frame keeps a copy of its variables once somebody has asked for them."""
+    tensor = torch.zeros(1000)
+    watched = weakref.ref(tensor)
+    mine = locals()
+    torch_state.find()
+    assert mine["tensor"] is tensor, "what the script itself has asked for stays as it is"
+    del mine
+    torch_state.find()
+    del tensor
+    assert watched() is None
+
+
+def test_what_the_agent_itself_remembers_of_a_storage_is_not_the_script_s() -> None:
+    """Its own records of the last survey kept every storage with the driver from then on, on two H200."""
+    tensor = torch.zeros(1000)
+    segments = cuda_state.Segments.__new__(cuda_state.Segments)
+    segments.known = [tensor.data_ptr()]  # type: ignore[attr-defined]
+    thread = threading.Thread(target=segments.stream_of, args=(segments,))
+    found = torch_state.find()
+    assert thread is not None
+    assert tensor.data_ptr() in _addresses(found)
+
+
+def test_an_array_of_another_library_that_knows_an_address_alone_is_seen() -> None:
+    """Issue 14, row 5: CuPy's and Numba's over a tensor hold on to its object, and not to its storage."""
+    array = types.SimpleNamespace(__cuda_array_interface__={"data": (0x7F00_0000_0000, False)})
+    assert 0x7F00_0000_0000 in addresses.kept([array])
+    assert addresses.kept([types.SimpleNamespace()]) == addresses.kept([]), "one that does not say is no failure"

@@ -123,7 +123,7 @@ def test_a_plan_says_what_goes_by_the_process_s_own_copies_from_the_start() -> N
     assert plain.workers[0].own_bytes == 0
     plan = the_plan(planned(a_snapshot(a_process(an_agent(cuda_facts(own_bytes=2 * GIB)))), to()))
     assert (plan.workers[0].carrier, plan.workers[0].own_bytes) == ("peer", 2 * GIB)
-    assert any("2.1 GB of process 4711 go by worker and not by peer" in hazard for hazard in plan.hazards)
+    assert any("2.0 GiB of process 4711 go by worker and not by peer" in hazard for hazard in plan.hazards)
     assert plan.estimate_s > plain.estimate_s + 0.3
 
 

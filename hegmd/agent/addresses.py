@@ -1,0 +1,181 @@
+"""Addresses of storages that a script keeps outside of PyTorch, as far as Python's objects show them.
+
+A storage that is carried may lie elsewhere afterwards, and nobody tells a number in a variable, a ctypes array over the
+memory, or an array of CuPy or Numba that only remembers where it begins. So such a storage is left to the driver, which
+keeps addresses. Looked for at a survey: ctypes objects and such arrays wherever they are, numbers in the variables of
+the script and of functions that are running, and in what these hold. What C++ keeps, and numbers that are deeper, are
+not seen.
+
+Rejected: to wrap `Tensor.data_ptr` and so hear of each address that is taken. Triton's launcher calls it for every
+tensor of every launch, in each step (docs/benchmarks.md), and a wrapper is one more thing that Dynamo would trace.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from .notes import note
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from typing import Any
+
+# Below this no memory begins, and counters live.
+_LEAST = 1 << 24
+_MOST_VALUES, _MOST_ITEMS, _DEEPEST = 20_000, 256, 4
+# A thread that stands waits some calls below our own.
+_NEAREST = 8
+_CO_OPTIMIZED = 0x01
+# The references to a frame's copy of its variables: the frame's, ours, and that of the call which counts them.
+_FRAME_S_OWN = 3
+_PLAIN = frozenset((int, float, str, bytes, bool, type(None)))
+_CTYPES = ("_SimpleCData", "_Pointer", "Array", "Structure", "Union")
+# Arrays on a GPU that keep an address and no storage of PyTorch's.
+_ARRAYS = (("cupy", "ndarray"), ("numba.cuda.cudadrv.devicearray", "DeviceNDArrayBase"))
+
+
+def kinds() -> list[type[object]]:
+    """The classes whose objects may have an address in them; with their subclasses, what `kept` is to be given."""
+    ctypes = sys.modules.get("_ctypes")
+    found = [getattr(ctypes, name) for name in _CTYPES] if ctypes is not None else []
+    for module, name in _ARRAYS:
+        kind = getattr(sys.modules.get(module), name, None)
+        found += [kind] if isinstance(kind, type) else []
+    return found
+
+
+def kept(objects: Iterable[Any]) -> list[int]:
+    """Where the memory is that these objects lie over, or point to, in order. Never raises."""
+    found: set[int] = set()
+    for one in objects:
+        try:
+            found.update(_addresses_in(one))
+        except Exception as error:  # noqa: BLE001 - objects of any library
+            note(f"an object of {type(one).__name__} does not say where its memory is: {error!r}")
+    return sorted(found)
+
+
+def numbers() -> list[int]:
+    """The numbers that may be addresses in the variables of the script, in order. Never raises."""
+    found: set[int] = set()
+    try:
+        found.update(_numbers())
+    except Exception as error:  # noqa: BLE001 - the script's own variables, of any kind
+        note(f"the script's variables cannot be looked at: {error!r}")
+    return sorted(found)
+
+
+def any_within(addresses: list[int], start: int, size_bytes: int) -> bool:
+    """Whether one of these, which are in order, lies in that memory."""
+    low, high = 0, len(addresses)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if addresses[middle] < start else (low, middle)
+    return low < len(addresses) and addresses[low] < start + size_bytes
+
+
+def _addresses_in(one: Any) -> Iterator[int]:
+    ctypes: Any = sys.modules.get("_ctypes")
+    is_of_ctypes = ctypes is not None and issubclass(type(one), tuple(getattr(ctypes, name) for name in _CTYPES))
+    if not is_of_ctypes:
+        yield int(one.__cuda_array_interface__["data"][0])
+        return
+    if not one._b_needsfree_:  # it lies over memory that somebody else has
+        yield ctypes.addressof(one)
+    if isinstance(one, ctypes._Pointer):
+        yield sys.modules["ctypes"].cast(one, sys.modules["ctypes"].c_void_p).value or 0
+    elif isinstance(one, ctypes._SimpleCData):
+        yield from _number(one.value)
+    elif isinstance(one, ctypes.Array):
+        for item in one[:_MOST_ITEMS] if len(one) <= _MOST_ITEMS else ():
+            yield from _number(item)
+
+
+def _number(value: object) -> Iterator[int]:
+    if type(value) is int and value >= _LEAST:
+        yield value
+
+
+def _numbers() -> Iterator[int]:
+    """In the variables of the script and of what is running, and in what these hold, nearest first."""
+    seen: set[int] = set()
+    left = _MOST_VALUES
+    held: list[Any] = list(_variables())
+    for _ in range(_DEEPEST):
+        further: list[Any] = []
+        for value in held:
+            if id(value) not in seen:
+                seen.add(id(value))
+                further += _held_by(value)
+        for value in further:
+            yield from _number(value)
+        left -= len(further)
+        if left <= 0:
+            return
+        held = [value for value in further if type(value) not in _PLAIN]
+
+
+def _variables() -> list[dict[str, Any]]:
+    """Those of the script, and of the functions that a thread is in which stands, or looks, at a boundary."""
+    main = sys.modules.get("__main__")
+    found = [] if main is None else [dict(list(vars(main).items())[:_MOST_ITEMS])]
+    frames: list[Any] = []
+    waiting = list(sys._current_frames().values())
+    while waiting:
+        frame: Any = waiting.pop()
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+        if any(_is_ours(one) for one in frames[:_NEAREST]):
+            found += [_locals_of(one) for one in frames if not _is_ours(one)]
+        frames.clear()  # this very function is among them, and would keep itself and all before it
+    return found
+
+
+def _is_ours(frame: Any) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith(_OURS)
+
+
+def _locals_of(frame: Any) -> dict[str, Any]:
+    """A function's variables. Up to Python 3.12 to ask for them makes a copy that the frame keeps, and with it all that
+    the script lets go of later; so that is emptied, unless the script has asked for it too and has it in hand."""
+    if not frame.f_code.co_flags & _CO_OPTIMIZED:
+        return {}  # of a module or a class: there are no others
+    values = frame.f_locals
+    taken = dict(values)
+    if type(values) is dict and sys.getrefcount(values) <= _FRAME_S_OWN:
+        values.clear()
+    return taken
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    """What an object holds, none of its own code run; of large ones nothing."""
+    if type(value) in {list, tuple, set, frozenset}:
+        return tuple(value) if len(value) <= _MOST_ITEMS else ()
+    if type(value) is dict:
+        return tuple(value.values()) if len(value) <= _MOST_ITEMS else ()
+    if type(value) is _FUNCTION:
+        return _cells_of(value)
+    if str(type.__getattribute__(type(value), "__module__")).startswith(_OURS):
+        return ()  # the agent knows where every storage is
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return ()
+    return tuple(held.values()) if type(held) is dict and len(held) <= _MOST_ITEMS else ()
+
+
+def _cells_of(function: Any) -> list[Any]:
+    """The variables that a function has from those around it."""
+    found: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # it has no value yet
+            continue
+    return found
+
+
+_FUNCTION = type(kinds)
+_OURS = __name__.partition(".")[0] + "."
