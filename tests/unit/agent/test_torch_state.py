@@ -190,7 +190,7 @@ def test_what_the_agent_itself_remembers_of_a_storage_is_not_the_script_s() -> N
     """Its own records of the last survey kept every storage with the driver from then on, on two H200."""
     tensor = torch.zeros(1000)
     segments = cuda_state.Segments.__new__(cuda_state.Segments)
-    segments.known = [tensor.data_ptr()]  # type: ignore[attr-defined]
+    segments.known = [tensor.data_ptr()]  # type: ignore[attr-defined]  # one more of its records
     thread = threading.Thread(target=segments.stream_of, args=(segments,))
     found = torch_state.find()
     assert thread is not None

@@ -1,0 +1,68 @@
+"""Lives of bytes under the carriers that have the helper copy, while parts fail for good and others for a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from hegmd.errors import Refused
+from hegmd.methods.base import Progress, Subject
+from hegmd.methods.copying import CopyingCarrier
+from hegmd.methods.host import HostCarrier
+from hegmd.methods.peer import PeerCarrier
+from tests.simulation.carried import Make, Node, host, live, peer
+
+SEEDS, ENOUGH = 150, 30
+
+
+class WithoutFallback(PeerCarrier):
+    """What the helper cannot open is tried by the helper again, for ever."""
+
+    async def prepare_own_copies(self, subject: Subject, direction: str) -> None:
+        raise Refused("the driver lets nobody else open memory of it", "ask with --carrier worker")
+
+
+class Forgetful(HostCarrier):
+    """The process is not told to copy what the helper could not."""
+
+    async def own_copies(
+        self, subject: Subject, direction: str, spans: list[tuple[int, int, int, int]], on_progress: Progress
+    ) -> None:
+        on_progress(sum(span[2] for span in spans))
+
+
+class Overwriting(PeerCarrier):
+    """The window is emptied before it was filled."""
+
+    async def order_copy(self, *arguments: Any) -> None:
+        if arguments[1] == "in":
+            await super().order_copy(*arguments)
+
+
+def without_fallback(node: Node) -> CopyingCarrier:
+    return WithoutFallback(node.helper, node.gpus, node.memory, node.pool)  # type: ignore[arg-type]  # these are models
+
+
+def forgetful(node: Node) -> CopyingCarrier:
+    return Forgetful(node.helper, node.gpus, node.pool, node.memory)  # type: ignore[arg-type]  # these are models
+
+
+def overwriting(node: Node) -> CopyingCarrier:
+    return Overwriting(node.helper, node.gpus, node.memory, node.pool)  # type: ignore[arg-type]  # these are models
+
+
+MUTANTS: Sequence[Make] = (without_fallback, forgetful, overwriting)
+
+
+@pytest.mark.parametrize("make", [peer, host], ids=lambda make: make.__name__)
+def test_every_byte_comes_back_whatever_fails(make: Make) -> None:
+    """Issue 14, row 1."""
+    found = {seed: wrong for seed in range(SEEDS) if (wrong := live(seed, make))}
+    assert found == {}
+
+
+@pytest.mark.parametrize("make", MUTANTS, ids=lambda make: make.__name__)
+def test_a_bug_that_is_put_in_is_found(make: Make) -> None:
+    assert any(live(seed, make) for seed in range(ENOUGH))
