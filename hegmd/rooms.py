@@ -85,12 +85,24 @@ class Rooms:
             self._changed()
 
     def place(self, wanted: str | None) -> str | None:
-        """The GPU for a worker that is new: the one it was started for, or the one with most room."""
+        """The GPU for a worker that is new: the one with most room, of those that it was started for if it was.
+
+        None where none of these can be used: a job is not put where its user did not want it.
+        """
         if self._simulator is None:
             return None
         gpus = [gpu for gpu in self._gpus() if gpu.state == "ok"]
-        if wanted is not None and any(gpu.id == wanted for gpu in gpus):
-            return wanted
+        if wanted is not None:
+            names = wanted.split(",")
+            gpus = [gpu for gpu in gpus if gpu.id in names or gpu.uuid in names]
+            if not gpus:
+                limited(
+                    logger,
+                    f"place-{wanted[:80]}",
+                    logging.WARNING,
+                    "a job was started for %s, which cannot be used",
+                    wanted,
+                )
         return max(gpus, key=lambda gpu: (self._free_bytes(gpu), -gpu.index)).id if gpus else None
 
     def _free_bytes(self, gpu: Gpu) -> int:

@@ -1,4 +1,4 @@
-"""The simulated driver's memory: what is recommended to a process that finds no room."""
+"""The books of simulated memory: on which GPU a new worker is, and what is recommended to who finds no room."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from hegmd.devices.simulated import SimulatedProvider
 from hegmd.devices.topology import parse_topology
 from hegmd.errors import Refused
+from hegmd.rooms import Rooms
 
 GIB = 1 << 30
 
@@ -32,3 +33,15 @@ def test_a_lost_gpu_was_recommended_to_who_wants_memory(provider: SimulatedProvi
     with pytest.raises(Refused) as caught:
         provider.hold("d", 72, "gpu0", 4 * GIB)
     assert caught.value.hint.startswith("use gpu1")
+
+
+def test_a_job_was_put_elsewhere_than_on_the_lost_gpu_that_it_was_started_for(provider: SimulatedProvider) -> None:
+    """Issue 14, row 8: three of three jobs trained on another GPU than their user wanted."""
+    named = {f"gpu{gpu.index}": gpu.id for gpu in provider.snapshot().gpus}
+    rooms = Rooms(provider, gpus=lambda: provider.snapshot().gpus)
+    assert rooms.place(named["gpu1"]) == named["gpu1"]
+    provider.set_fault("gpu1", "lost")
+    assert rooms.place(named["gpu1"]) is None
+    assert rooms.place("gpu7") is None
+    assert rooms.place(f"{named['gpu1']},{named['gpu0']}") == named["gpu0"]
+    assert rooms.place(None) == named["gpu0"]
