@@ -72,6 +72,7 @@ class Checkpoints:
     ) -> Answer:
         """Have a job in an image at that path; then it ends, or goes on. Raises HegmError with every reason why not."""
         _require_absolute(path)
+        pid = await self._operations.named_one(pid)
         snapshot = await self._operations.look(asked, [pid])
         plan = plan_or_raise(planned(snapshot, Request(kind=CHECKPOINT, pids=(pid,), carrier=asked.carrier)))
         pids = [worker.pid for worker in plan.workers]
@@ -91,6 +92,7 @@ class Checkpoints:
     async def handoff(self, pid: int, path: str, rights: Rights, asked: Asked) -> Answer:
         """Have a suspended job in an image at that path; then its processes end. Raises HegmError; it is suspended."""
         _require_absolute(path)
+        pid = await self._operations.named_one(pid)
         self._operations.check(asked, [pid])
         op = self._operations.runner.of_process(pid)
         if op is None or op.phase != SUSPENDED:

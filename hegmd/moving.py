@@ -9,7 +9,7 @@ Longer than 400 lines because each part is made in one place, in the order in wh
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from hegmd.handoff import Handoff
 from hegmd.helper.link import Link
 from hegmd.image.images import Images
 from hegmd.inventory import Inventory, NodeSnapshot
+from hegmd.job_names import JobNames
 from hegmd.kept_ready import KeptReady
 from hegmd.lock_files import LockFiles
 from hegmd.lookout import Lookout
@@ -168,7 +169,7 @@ class Moving:
             resting=self.resting,
             standing=self._standing,
             restart_allowed=lambda: restart_always,
-            job_of=self._job_of,
+            jobs=JobNames(self._workers, self.supervisors),
             stand_s=stand_s,
         )
         self.restarts = Restarts(
@@ -209,15 +210,6 @@ class Moving:
 
     def _forget_claim(self, op_id: str) -> None:
         lock_path(self._state_dir, op_id).unlink(missing_ok=True)
-
-    def _job_of(self, pid: int) -> Sequence[int]:
-        """The processes of the job that this one supervises; none if it is no supervisor."""
-        supervisor = self.supervisors.of_pid(pid)
-        if supervisor is None:
-            return ()
-        whose = (supervisor.uid, supervisor.run)
-        training = [worker for worker in self._workers if (worker.identity.uid, worker.about.run) == whose]
-        return [worker.pid for worker in training if worker.boundary or worker.size_bytes]
 
     def agents(self) -> Mapping[int, AgentInfo]:
         """Every connected agent by pid, and whether it has a supervisor, which keeps a Python ready or does not."""

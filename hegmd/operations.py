@@ -4,6 +4,7 @@ Owns what is asked of single operations, also where that is more than one step: 
 the adoption of a job that was found standing. Those that are several in a row are `sequences`'. Who may ask is told by
 the caller as `may`, which is asked for each process's owner; what is possible is the planner's to say; what happens
 then is the runner's.
+Longer than 400 lines because every way of asking for an operation is here, in the order of the commands.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from hegmd.asking import NO_RESTART, Answer, Asked, Emit, Restarting, limit_of, 
 from hegmd.errors import BAD_REQUEST, BUSY, DENIED, NOT_FOUND, REFUSED, HegmError, Refused
 from hegmd.found_bytes import FoundBytes
 from hegmd.inventory import Inventory
+from hegmd.job_names import JobNames
 from hegmd.lookout import Lookout
 from hegmd.migration import events
 from hegmd.migration.adoption import adopted, adopted_of_driver
@@ -47,12 +49,12 @@ class Operations:
         standing: StandingStrays,
         utc: Callable[[], float] = time.time,
         restart_allowed: Callable[[], bool] = lambda: False,
-        job_of: Callable[[int], Sequence[int]] = lambda _pid: (),
+        jobs: JobNames | None = None,
         stand_s: float | None = None,
     ) -> None:
         self._stand_s = Limits().stand_s if stand_s is None else stand_s
         self._restart_allowed = restart_allowed
-        self._job_of = job_of
+        self._jobs = jobs
         self._inventory = inventory
         self._workers = workers
         self._lookout = lookout
@@ -95,13 +97,14 @@ class Operations:
         if not pids:
             raise HegmError(BAD_REQUEST, f"{QUIESCE} was asked of no process", "name one or more pids")
         limits = limits_of(asked.limit_s, hold_s)
-        pids = self._named(pids)
+        pids = await self.named(pids)
         snapshot = await self.look(asked, pids)
         plan = plan_or_raise(planned(snapshot, Request(kind=QUIESCE, pids=tuple(pids))))
         return await self.carry_out(plan, snapshot, asked, limits=limits)
 
     async def suspend(self, pids: Sequence[int], asked: Asked, *, spill: bool = False) -> Answer:
         """Take jobs off their GPUs, or only their bytes to disk. Raises HegmError with every reason why not."""
+        pids = await self.named(pids)
         suspended = [self.runner.of_process(pid) for pid in pids] if spill else []
         if suspended and all(op is not None and op.phase == SUSPENDED for op in suspended):
             self.check(asked, pids)
@@ -137,7 +140,7 @@ class Operations:
 
     async def resume(self, pid: int, to: str | None, asked: Asked) -> Answer:
         """Let a suspended job go on. Raises HegmError with every reason why not."""
-        pid = self._named([pid])[0]
+        pid = await self.named_one(pid)
         op = self.runner.of_process(pid)
         self.check(asked, [pid])
         limit_of(asked)
@@ -186,6 +189,7 @@ class Operations:
 
         Once there is an operation, a resume that fails leaves it suspended, as any other.
         """
+        pid = await self.named_one(pid)
         self.check(asked, [pid])
         self._refuse_if_taken(pid)
         worker = self._workers.find(pid)
@@ -250,9 +254,20 @@ class Operations:
         finally:
             self._resting.watch(op_id)
 
-    def _named(self, pids: Sequence[int]) -> tuple[int, ...]:
-        """The processes; in the place of a supervisor, those of its job."""
-        return tuple(dict.fromkeys([one for pid in pids for one in (self._job_of(pid) or (pid,))]))
+    async def named(self, pids: Sequence[int]) -> tuple[int, ...]:
+        """The processes; in the place of one that belongs to a job and does not train, those of its job that do."""
+        found: dict[int, None] = {}
+        latest = self._inventory.latest
+        listed = {process.pid for process in latest.processes if process.gpus} if latest is not None else frozenset()
+        for pid in pids:
+            is_itself = self._jobs is None or pid in listed or self.runner.of_process(pid) is not None
+            job = () if is_itself or self._jobs is None else await self._jobs.processes_of(pid)
+            found.update(dict.fromkeys(job or (pid,)))
+        return tuple(found)
+
+    async def named_one(self, pid: int) -> int:
+        """The same where one process is wanted: the first of its job."""
+        return (await self.named([pid]))[0]
 
     async def _claim_for(self, op: Operation) -> None:
         """Give an operation the bytes that were found of its workers and that it has not. Raises HegmError."""
@@ -264,7 +279,7 @@ class Operations:
     async def _perform(self, request: Request, asked: Asked, *, spill: bool = False) -> Answer:
         if not request.pids:
             raise HegmError(BAD_REQUEST, f"{request.kind} was asked of no process", "name one or more pids")
-        request = request.replace(pids=self._named(request.pids))
+        request = request.replace(pids=await self.named(request.pids))
         within_s = limits_of(asked.limit_s).park_s if request.allow_restart else None
         snapshot = await self.look(asked, request.pids, weighed_within_s=within_s, respawn=request.respawn)
         return await self.carry_out(plan_or_raise(planned(snapshot, request)), snapshot, asked, spill=spill)

@@ -103,6 +103,7 @@ class Sequences(TaskHome):
 
         Without `wait` it answers when the first step has begun; the others follow by themselves.
         """
+        first, second = [await self._operations.named_one(pid) for pid in (first, second)]
         snapshot = await self._operations.look(asked, [first, second])
         steps = _plans_or_raise(planned_swap(snapshot, first, second))
         if asked.dry_run:

@@ -98,6 +98,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.agent_orders": (*GROUND, "hegmd.order_link"),
     "hegmd.workers": (*GROUND, "hegmd.log", "hegmd.agent_orders"),
     "hegmd.supervisors": (*GROUND, "hegmd.order_link"),
+    "hegmd.job_names": (
+        *(*GROUND, "hegmd.detached", "hegmd.processes.surroundings", "hegmd.supervisors", "hegmd.workers"),
+    ),
     "hegmd.workloads": GROUND,
     "hegmd.ways": GROUND,
     "hegmd.processes": (*GROUND, *SEEN, *NODE),
@@ -176,7 +179,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "hegmd.asking": (*GROUND, "hegmd.lookout", "hegmd.migration"),
     "hegmd.operations": (
         *(*MOVING, "hegmd.asking", "hegmd.found_bytes", "hegmd.inventory", "hegmd.lookout", "hegmd.migration"),
-        *("hegmd.resting", "hegmd.strays"),
+        *("hegmd.job_names", "hegmd.resting", "hegmd.strays"),
     ),
     "hegmd.kept_ready": (*GROUND, "hegmd.events", "hegmd.methods.readying", "hegmd.supervisors", "hegmd.workers"),
     "hegmd.restarts": (

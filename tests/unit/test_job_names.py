@@ -1,0 +1,90 @@
+"""Any process of a job names it, in every command that takes a pid: its launcher, and what it has started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import anyio.lowlevel
+import pytest
+
+from hegmd.errors import NOT_FOUND, HegmError
+from tests.unit.model_agent import ModelAgent
+from tests.unit.moving_node import Node, running
+
+Child = subprocess.Popen[bytes]
+RUN = "a-run"
+
+
+@pytest.fixture
+def started() -> Iterator[dict[str, int]]:
+    """Two processes without an agent: one of the job, as a launcher or a shell would be, and one of another job."""
+    with ExitStack() as held:
+        pids: dict[str, int] = {}
+        for name, run in (("of the job", RUN), ("of another", "another-run")):
+            child = held.enter_context(
+                subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**os.environ, "HEGM_RUN": run})
+            )
+            held.callback(child.kill)
+            pids[name] = child.pid
+        yield pids
+
+
+async def _moved(node: Node, pid: int, to: str) -> list[int]:
+    answer = await node.operations.migrate([pid], to, node.asked())
+    assert answer.operation is not None
+    assert (answer.operation.phase, answer.operation.failure) == ("done", None)
+    return [one.pid for one in answer.operation.processes]
+
+
+async def test_a_launcher_was_refused_for_ever_as_still_beginning(tmp_path: Path, process: Child, other: Child) -> None:
+    """Issue 14, row 10: under torchrun the pid of the command is the launcher's, whose agent never sees a batch."""
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, run=RUN)
+        launcher = await _beginning(node, other.pid)
+        assert await _moved(node, launcher, "gpu1") == [process.pid]
+
+
+async def _beginning(node: Node, pid: int) -> int:
+    """A process with an agent that comes to no batch and holds nothing."""
+    agent = ModelAgent(node.workers, pid, b"", "b" * 32)
+    agent.boundary = 0
+    agent.about = {"run": RUN}
+    await agent.attend(node.tasks)
+    while node.workers.find(pid) is None:
+        await anyio.lowlevel.checkpoint()
+    return pid
+
+
+async def test_what_belongs_to_a_job_and_has_no_agent_names_it(
+    tmp_path: Path, process: Child, started: dict[str, int]
+) -> None:
+    """Issue 14, row 10: in every command that takes a pid."""
+    pid = started["of the job"]
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, run=RUN)
+        assert await _moved(node, pid, "gpu1") == [process.pid]
+        suspended = await node.operations.suspend([pid], node.asked())
+        assert suspended.operation is not None
+        assert suspended.operation.phase == "suspended"
+        resumed = await node.operations.resume(pid, "gpu0", node.asked())
+        assert resumed.operation is not None
+        assert resumed.operation.phase == "done"
+        held = await node.operations.quiesce([pid], 60.0, node.asked())
+        assert held.operation is not None
+        assert held.operation.phase == "holding"
+        await node.operations.resume(pid, None, node.asked())
+        assert await node.operations.named([pid, process.pid]) == (process.pid,)
+
+
+async def test_a_process_of_another_job_names_none(tmp_path: Path, process: Child, started: dict[str, int]) -> None:
+    async with running(tmp_path) as node:
+        await node.attend(process.pid, run=RUN)
+        for pid in (started["of another"], 1 << 22):
+            with pytest.raises(HegmError) as refused:
+                await node.operations.migrate([pid], "gpu1", node.asked())
+            assert refused.value.code is NOT_FOUND
+        assert node.rooms(process.pid) == {"gpu0": 7}
