@@ -16,6 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 
 import anyio
 
@@ -31,7 +32,7 @@ from hegmd.errors import TIMEOUT, HegmError
 from hegmd.events import EventLog
 from hegmd.examination import Examination
 from hegmd.inventory import Inventory, NodeSnapshot
-from hegmd.log import LogSetup, fields
+from hegmd.log import LogSetup, fields, limited
 from hegmd.metrics import Build, Counters, Tallies, read_own_process, render
 from hegmd.own_memory import MemoryReturn
 from hegmd.processes import ProcessTable
@@ -64,6 +65,8 @@ logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "hegmd"  # FileDescriptorName= in hegmd.socket
 GOODBYE_S = 3.0
+# How often it is seen whether the socket's file is there.
+SOCKET_LOOK_S = 2.0
 # How long a daemon that was started for a job waits for the next one before it ends.
 LINGER_S = 2.0
 READ_CONFIG_S = 5.0
@@ -149,6 +152,8 @@ class App:
                     if scrape_sockets:
                         await background.start(ScrapePort(scrape_sockets, self._metrics).run)
                     background.start_soon(self._leave_when_done)
+                    for listener in listeners:
+                        background.start_soon(self._keep_socket, listener, held)
                     await self._serve(listeners, signals)
                     self._moving.stop()
                     background.cancel_scope.cancel()
@@ -176,11 +181,40 @@ class App:
         """The sockets that systemd hands over; without any, one that is bound here and unlinked at the end."""
         sockets = passed.take_listeners(SOCKET_NAME)
         if not sockets:
-            daemon = self._config.daemon
-            directory_mode = 0o700 if self._user_mode else 0o755
-            sockets = [bind(daemon.socket, daemon.socket_mode, self._policy.admin_gid, directory_mode=directory_mode)]
-            held.callback(take_away, daemon.socket, daemon.socket.lstat())
+            path = self._config.daemon.socket
+            sockets = [self._bind(path)]
+            held.callback(take_away, path, path.lstat())
         return sockets
+
+    async def _keep_socket(self, listener: Listener, held: contextlib.ExitStack) -> None:
+        """Bind the socket again where its file is gone: nobody could reach the daemon, and none would be started.
+
+        The service manager's socket as well, which does not see that its file is gone: its own is not accepted on any
+        more, since nobody can connect to it.
+        """
+        while True:
+            await anyio.sleep(SOCKET_LOOK_S)
+            if not listener.is_found:
+                self._bind_again(listener, held)
+
+    def _bind_again(self, listener: Listener, held: contextlib.ExitStack) -> None:
+        path = Path(listener.path)
+        try:
+            listening = self._bind(path)
+            held.callback(take_away, path, path.lstat())
+        except HegmError as error:
+            hint = "systemctl restart hegmd.socket puts it back" if self._manager.present else error.hint
+            text = "the socket file %s is gone, and nobody can connect: %s; %s"
+            limited(logger, "socket", logging.ERROR, text, path, error.message, hint)
+            return
+        listener.take(listening)
+        limited(logger, "socket-again", logging.WARNING, "the socket file %s was gone, and is bound again", path)
+
+    def _bind(self, path: Path) -> socket.socket:
+        """Raises HegmError."""
+        directory_mode = 0o700 if self._user_mode else 0o755
+        mode = self._config.daemon.socket_mode
+        return bind(path, mode, self._policy.admin_gid, directory_mode=directory_mode)
 
     def _listener(self, listening: socket.socket) -> Listener:
         limits = self._config.limits

@@ -120,7 +120,26 @@ def unreachable(endpoint: Endpoint, error: OSError) -> HegmError:
     )
 
 
+def _running(endpoint: Endpoint) -> HegmError | None:
+    """What is wrong where a daemon runs, and its socket's file is gone; None where no daemon is seen."""
+    from hegmctl.presence import holder, is_listened_at, state_folders
+
+    for path in (endpoint.path, *endpoint.others):
+        pid = holder(state_folders(path, SYSTEM_SOCKET, os.environ))
+        by = "" if pid is None else f" (pid {pid})"
+        if is_listened_at(path):
+            again = "ask again in some seconds: it makes the file again; its log says why if it cannot"
+            return HegmError(UNAVAILABLE, f"hegmd runs{by}, but its socket file {path} is gone", again)
+        if pid is not None and endpoint.origin not in ("--socket", "HEGM_SOCKET"):
+            see = "ask again if it is just starting; it may listen elsewhere: name that with --socket"
+            return HegmError(UNAVAILABLE, f"hegmd runs{by}, and does not listen at {path}", see)
+    return None
+
+
 def _missing(endpoint: Endpoint) -> HegmError:
+    running = _running(endpoint)
+    if running is not None:
+        return running
     if endpoint.origin in ("--socket", "HEGM_SOCKET"):
         return HegmError(NO_DAEMON, f"there is no socket at {endpoint.path} ({endpoint.origin})", _start(endpoint))
     places = " nor at ".join((endpoint.path, *endpoint.others))

@@ -79,6 +79,15 @@ def take_away(path: Path, bound: os.stat_result) -> None:
             path.unlink()
 
 
+def _file_of(listening: socket.socket) -> tuple[int, int] | None:
+    """Which file is at the path of the socket."""
+    try:
+        found = os.lstat(listening.getsockname())
+    except (OSError, ValueError):  # ValueError: a name in the abstract namespace
+        return None
+    return found.st_dev, found.st_ino
+
+
 def _clear(path: Path) -> None:
     """Remove a socket that nobody listens on; raise HegmError for anything else in the way."""
     try:
@@ -145,7 +154,10 @@ class Admission:
 
 
 class Listener:
-    """Accepts on one listening socket, which it owns, until it is stopped."""
+    """Accepts on one listening socket, which it owns, until it is stopped.
+
+    Where the socket's file is gone, nobody can connect any more: `take` has it go on with another socket.
+    """
 
     def __init__(
         self,
@@ -156,11 +168,13 @@ class Listener:
     ) -> None:
         listening.setblocking(False)
         self._listening = listening
+        self._file = _file_of(listening)
         self._admission = admission
         self._open_session = open_session
         self._counters = counters
         self._sessions: set[Session] = set()
         self._accepting = anyio.CancelScope()
+        self._waiting = anyio.CancelScope()
         self._pressed = False
 
     @property
@@ -168,9 +182,23 @@ class Listener:
         """Where clients find it."""
         return str(self._listening.getsockname())
 
+    @property
+    def is_found(self) -> bool:
+        """Whether the file that it was bound to is at its path; a socket without a file is always found."""
+        path = self._listening.getsockname()
+        has_file = isinstance(path, str) and path.startswith("/")
+        return not has_file or (self._file is not None and self._file == _file_of(self._listening))
+
+    def take(self, listening: socket.socket) -> None:
+        """Accept on that socket from now on, and not on the one before. Connections stay."""
+        listening.setblocking(False)
+        self._listening = listening
+        self._file = _file_of(listening)
+        self._waiting.cancel()
+
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Accept until `stop`, which lets every session say goodbye. Cancelled, it ends them without a word."""
-        with self._listening:
+        try:
             async with anyio.create_task_group() as tasks:
                 task_status.started()
                 with self._accepting:
@@ -179,6 +207,8 @@ class Listener:
                 self._listening.close()
                 for session in list(self._sessions):
                     tasks.start_soon(session.stop)
+        finally:
+            self._listening.close()
 
     def stop(self) -> None:
         """Accept no more, tell every peer, and let `run` return."""
@@ -188,7 +218,11 @@ class Listener:
         try:
             connection, _ = self._listening.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            await anyio.wait_readable(self._listening)
+            waited_for = self._listening
+            with anyio.CancelScope() as self._waiting:
+                await anyio.wait_readable(waited_for)
+            if self._listening is not waited_for:  # another one has taken its place
+                waited_for.close()
             return
         except OSError as error:
             if error.errno not in _PRESSED:

@@ -223,3 +223,23 @@ def test_simulation_is_no_part_of_a_daemon_with_real_gpus(socket_dir: Path) -> N
         with pytest.raises(HegmError) as caught:
             hegmd.simulate_hold("gpu0", GIB)
         assert caught.value.code is REFUSED
+
+
+@pytest.mark.parametrize("gone", ["its file", "its folder"])
+def test_a_deleted_socket_is_bound_again(socket_dir: Path, gone: str) -> None:
+    """Issue 14, row 16: the daemon was unreachable until it was restarted, and the client said that none runs."""
+    folder = socket_dir / "deep"
+    folder.mkdir()
+    path = folder / "hegmd.sock"
+    with RunningDaemon(socket_dir, "--socket", str(path)) as daemon:
+        path.unlink()
+        if gone == "its folder":
+            folder.rmdir()
+        said = running.hegmctl("ping", socket=path)
+        assert said.returncode == 0 or f"hegmd runs, but its socket file {path} is gone" in said.stderr, said.stderr
+        while not path.exists():
+            pause()
+        assert running.hegmctl("ping", socket=path).returncode == 0
+        assert f"the socket file {path} was gone, and is bound again" in daemon.log_text()
+        assert daemon.stop() == 0
+        assert not path.exists()
