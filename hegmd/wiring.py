@@ -64,15 +64,21 @@ def providers_for(config: Config, topology: Topology | None) -> tuple[DeviceProv
 
 
 def node_facts(
-    config: Config, snapshot: NodeSnapshot, *, simulated: bool, user_mode: bool, under_systemd: bool
+    config: Config,
+    snapshot: NodeSnapshot,
+    *,
+    simulated: bool,
+    user_mode: bool,
+    under_systemd: bool,
+    systemd_runs: str = SYSTEMD_RUNS,
 ) -> NodeFacts:
-    """What the doctor is told of the node."""
+    """What the doctor is told of the node. A manager that takes our reports need not be systemd, which starts units."""
     return NodeFacts(
         vendors=snapshot.vendors,
         gpus=snapshot.gpus,
         simulated=simulated,
         user_mode=user_mode,
-        under_systemd=under_systemd,
+        under_systemd=under_systemd and os.path.isdir(systemd_runs),
         socket_path=config.daemon.socket,
         state_dir=config.daemon.state_dir,
         image_dir=config.doctor.image_dir,

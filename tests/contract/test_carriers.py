@@ -56,6 +56,7 @@ def host(rig: Rig) -> Carrier:
     return HostCarrier(rig.link, rig.gpus, rig.pool, rig.memory)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [peer, host], ids=lambda make: make.__name__)
 async def test_who_has_the_helper_copy_keeps_the_contract(
     tmp_path: Path,
@@ -82,6 +83,7 @@ async def test_who_has_the_helper_copy_keeps_the_contract(
         assert rig.owner.ask("digest") == rig.owner.digest
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [peer, host], ids=lambda make: make.__name__)
 async def test_a_driver_without_memory_for_itself_is_no_fault_of_the_job_s_and_the_next_attempt_goes_on(
     tmp_path: Path,

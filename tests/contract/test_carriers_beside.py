@@ -61,6 +61,7 @@ async def test_bytes_pass_through_video_memory_and_are_in_the_pool_when_the_chec
         await job.put_back()
 
 
+@pytest.mark.thorough
 async def test_an_agent_of_an_earlier_release_shows_its_places_in_its_own_form(moving: Moving) -> None:
     """It lives as long as its job does, through upgrades of hegmd, and knows nothing of packed ones."""
     async with moving() as job:
@@ -70,6 +71,7 @@ async def test_an_agent_of_an_earlier_release_shows_its_places_in_its_own_form(m
         await job.put_back()
 
 
+@pytest.mark.thorough
 async def test_a_suspension_waited_for_the_helpers_contexts_after_the_driver_was_done(moving: Moving) -> None:
     """They go beside its step. One that goes home again soon, as with an image that is made of it, keeps them."""
     async with moving() as job:
@@ -95,6 +97,7 @@ class Clinging(HostCarrier):
         await super().disarm(subject)
 
 
+@pytest.mark.thorough
 async def test_a_suspension_that_was_done_failed_by_a_helper_that_kept_its_contexts(moving: Moving) -> None:
     async with moving() as job:
         rig = job.rig
@@ -110,6 +113,7 @@ async def test_a_suspension_that_was_done_failed_by_a_helper_that_kept_its_conte
         await job.put_back()
 
 
+@pytest.mark.thorough
 async def test_bytes_that_have_gone_ahead_are_read_from_there(moving: Moving) -> None:
     async with moving() as job:
         await job.suspend()
@@ -127,6 +131,7 @@ async def test_bytes_that_have_gone_ahead_are_read_from_there(moving: Moving) ->
         assert job.carrier.near(job.subject) is None
 
 
+@pytest.mark.thorough
 async def test_a_job_stood_until_what_had_gone_ahead_of_it_was_given_back_where_there_was_plenty(
     moving: Moving,
 ) -> None:
@@ -138,6 +143,7 @@ async def test_a_job_stood_until_what_had_gone_ahead_of_it_was_given_back_where_
         await job.put_back(is_roomy=True)
 
 
+@pytest.mark.thorough
 async def test_a_restore_that_failed_has_the_memory_that_was_held_beside_it(moving: Moving) -> None:
     """It may have been what was missing. A copy that fails is no failure of the restore, nor of what comes after."""
     async with moving() as job:
@@ -162,6 +168,7 @@ async def test_a_restore_that_failed_has_the_memory_that_was_held_beside_it(movi
         await job.put_back()
 
 
+@pytest.mark.thorough
 async def test_other_memory_on_the_same_route_is_not_taken_for_what_has_gone_ahead(moving: Moving) -> None:
     async with moving() as job:
         await job.settle()
@@ -174,6 +181,7 @@ async def test_other_memory_on_the_same_route_is_not_taken_for_what_has_gone_ahe
         await job.put_back()
 
 
+@pytest.mark.thorough
 async def test_memory_is_given_back_before_the_copy_that_goes_ahead_into_it_has_ended(
     moving: Moving, gate: Path
 ) -> None:
@@ -196,6 +204,7 @@ async def test_memory_is_given_back_before_the_copy_that_goes_ahead_into_it_has_
         await job.put_back()
 
 
+@pytest.mark.thorough
 async def test_what_another_daemon_had_copied_ahead_is_not_read(moving: Moving) -> None:
     """Nor what this one had, once the helper is another."""
     async with moving() as job:
@@ -215,6 +224,7 @@ async def test_what_another_daemon_had_copied_ahead_is_not_read(moving: Moving) 
         await job.put_back()
 
 
+@pytest.mark.thorough
 async def test_a_checkpoint_that_failed_has_the_storages_filled_from_what_passes(moving: Moving) -> None:
     async with moving() as job:
         await job.take_out()
@@ -231,6 +241,7 @@ async def test_a_checkpoint_that_failed_has_the_storages_filled_from_what_passes
         await job.put_back()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dies", ["helper", "daemon"])
 async def test_whoever_is_killed_while_bytes_pass_leaves_them_to_the_next(
     moving: Moving, gate: Path, dies: str
@@ -267,6 +278,7 @@ async def test_whoever_is_killed_while_bytes_pass_leaves_them_to_the_next(
         await job.put_back()
 
 
+@pytest.mark.thorough
 async def test_bytes_whose_video_memory_is_gone_are_not_taken_from_the_pool(moving: Moving) -> None:
     """The pool had pages of zeros for them, in a file that outlives a node's service manager."""
     async with moving() as job:
@@ -281,6 +293,7 @@ async def test_bytes_whose_video_memory_is_gone_are_not_taken_from_the_pool(movi
         await job.carrier.give(job.subject)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("taken_mib", "passes"), [(5632, False), (3686, True)])
 async def test_bytes_go_straight_to_the_pool_and_back_where_there_is_no_room(
     moving: Moving, taken_mib: int, passes: bool
@@ -302,6 +315,7 @@ async def test_bytes_go_straight_to_the_pool_and_back_where_there_is_no_room(
         await job.put_back()
 
 
+@pytest.mark.thorough
 async def test_memory_that_was_held_in_time_is_given_back_where_it_cannot_be_used(moving: Moving) -> None:
     async with moving() as job:
         await job.carrier.hold(job.subject, SIZE_BYTES)
@@ -317,6 +331,7 @@ async def test_memory_that_was_held_in_time_is_given_back_where_it_cannot_be_use
         await job.put_back()
 
 
+@pytest.mark.thorough
 async def test_a_mark_that_names_another_jobs_video_memory_has_nothing_read_from_it(moving: Moving) -> None:
     """A job can write to its piece, and so could who made the image that it came from."""
     async with moving() as job:
@@ -336,6 +351,7 @@ async def test_a_mark_that_names_another_jobs_video_memory_has_nothing_read_from
         await job.rig.memory.give(victim, uuid)
 
 
+@pytest.mark.thorough
 async def test_bytes_on_their_way_of_an_operation_that_was_lost_come_to_the_one_that_claims_them(
     moving: Moving,
 ) -> None:
@@ -375,6 +391,7 @@ class Unseen(Books):
         raise Refused("nothing can be seen", "ask again")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("books", [Books, Unseen])
 async def test_a_job_that_goes_on_has_what_was_still_held_beside_it(moving: Moving, books: type[Books]) -> None:
     async with moving() as job:
@@ -394,6 +411,7 @@ async def test_a_job_that_goes_on_has_what_was_still_held_beside_it(moving: Movi
         await job.carrier.give(job.subject)
 
 
+@pytest.mark.thorough
 async def test_a_mark_that_nobody_believes_is_no_failure_of_bytes_that_are_back(moving: Moving) -> None:
     async with moving() as job:
         await job.suspend()
@@ -410,6 +428,7 @@ async def test_a_mark_that_nobody_believes_is_no_failure_of_bytes_that_are_back(
         await job.carrier.give(job.subject)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_copied", [False, True])
 async def test_whoever_finds_a_process_off_its_gpu_brings_what_passes_to_the_pool(
     moving: Moving, is_copied: bool

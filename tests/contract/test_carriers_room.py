@@ -35,6 +35,7 @@ OTHERS = "8.4712.rest"
 SOME_BYTES = 8 * MIB
 
 
+@pytest.mark.thorough
 async def test_memory_that_was_taken_in_time_was_used_when_others_had_taken_the_rest(moving: Moving) -> None:
     """It was looked at when it was taken; a minute later there was nothing left for anybody, and nobody looked."""
     async with moving() as job:
@@ -47,6 +48,7 @@ async def test_memory_that_was_taken_in_time_was_used_when_others_had_taken_the_
         await job.put_back()
 
 
+@pytest.mark.thorough
 async def test_whoever_was_told_that_there_is_no_room_could_have_had_what_was_held_beside_a_job(
     moving: Moving,
 ) -> None:
@@ -83,6 +85,7 @@ async def _given_back(job: Moved, size_bytes: int) -> None:
         await job.rig.link.call("devices", deadline_s=20)
 
 
+@pytest.mark.thorough
 async def test_nobody_gives_anything_back_for_what_can_be_done_without(moving: Moving) -> None:
     async with moving() as job:
         asked: list[str] = []
@@ -101,6 +104,7 @@ async def test_nobody_gives_anything_back_for_what_can_be_done_without(moving: M
         assert asked == [here]
 
 
+@pytest.mark.thorough
 async def test_storages_that_cannot_be_made_have_the_room_of_what_went_ahead_of_them(moving: Moving) -> None:
     """The job was told that there is no room, while a copy of what is in the pool lay in it."""
     async with moving() as job:
@@ -135,6 +139,7 @@ class Crowded(SimulatedMethod):
             raise NoRoom("there is no room", "ask the test")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ever", [False, True])
 async def test_a_restore_that_finds_no_room_has_that_of_what_goes_ahead_of_it(moving: Moving, ever: bool) -> None:
     """The job was told that there is none, and turned back, when its own copy had taken it."""
@@ -167,6 +172,7 @@ async def _restored(performer: Performer, job: Moved) -> Event:
     return await performer.perform(op, effect, ignored, performer.connection(member))
 
 
+@pytest.mark.thorough
 async def test_an_adoption_that_was_cut_off_left_bytes_that_were_refused_ever_after(moving: Moving) -> None:
     """Whoever had adopted the job was killed before it had brought its bytes to the pool.
 

@@ -26,6 +26,7 @@ def fill(owner: Owner) -> None:
     assert owner.ask("grab").startswith("grabbed")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["video", "host"])
 async def test_on_a_gpu_that_was_filled_after_arming_copies_have_streams_and_open_what_they_copy(
     node: CudaNode, owner: Owner, watcher: Owner, tmp_path: Path, way: str
@@ -54,6 +55,7 @@ async def test_on_a_gpu_that_was_filled_after_arming_copies_have_streams_and_ope
     fillers[1].close()
 
 
+@pytest.mark.thorough
 async def test_a_lane_gives_its_reserve_bit_by_bit_and_has_it_again(
     node: CudaNode, owner: Owner, watcher: Owner
 ) -> None:
@@ -76,6 +78,7 @@ async def test_a_lane_gives_its_reserve_bit_by_bit_and_has_it_again(
             assert watcher.free_bytes() > before_bytes
 
 
+@pytest.mark.thorough
 async def test_memory_was_given_back_to_others_while_a_copy_that_was_only_tried_still_went_to_it(
     node: CudaNode, owner: Owner, gate: Path
 ) -> None:
@@ -112,6 +115,7 @@ async def test_memory_was_given_back_to_others_while_a_copy_that_was_only_tried_
             await ask(link, "close", lane="7")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("code", [2, 999])
 async def test_a_checkpoint_on_a_full_gpu_is_asked_for_again_with_what_copies_have_in_reserve(
     node: CudaNode, owner: Owner, code: int
@@ -137,6 +141,7 @@ async def test_a_checkpoint_on_a_full_gpu_is_asked_for_again_with_what_copies_ha
             await ask(link, "close", lane="7")
 
 
+@pytest.mark.thorough
 async def test_a_checkpoint_that_fails_for_another_reason_is_not_asked_for_again(node: CudaNode, owner: Owner) -> None:
     async with linked(node) as link:
         with pytest.raises(DriverFailed, match="401"):
@@ -149,6 +154,7 @@ async def test_a_checkpoint_that_fails_for_another_reason_is_not_asked_for_again
         await ask(link, "unlock", pid=owner.pid)
 
 
+@pytest.mark.thorough
 async def test_a_process_that_cannot_be_taken_off_a_full_gpu_runs_on_and_it_is_said_why(parts: Parts) -> None:
     parts.node.checkpoint_bytes = 8 * MIB
     parts.node.write()
@@ -166,6 +172,7 @@ async def test_a_process_that_cannot_be_taken_off_a_full_gpu_runs_on_and_it_is_s
         assert rig.moved.ask("digest") == rig.moved.digest
 
 
+@pytest.mark.thorough
 async def test_an_unknown_error_on_a_gpu_with_memory_left_is_not_called_crowded(parts: Parts) -> None:
     async with rigged(parts) as rig:
         rig.node.order("error step:checkpoint 999")

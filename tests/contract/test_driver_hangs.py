@@ -11,12 +11,13 @@ import pytest
 from hegmd.helper.link import Stuck
 from hegmd.methods.sight import Patience
 from tests.contract.driven import REST_BYTES, Parts, Rig, rigged, standing_in
+from tests.patience import HANG_S
 
 # Whoever is seen stopped twice in a row is; and with the other nobody waits for what does not move, but for calls that
 # a busy machine is slow to begin.
 HASTY = Patience(look_s=0.02, stopped_s=0.02)
 IMPATIENT = Patience(look_s=0.02, floor_s=1.0, times=0.0, quiet_s=1.0)
-SOON_S = 20.0
+SOON_S = HANG_S
 
 
 async def _is_left(rig: Rig, caplog: pytest.LogCaptureFixture, why: str) -> None:
@@ -26,6 +27,7 @@ async def _is_left(rig: Rig, caplog: pytest.LogCaptureFixture, why: str) -> None
             await rig.state(rig.other)
 
 
+@pytest.mark.thorough
 async def test_a_process_that_was_stopped_in_a_call_held_it_for_five_minutes_and_took_the_helper_along(
     parts: Parts, gate: Path
 ) -> None:
@@ -50,6 +52,7 @@ async def test_a_process_that_was_stopped_in_a_call_held_it_for_five_minutes_and
         assert await rig.state(rig.moved) == "running"
 
 
+@pytest.mark.thorough
 async def test_a_checkpoint_in_which_nothing_moves_is_given_up_and_comes_out_right_when_it_ends_after_all(
     parts: Parts, gate: Path
 ) -> None:
@@ -75,6 +78,7 @@ async def test_a_checkpoint_in_which_nothing_moves_is_given_up_and_comes_out_rig
         assert rig.moved.ask("digest") == rig.moved.digest
 
 
+@pytest.mark.thorough
 async def test_neighbours_of_one_that_was_stopped_in_its_restore_were_let_go_into_it(
     parts: Parts, gate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -99,6 +103,7 @@ async def test_neighbours_of_one_that_was_stopped_in_its_restore_were_let_go_int
         assert rig.moved.ask("digest") == rig.moved.digest
 
 
+@pytest.mark.thorough
 async def test_room_that_was_held_was_still_free_to_whoever_looked_next(parts: Parts) -> None:
     """A second move was planned into room that the first had taken, by a picture of the node from before that."""
     async with rigged(parts) as rig:

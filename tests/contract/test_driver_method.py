@@ -27,6 +27,7 @@ from hegmd.methods.steps import Steps
 from hegmd.pieces import CALM_BYTES
 from tests.contract.driven import REST_BYTES, Parts, Rig, rigged, standing_in
 from tests.contract.helped import GIB, MIB, Owner, ask
+from tests.patience import HANG_S
 from tests.unit.moving_node import start_ticks
 
 
@@ -42,6 +43,7 @@ async def test_with_plenty_free_a_neighbour_stands_too_while_room_changes_hands(
         assert rig.moved.ask("digest") == rig.moved.digest
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["the operation is cut off", "the helper is killed"])
 async def test_a_restore_that_is_cut_off_keeps_neighbours_still_until_the_driver_is_done(
     parts: Parts, gate: Path, how: str
@@ -68,6 +70,7 @@ async def test_a_restore_that_is_cut_off_keeps_neighbours_still_until_the_driver
         assert rig.moved.ask("digest") == rig.moved.digest
 
 
+@pytest.mark.thorough
 async def test_on_a_full_gpu_nobody_is_restored_beside_one_who_cannot_be_held_still(parts: Parts) -> None:
     """Once it was skipped and the restore went on: whatever it took in that moment, the job was lost for."""
     async with rigged(parts) as rig:
@@ -84,6 +87,7 @@ async def test_on_a_full_gpu_nobody_is_restored_beside_one_who_cannot_be_held_st
         assert rig.moved.ask("digest") == rig.moved.digest
 
 
+@pytest.mark.thorough
 async def test_room_that_was_let_go_of_and_did_not_show_at_once_was_taken_for_none(parts: Parts) -> None:
     """The helper had not closed yet what it had handed over; where nothing else was free, the job waited in vain."""
     async with rigged(parts) as rig:
@@ -109,6 +113,7 @@ async def test_room_that_was_let_go_of_and_did_not_show_at_once_was_taken_for_no
         assert rig.moved.ask("digest") == rig.moved.digest
 
 
+@pytest.mark.thorough
 async def test_who_cannot_be_held_still_stops_nothing_where_there_is_plenty(parts: Parts) -> None:
     async with rigged(parts) as rig:
         off = await rig.take_off()
@@ -117,6 +122,7 @@ async def test_who_cannot_be_held_still_stops_nothing_where_there_is_plenty(part
         assert await rig.state(rig.moved) == "running"
 
 
+@pytest.mark.thorough
 async def test_a_job_stood_while_it_was_asked_again_and_again_what_had_just_been_seen(
     parts: Parts, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,6 +152,7 @@ def _asked(caplog: pytest.LogCaptureFixture) -> list[str]:
     return asked
 
 
+@pytest.mark.thorough
 async def test_one_that_the_driver_has_given_up_is_not_waited_for(parts: Parts) -> None:
     async with rigged(parts) as rig:
         off = await rig.take_off()
@@ -155,6 +162,7 @@ async def test_one_that_the_driver_has_given_up_is_not_waited_for(parts: Parts) 
         assert "failed for good" in standing.failed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("own", "gpu"), [(0, "gpu0"), (0, "gpu1"), (1, "gpu0"), (1, "gpu1")])
 async def test_one_of_another_node_comes_back_on_the_gpu_that_is_wanted_by_a_map_of_all(
     parts: Parts, own: int, gpu: str
@@ -192,6 +200,7 @@ def test_the_map_from_another_node_has_each_gpu_once_on_either_side(
     assert pairs_from(elsewhere, ["d"], here) == [list(pair) for pair in pairs]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("question", ["verify", "inspect"])
 async def test_a_look_at_a_process_does_not_free_it_for_whom_another_operation_holds_it_still(
     parts: Parts, question: str
@@ -207,6 +216,7 @@ async def test_a_look_at_a_process_does_not_free_it_for_whom_another_operation_h
         assert await rig.state(rig.moved) == "running"
 
 
+@pytest.mark.thorough
 async def test_neighbours_stand_while_storages_are_made_and_not_for_as_long_as_a_stopped_agent_takes(
     parts: Parts,
 ) -> None:
@@ -234,6 +244,7 @@ async def _with_room_for_storages(rig: Rig) -> Subject:
     return mine
 
 
+@pytest.mark.thorough
 async def test_storages_are_made_beside_their_room_where_as_much_is_free_and_it_is_let_go_of_afterwards(
     parts: Parts,
 ) -> None:
@@ -252,6 +263,7 @@ async def test_storages_are_made_beside_their_room_where_as_much_is_free_and_it_
         assert rig.other.free_bytes() >= before + GIB
 
 
+@pytest.mark.thorough
 async def test_a_job_stood_until_the_room_of_its_storages_was_given_back_where_there_was_plenty(parts: Parts) -> None:
     """That takes the driver 0.5 ms for each GiB. One that does not go on at once is given nothing to keep."""
     async with rigged(parts) as rig:
@@ -263,6 +275,7 @@ async def test_a_job_stood_until_the_room_of_its_storages_was_given_back_where_t
             await rig.method.give_room(mine, "gpu1")
 
 
+@pytest.mark.thorough
 async def test_the_room_of_a_job_that_trained_on_was_held_until_nvml_showed_it(parts: Parts) -> None:
     async with rigged(parts) as rig:
         mine = replace(await _with_room_for_storages(rig), goes_on=True)
@@ -281,6 +294,7 @@ async def test_the_room_of_a_job_that_trained_on_was_held_until_nvml_showed_it(p
         assert held == [True, False, False]
 
 
+@pytest.mark.thorough
 async def test_what_a_job_that_goes_on_had_left_is_given_back_also_where_nothing_can_be_seen_of_it(
     parts: Parts,
 ) -> None:
@@ -295,6 +309,7 @@ async def test_what_a_job_that_goes_on_had_left_is_given_back_also_where_nothing
         assert rig.memory.by_owner() == {}
 
 
+@pytest.mark.thorough
 async def test_room_of_storages_that_fits_but_once_beside_them_is_given_back_before_the_job_goes_on(
     parts: Parts,
 ) -> None:
@@ -308,6 +323,7 @@ async def test_room_of_storages_that_fits_but_once_beside_them_is_given_back_bef
         assert rig.memory.by_owner() == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["the agent finds no room", "the operation is cut off"])
 async def test_storages_that_were_not_made_beside_their_room_have_the_room_at_the_next_attempt(
     parts: Parts, how: str
@@ -328,6 +344,7 @@ async def test_storages_that_were_not_made_beside_their_room_have_the_room_at_th
         assert rig.memory.by_owner() == {}
 
 
+@pytest.mark.thorough
 async def test_a_neighbour_that_takes_all_it_can_meanwhile_costs_an_attempt_and_no_room(parts: Parts) -> None:
     """It begins after the look, from the moment on in which nobody holds it still."""
     async with rigged(parts) as rig:
@@ -346,6 +363,7 @@ async def test_a_neighbour_that_takes_all_it_can_meanwhile_costs_an_attempt_and_
         assert rig.other.ask("ping") == "pong"
 
 
+@pytest.mark.thorough
 async def test_a_process_that_has_grown_is_left_alone_until_that_is_written_down(parts: Parts) -> None:
     """Once it was taken off, and a daemon killed before its record brought it back where there was too little room."""
     async with rigged(parts) as rig:
@@ -359,6 +377,7 @@ async def test_a_process_that_has_grown_is_left_alone_until_that_is_written_down
         assert (await rig.method.checkpoint(written)).rest_bytes == grown.value.rest_bytes
 
 
+@pytest.mark.thorough
 async def test_a_checkpoint_that_waits_for_its_turn_is_told_to_whoever_looks(parts: Parts) -> None:
     """Once it was found to run, so that its operation ended, and then it was taken off with nobody to bring it back."""
     async with rigged(parts) as rig, anyio.create_task_group() as tasks, rig.neighbours.apart(rig.subject.who):
@@ -367,6 +386,7 @@ async def test_a_checkpoint_that_waits_for_its_turn_is_told_to_whoever_looks(par
         assert (await rig.method.inspect(rig.subject)).busy
 
 
+@pytest.mark.thorough
 async def test_a_process_that_got_the_number_of_one_that_ended_is_not_touched(parts: Parts) -> None:
     async with rigged(parts) as rig:
         stranger = replace(rig.subject, start_ticks=rig.subject.start_ticks - 1)
@@ -377,6 +397,7 @@ async def test_a_process_that_got_the_number_of_one_that_ended_is_not_touched(pa
         assert not [call for call in rig.node.calls() if "Checkpoint" in call.function]
 
 
+@pytest.mark.thorough
 async def test_who_could_not_be_unlocked_is_tried_again_until_it_runs(parts: Parts) -> None:
     """Once one failure left it standing until the daemon was started again."""
     async with rigged(parts) as rig:
@@ -388,12 +409,13 @@ async def test_who_could_not_be_unlocked_is_tried_again_until_it_runs(parts: Par
                 pass
             assert await rig.state(rig.moved) == "locked"
             rig.node.mend()
-            with anyio.fail_after(20):
+            with anyio.fail_after(HANG_S):
                 await rig.neighbours.let_be(who)
             tasks.cancel_scope.cancel()
         assert await rig.state(rig.moved) == "running"
 
 
+@pytest.mark.thorough
 async def test_neighbours_were_let_go_by_the_next_daemon_into_a_restore_that_went_on(parts: Parts, gate: Path) -> None:
     """The daemon before was killed in the middle of it; the driver goes on, and takes its room as it goes."""
     async with rigged(parts) as rig:

@@ -20,10 +20,11 @@ from hegmd.methods.sight import is_stopped
 from hegmd.operations import Operations
 from hegmd.strays import StandingStrays
 from tests.contract.helped import Owner, ask, linked
+from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode
 from tests.unit.moving_node import Node, running, start_ticks
 
-LONG_S = 30.0
+LONG_S = HANG_S
 
 
 @pytest.fixture
@@ -57,6 +58,7 @@ async def off(cuda: CudaNode, owner: Owner) -> None:
         await ask(link, "checkpoint", pid=owner.pid)
 
 
+@pytest.mark.thorough
 async def test_a_checkpointed_process_is_its_owners_alone_to_adopt(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
@@ -89,6 +91,7 @@ async def test_a_checkpointed_process_is_its_owners_alone_to_adopt(
         assert moving.runner.operations() == ()
 
 
+@pytest.mark.thorough
 async def test_a_process_that_ended_is_no_stray_any_more_and_its_number_is_nobodys(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
@@ -105,6 +108,7 @@ async def test_a_process_that_ended_is_no_stray_any_more_and_its_number_is_nobod
         assert refused.value.code is NOT_FOUND
 
 
+@pytest.mark.thorough
 async def test_one_that_the_driver_has_given_up_is_told_of_and_not_adopted(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
@@ -123,6 +127,7 @@ async def test_one_that_the_driver_has_given_up_is_told_of_and_not_adopted(
         assert f"kill {owner.pid}" in refused.value.hint
 
 
+@pytest.mark.thorough
 async def test_whom_an_operation_has_is_no_stray(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
     await off(node, owner)
     async with running(tmp_path / "state") as daemon, looking(node, daemon, tmp_path, owner.pid) as strays:
@@ -131,6 +136,7 @@ async def test_whom_an_operation_has_is_no_stray(node: CudaNode, owner: Owner, t
     assert owner.pid not in {call.subject for call in node.calls("cuCheckpointProcessGetState")}
 
 
+@pytest.mark.thorough
 async def test_who_is_held_still_for_a_moment_is_no_stray(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
     async with running(tmp_path / "state") as daemon, linked(node) as link:
         neighbours = Neighbours(link, tmp_path, start_ticks=start_ticks, is_stopped=is_stopped)

@@ -65,6 +65,7 @@ async def test_a_process_goes_through_all_states_and_comes_back(node: CudaNode, 
         assert gone.value.number == 304
 
 
+@pytest.mark.thorough
 async def test_a_helper_killed_in_the_middle_of_a_checkpoint_leaves_the_process_to_finish_it(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ async def test_a_helper_killed_in_the_middle_of_a_checkpoint_leaves_the_process_
 # -- video memory by descriptor ------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 async def test_held_memory_is_taken_at_once_outlives_the_helper_and_goes_with_the_descriptors(
     node: CudaNode, watcher: Owner
 ) -> None:
@@ -142,6 +144,7 @@ async def test_an_unknown_gpu_is_refused(node: CudaNode) -> None:
 # -- out and back --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("other", [1, 0], ids=["peer", "same-gpu"])
 async def test_bytes_go_to_held_video_memory_and_come_back_after_the_helper_was_killed(
     node: CudaNode, owner: Owner, other: int
@@ -182,6 +185,7 @@ async def test_bytes_go_to_host_memory_and_come_back(node: CudaNode, owner: Owne
             assert owner.ask("digest") == owner.digest
 
 
+@pytest.mark.thorough
 async def test_more_bytes_than_the_ring_has_slots_for_go_to_host_memory_and_come_back(node: CudaNode) -> None:
     """And small places beside large ones: they share a slot, and a slot is used again as soon as it is empty."""
     gpu, sizes_mib = node.uuids[0], (1, *[3] * 5, PACE.strands * 32 + 3, 1)
@@ -200,6 +204,7 @@ async def test_more_bytes_than_the_ring_has_slots_for_go_to_host_memory_and_come
         owner.close()
 
 
+@pytest.mark.thorough
 async def test_the_pool_is_not_pinned_only_the_ring_is(node: CudaNode, owner: Owner) -> None:
     """Pinning 32 GiB took a second, and made the driver's own restore beside it twice as long."""
     with Descriptors([os.memfd_create("pool")]) as pool:
@@ -210,6 +215,7 @@ async def test_the_pool_is_not_pinned_only_the_ring_is(node: CudaNode, owner: Ow
     assert [len(node.calls(f"cuMemHost{what}")) for what in ("Register_v2", "Unregister")] == [1, 1]
 
 
+@pytest.mark.thorough
 async def test_memory_of_a_moved_process_is_opened_where_it_counts_as_being(node: CudaNode, owner: Owner) -> None:
     """Opened on the GPU that it is on, it was read from the other at 90 GB/s of the link's 394."""
     here, there = node.uuids
@@ -228,6 +234,7 @@ async def test_memory_of_a_moved_process_is_opened_where_it_counts_as_being(node
     assert len(node.calls("cuIpcCloseMemHandle")) == len(node.calls("cuIpcOpenMemHandle_v2"))
 
 
+@pytest.mark.thorough
 async def test_a_move_in_rounds_gives_the_memory_back_as_it_goes(node: CudaNode, owner: Owner) -> None:
     here, there = node.uuids
     watcher = Owner(node, 1, 1)
@@ -259,6 +266,7 @@ async def test_a_move_in_rounds_gives_the_memory_back_as_it_goes(node: CudaNode,
         watcher.close()
 
 
+@pytest.mark.thorough
 async def test_a_move_in_rounds_goes_on_in_another_helper_with_what_is_left(node: CudaNode, owner: Owner) -> None:
     here, there = node.uuids
     async with linked(node) as link:
@@ -287,6 +295,7 @@ async def test_a_move_in_rounds_goes_on_in_another_helper_with_what_is_left(node
         memory.close()
 
 
+@pytest.mark.thorough
 async def test_one_gpu_that_cannot_reach_the_other_is_carried_all_the_same(node: CudaNode, owner: Owner) -> None:
     node.order("error cuCtxEnablePeerAccess 217")
     here, there = node.uuids
@@ -301,6 +310,7 @@ async def test_one_gpu_that_cannot_reach_the_other_is_carried_all_the_same(node:
             assert owner.ask("digest") == owner.digest
 
 
+@pytest.mark.thorough
 async def test_storages_that_share_an_allocation_open_it_once(node: CudaNode, owner: Owner) -> None:
     gpu = node.uuids[0]
     (first, *_) = owner.handles()
@@ -354,6 +364,7 @@ async def test_a_lane_that_cannot_be_opened_leaves_no_context(node: CudaNode, wa
         await ask(link, "open", lane="7", gpus=node.uuids)
 
 
+@pytest.mark.thorough
 async def test_two_lanes_copy_at_once_and_a_lane_is_closed_after_what_it_is_doing(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:

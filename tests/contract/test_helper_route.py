@@ -22,6 +22,7 @@ def all_places() -> list[Place]:
     return [(handle, offset, size_bytes, at) for handle, offset, size_bytes, at in places()]
 
 
+@pytest.mark.thorough
 async def test_out_and_back_and_nothing_left(node: CudaNode, owner: Owner) -> None:
     here, there = node.uuids
     async with linked(node) as link:
@@ -43,6 +44,7 @@ async def test_out_and_back_and_nothing_left(node: CudaNode, owner: Owner) -> No
     assert contexts[0] - 1 == contexts[1], "but for the owner's own"
 
 
+@pytest.mark.thorough
 async def test_a_lane_whose_helper_was_replaced_is_lost_and_not_taken_for_unknown(node: CudaNode, owner: Owner) -> None:
     """The next helper knows no lane of that name; told as a refusal, it would have looked like a mistake of ours."""
     here = node.uuids[0]
@@ -64,6 +66,7 @@ async def test_a_lane_whose_helper_was_replaced_is_lost_and_not_taken_for_unknow
             assert owner.ask("digest") == owner.digest
 
 
+@pytest.mark.thorough
 async def test_a_lane_that_somebody_left_over_is_closed_first(node: CudaNode, owner: Owner) -> None:
     """An operation that was cancelled while its copy went on begins anew under the same name."""
     here = node.uuids[0]
@@ -82,6 +85,7 @@ async def test_a_lane_that_somebody_left_over_is_closed_first(node: CudaNode, ow
         memory.close()
 
 
+@pytest.mark.thorough
 async def test_a_route_without_memory_says_what_is_missing(node: CudaNode) -> None:
     async with linked(node) as link:
         route = await Route.open(link, "7", node.uuids)

@@ -46,6 +46,7 @@ async def test_books_for_simulated_gpus_keep_the_contract() -> None:
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.thorough
 async def test_the_driver_keeps_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = CudaNode.make(tmp_path / "node")
     scenario = in_force(node, tmp_path, monkeypatch)

@@ -16,6 +16,7 @@ from hegmd.methods.neighbours import FILE_NAME, Neighbours
 from hegmd.methods.sight import is_stopped
 from hegmd.processes.procfs import Unreadable, Vanished, read_start
 from tests.contract.helped import Owner, ask, linked
+from tests.patience import HANG_S
 from tests.stubs.cuda.node import CudaNode
 
 
@@ -51,6 +52,7 @@ def other(node: CudaNode) -> Iterator[Owner]:
     made.close()
 
 
+@pytest.mark.thorough
 async def test_they_stand_for_the_moment_and_it_is_noted_on_disk_before(
     node: CudaNode, owner: Owner, other: Owner, tmp_path: Path
 ) -> None:
@@ -69,6 +71,7 @@ async def _state(link: Link, owner: Owner) -> str:
     return str((await ask(link, "state", pid=owner.pid))["state"])
 
 
+@pytest.mark.thorough
 async def test_one_that_somebody_else_has_locked_stays_locked(node: CudaNode, owner: Owner, tmp_path: Path) -> None:
     """Unlocking it would let a process go on that another operation is about to take off its GPU."""
     async with linked(node) as link:
@@ -80,6 +83,7 @@ async def test_one_that_somebody_else_has_locked_stays_locked(node: CudaNode, ow
         await ask(link, "unlock", pid=owner.pid)
 
 
+@pytest.mark.thorough
 async def test_who_cannot_be_locked_quickly_is_stopped_or_is_ours_is_left_alone(
     node: CudaNode, owner: Owner, other: Owner, tmp_path: Path
 ) -> None:
@@ -94,6 +98,7 @@ async def test_who_cannot_be_locked_quickly_is_stopped_or_is_ours_is_left_alone(
     assert [call.subject for call in node.calls("cuCheckpointProcessLock")] == [owner.pid]
 
 
+@pytest.mark.thorough
 async def test_those_whom_a_killed_daemon_held_still_are_let_go_by_the_next(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
@@ -107,6 +112,7 @@ async def test_those_whom_a_killed_daemon_held_still_are_let_go_by_the_next(
         await neighbours.let_go()
 
 
+@pytest.mark.thorough
 async def test_a_helper_that_is_lost_while_they_stand_leaves_nobody_standing(
     node: CudaNode, owner: Owner, tmp_path: Path
 ) -> None:
@@ -131,6 +137,7 @@ async def test_where_that_is_not_wanted_nobody_is_held_still(node: CudaNode, own
     assert not node.calls("cuCheckpointProcessLock")
 
 
+@pytest.mark.thorough
 async def test_one_that_was_stopped_while_it_was_held_still_cost_everybody_the_helper_until_it_went_on(
     node: CudaNode, owner: Owner, other: Owner, tmp_path: Path
 ) -> None:
@@ -147,13 +154,14 @@ async def test_one_that_was_stopped_while_it_was_held_still_cost_everybody_the_h
             assert await _state(link, other) == "running"
         assert len(node.calls("cuCheckpointProcessGetState")) == asked + 3, "it was asked about all the same"
         owner.go_on()
-        with anyio.fail_after(20):
+        with anyio.fail_after(HANG_S):
             await neighbours.let_be(who(owner))
         assert await _state(link, owner) == "running"
         assert link.pid == helper
         tasks.cancel_scope.cancel()
 
 
+@pytest.mark.thorough
 async def test_one_that_is_stopped_in_the_moment_in_which_it_is_locked_counts_as_one_that_goes_on(
     node: CudaNode, owner: Owner, other: Owner, tmp_path: Path
 ) -> None:
@@ -177,7 +185,7 @@ async def test_one_that_is_stopped_in_the_moment_in_which_it_is_locked_counts_as
         assert link.pid == helper
         node.mend()
         owner.go_on()
-        with anyio.fail_after(20):
+        with anyio.fail_after(HANG_S):
             await neighbours.let_be(who(owner))
         assert await _state(link, owner) == "running"
         tasks.cancel_scope.cancel()

@@ -27,7 +27,7 @@ EVERYWHERE: tuple[Rule, ...] = (
     rules.ignores,
 )
 IN_THE_PRODUCT: tuple[Rule, ...] = (rules.output, rules.leaving, rules.bare_tasks, rules.hints)
-IN_TESTS: tuple[Rule, ...] = (rules.sleep, rules.patching)
+IN_TESTS: tuple[Rule, ...] = (rules.sleep, rules.patching, rules.impatience)
 
 # (rule, module): why it may.
 EXCEPTIONS: dict[tuple[Rule, str], str] = {

@@ -18,8 +18,7 @@ from tests.simulation.daemon import Daemon, Parts
 from tests.simulation.restarted import RestartedHands
 from tests.simulation.restarted_mutants import RESTARTED_MUTANTS
 from tests.simulation.seeds import live_restarts
-
-pytestmark = pytest.mark.timeout(180)
+from tests.wide import quick_first
 
 SEEDS, CHUNK = 500, 250
 # A bug has to be found among so many.
@@ -28,6 +27,7 @@ QUIET = dict.fromkeys((*weather.draw_odds(Random(0)), *restarted.draw_odds(Rando
 QUIET_SEEDS = range(6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_every_promise_is_kept_whatever_happens(first: int) -> None:
     for seed in range(first, first + CHUNK):
@@ -35,12 +35,13 @@ def test_every_promise_is_kept_whatever_happens(first: int) -> None:
         assert life.violation is None, str(life)
 
 
-@pytest.mark.parametrize("name", RESTARTED_MUTANTS)
+@pytest.mark.parametrize("name", quick_first(RESTARTED_MUTANTS, 2))
 def test_a_bug_that_is_put_in_is_found(name: str) -> None:
     mutant = RESTARTED_MUTANTS[name]
     assert any(live_restarts(seed, mutant.parts, odds=mutant.odds).violation is not None for seed in range(ENOUGH))
 
 
+@pytest.mark.thorough
 def test_the_lives_see_every_way_in_which_a_restart_goes_and_ends() -> None:
     phases: set[str] = set()
     taken: set[str] = set()
@@ -82,7 +83,7 @@ def _either(one: _Point, other: _Point, daemon: Daemon, point: str) -> bool:
     return one.count(daemon, point) | other.count(daemon, point)
 
 
-@pytest.mark.parametrize("seed", QUIET_SEEDS)
+@pytest.mark.parametrize("seed", quick_first(QUIET_SEEDS, 2))
 def test_a_daemon_that_is_killed_at_any_point_of_a_quiet_restart_breaks_no_promise(seed: int) -> None:
     """Before and after every record and every effect, one after the other; and again a few points later."""
     quiet = _Point()

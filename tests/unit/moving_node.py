@@ -30,6 +30,7 @@ from hegmd.protocol.operations import Operation, OperationProgress
 from hegmd.spill_file import SpillFolder
 from hegmd.ways import NodeMeans
 from hegmd.workers import Workers
+from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
 
 MIB = 1 << 20
@@ -111,13 +112,13 @@ class Node:
         return agent
 
     async def until_placed(self, pid: int) -> None:
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANG_S):
             while (worker := self.workers.find(pid)) is None or worker.gpu is None:
                 await anyio.wait_all_tasks_blocked()
                 await anyio.lowlevel.checkpoint()
 
     async def at_rest(self, op_id: str) -> Operation:
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANG_S):
             await self.operations.follow(op_id, self.emit)
         return self.operations.runner.describe(op_id)
 

@@ -13,11 +13,12 @@ from hegmd.app import App
 from hegmd.config import Config, load
 from hegmd.devices.node_spec import Topology
 from hegmd.devices.topology import parse_topology
+from hegmd.inventory import NodeSnapshot
 from hegmd.log import LogSetup
 from hegmd.protocol.snapshots import Check
 from hegmd.server.session import PeerGone
 from hegmd.service import Offer
-from hegmd.wiring import node_means
+from hegmd.wiring import node_facts, node_means
 from tests.patience import HANG_S
 
 NO_OFFER = Offer(notify_address=None, watchdog_limit_s=None, descriptor_names=())
@@ -102,3 +103,15 @@ def test_a_criu_that_is_configured_was_said_not_to_be_installed(tmp_path: Path) 
     own.touch(mode=0o755)
     assert node_means(own).criu_path == str(own)
     assert node_means(tmp_path / "gone").criu_path is None
+
+
+@pytest.mark.parametrize("is_booted", [True, False])
+def test_a_manager_that_takes_reports_on_a_node_without_systemd_was_asked_to_start_units(
+    is_booted: bool, tmp_path: Path
+) -> None:
+    """Issue 14, row 18: the doctor had `criu check` run by a systemd that was not there; images did not."""
+    node = NodeSnapshot(taken_utc=0.0, gpus=(), processes=(), vendors=(), monotonic=0.0)
+    runs = str(tmp_path if is_booted else tmp_path / "nowhere")
+    config = config_of(tmp_path)
+    facts = node_facts(config, node, simulated=True, user_mode=False, under_systemd=True, systemd_runs=runs)
+    assert facts.under_systemd is is_booted

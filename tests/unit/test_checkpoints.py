@@ -17,6 +17,7 @@ from hegmd.migration.paces import Paces
 from hegmd.objections import Grown
 from hegmd.protocol.images import Manifest
 from hegmd.protocol.operations import OperationProgress, Reason
+from tests.patience import HANG_S
 
 LONGER = Grown("/log", 3, Reason(code="refused", message="/log has 5 bytes and had 3", hint="cut it back"))
 TAKEN = Reason(code="refused", message="the job had the number 7, which process 7 has", hint="end that one")
@@ -46,7 +47,7 @@ async def test_how_far_the_reading_is_was_told_to_nobody() -> None:
         taken = anyio.Event()
         tell(50)
         tell(60)
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANG_S):
             await taken.wait()
     first = OperationProgress(id="7", phase="reading", size_bytes=100)
     assert told[:2] == [first, first.replace(moved_bytes=50)]

@@ -12,6 +12,7 @@ import pytest
 from hegmd.asking import Answer
 from hegmd.errors import BAD_REQUEST, BUSY, NOT_FOUND, REFUSED, HegmError
 from hegmd.external import Rights
+from tests.patience import HANG_S
 from tests.unit.migration.operations import operation, worker
 from tests.unit.moving_node import Node, running, start_ticks
 
@@ -42,7 +43,7 @@ async def test_it_goes_on_by_itself_when_its_time_is_over(tmp_path: Path, proces
         agent = await node.attend(process.pid)
         held = await node.operations.quiesce([process.pid], 0.01, node.asked())
         assert held.operation is not None
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANG_S):
             async with node.events.subscribe(1, ("operation.done",)) as subscription:
                 async for _ in subscription:
                     break

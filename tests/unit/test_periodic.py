@@ -18,6 +18,7 @@ from hegmd.external import Rights
 from hegmd.periodic import Periodic, series_of
 from hegmd.protocol.operations import PeriodicImages
 from hegmd.workers import Worker
+from tests.patience import HANG_S
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import Node, running
 
@@ -93,7 +94,7 @@ async def attended(node: Node, clock: Clock, shelf: Shelf) -> AsyncIterator[None
     async with anyio.create_task_group() as tasks:
         await tasks.start(periodic.run)
         yield
-        with anyio.fail_after(20):
+        with anyio.fail_after(HANG_S):
             await clock.over.wait()
         tasks.cancel_scope.cancel()
 

@@ -111,6 +111,7 @@ async def test_room_is_made_before_somebody_is_refused(keep: Keep) -> None:
 # -- beyond the daemon's end -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 async def test_a_piece_has_a_private_file_that_goes_with_it(keep: Keep, tmp_path: Path) -> None:
     pool = opened(keep)
     memory = await pool.take(KEY, 3 * MIB)

@@ -34,6 +34,7 @@ from hegmd.protocol.images import ImageFile, ImageProcess, ImageWorker, Manifest
 from hegmd.reviving import Reviving, forget_mark, guise_in, until_there
 from hegmd.workers import Workers
 from tests.e2e.real_criu import directory
+from tests.patience import HANG_S
 from tests.unit.criu.test_credentials import ME, core, credentials, whole
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import start_ticks
@@ -308,7 +309,7 @@ async def test_a_killed_daemon_left_the_folder_of_a_restores_log_behind(tmp_path
     os.close(left.fd)
     async with anyio.create_task_group() as tasks:
         await tasks.start(Images(state, in_unit=False).run)
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANG_S):
             while left.path.exists():
                 await anyio.lowlevel.checkpoint()
         tasks.cancel_scope.cancel()

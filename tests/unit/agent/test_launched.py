@@ -18,8 +18,9 @@ from hegmd.agent.orders import Orders
 from hegmd.agent.quiesce import Gate
 from hegmd.agent.refusals import refusal
 from hegmd.protocol.messages import AgentReport, Order
+from tests.patience import HANG_S
 
-PATIENCE_S = 10.0
+PATIENCE_S = HANG_S
 
 
 class _Trained:

@@ -9,8 +9,9 @@ from time import monotonic
 
 from hegmd.agent.quiesce import CALL, PARK, STEPS_WITHOUT_LOADER, Asked, Gate
 from hegmd.agent.stillness import busy_threads
+from tests.patience import HANG_S
 
-PATIENCE_S = 10.0
+PATIENCE_S = HANG_S
 
 
 def _ask_loader(gate: Gate) -> None:

@@ -133,6 +133,7 @@ async def test_what_is_written_comes_back(tmp_path: Path, memory: tuple[int, byt
     assert (path / "bytes" / "4711.0").stat().st_blocks * 512 < SIZE_BYTES - CHUNK_BYTES // 2, "zeros take room on disk"
 
 
+@pytest.mark.thorough
 @needs_root
 async def test_another_users_image_is_theirs_and_criu_never_meets_their_directory(
     tmp_path: Path, others: Path, memory: tuple[int, bytes]
@@ -165,6 +166,7 @@ async def refusal(images: Images, path: Path, rights: Rights = SELF) -> HegmErro
     return refused.value
 
 
+@pytest.mark.thorough
 @needs_root
 async def test_an_image_that_anybody_could_have_written_is_brought_to_life_for_root_alone(
     tmp_path: Path, others: Path, memory: tuple[int, bytes]
@@ -184,6 +186,7 @@ async def test_an_image_that_anybody_could_have_written_is_brought_to_life_for_r
         assert (await opened_and_read(images, path, NOBODY))[1] == files
 
 
+@pytest.mark.thorough
 @needs_root
 async def test_what_criu_reads_for_a_user_is_what_was_signed_byte_for_byte(
     tmp_path: Path, others: Path, memory: tuple[int, bytes]
@@ -198,6 +201,7 @@ async def test_what_criu_reads_for_a_user_is_what_was_signed_byte_for_byte(
         await image.end()
 
 
+@pytest.mark.thorough
 @needs_root
 async def test_a_caller_gets_nowhere_that_they_could_not_get_by_themselves(
     tmp_path: Path, others: Path, memory: tuple[int, bytes]

@@ -28,6 +28,7 @@ from hegmd.protocol.supervision import BACK, OVER, Supervise, SuperviseReport, S
 from hegmd.rooms import Rooms
 from hegmd.supervisors import Supervisors
 from hegmd.workers import Identity, Worker, Workers
+from tests.patience import HANG_S
 
 UID, TICKS = 1000, 7
 BEFORE, NEXT = 4711, 4712
@@ -251,7 +252,7 @@ async def test_a_rank_that_fell_before_it_was_seen_left_the_operation_waiting(tm
         failures.append(await refusal_of_a_rank(parts))
         tasks.cancel_scope.cancel()
 
-    with anyio.fail_after(20):
+    with anyio.fail_after(HANG_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(launched.attend)
             await supervisors.news.wait()
@@ -278,7 +279,7 @@ async def test_a_daemon_that_was_not_there_at_the_start_saw_no_rank_fall_before_
         failures.append(await refusal_of_a_rank(parts))
         tasks.cancel_scope.cancel()
 
-    with anyio.fail_after(20):
+    with anyio.fail_after(HANG_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(launched.attend)
             await supervisors.news.wait()

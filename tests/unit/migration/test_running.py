@@ -33,6 +33,7 @@ from hegmd.migration.running import Errand, Running
 from hegmd.pool import Key, Memory, Pool, Source
 from hegmd.rooms import Rooms
 from hegmd.workers import Workers
+from tests.patience import HANG_S
 from tests.unit.migration.operations import operation, worker
 from tests.unit.model_agent import ModelAgent
 from tests.unit.moving_node import MIB, start_ticks
@@ -112,7 +113,7 @@ async def test_memory_that_came_after_it_was_given_up_stayed_in_the_pool(
         await ModelAgent(workers, process.pid).attend(tasks)
         member = worker(pid=process.pid, start_ticks=start_ticks(process.pid), token="a" * 32)
         await runner.begin(operation(member, id="1", limits=Limits(arm_s=0.02, retry_s=0.02)))
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANG_S):
             async for progress in runner.follow("1"):
                 if progress.phase == "tidying":
                     pool.go_on.set()
