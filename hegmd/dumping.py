@@ -108,7 +108,10 @@ class Dumping:
         theirs = self._looks.at(lambda _: not_theirs(tree, needs, rights_of(wish)), name="hegmd-theirs")
         against = [*needs.reasons, *await theirs]
         if against:
-            raise Refused("\n".join(reason.message for reason in against), against[0].hint)
+            raise Refused(
+                "\n".join(reason.message for reason in against),
+                "; and ".join(dict.fromkeys(reason.hint for reason in against)),
+            )
         attending = {member.pid: self._agents.told(member) for member in op.live}
         if guise != await self._looks.at(lambda _: guise_for(tree, needs, rights_of(wish)), name="hegmd-guise"):
             raise Refused("the job has got other rights meanwhile", "ask again when it starts no programs")
