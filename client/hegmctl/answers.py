@@ -33,6 +33,14 @@ class VersionAnswer(Record):
     error: ErrorInfo | None = field("why none answered")
 
 
+class HegmAnswer(Record):
+    """The answer of `hegmctl hegm enable`, `disable` and `status`."""
+
+    venv: str = field("the environment")
+    is_enabled: bool = field("whether its Pythons take SIGUSR1 as HeGM's do")
+    agent: str | None = field("the folder of the hegmd whose agent they load")
+
+
 class PingAnswer(Record):
     """The answer of `hegmctl ping`."""
 

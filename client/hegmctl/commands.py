@@ -371,6 +371,27 @@ def complete(session: Session) -> int:
     return 0
 
 
+def hegm_enable(session: Session) -> int:
+    """`hegmctl hegm enable`."""
+    from hegmctl.enabling import enable
+
+    return enable(session)
+
+
+def hegm_disable(session: Session) -> int:
+    """`hegmctl hegm disable`."""
+    from hegmctl.enabling import disable
+
+    return disable(session)
+
+
+def hegm_status(session: Session) -> int:
+    """`hegmctl hegm status`."""
+    from hegmctl.enabling import status
+
+    return status(session)
+
+
 def images_ls(session: Session) -> int:
     """`hegmctl images ls`."""
     from hegmctl.images import ls
@@ -425,6 +446,9 @@ COMMANDS: dict[str, Command] = {
     "op": op,
     "cancel": cancel,
     "adopt": adopt,
+    "hegm enable": hegm_enable,
+    "hegm disable": hegm_disable,
+    "hegm status": hegm_status,
     "images ls": images_ls,
     "images show": images_show,
     "images verify": images_verify,

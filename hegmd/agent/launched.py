@@ -12,6 +12,7 @@ import os
 from time import monotonic
 
 from ..errors import HegmError
+from . import enabled
 from .notes import note
 from .quiesce import PARK, Asked
 from .refusals import BUSY_HINT, DEBUG_HINT, not_parked, refusal
@@ -128,7 +129,10 @@ class Departure:
         """Unless the daemon has something in hand here: then after that."""
         ranks = self._environ.get("WORLD_SIZE", "")
         launcher = self._environ.get("HEGM_LAUNCHER", "")
-        if ranks.isdigit() and int(ranks) > 1:
+        in_the_way = enabled.against(self._environ)
+        if in_the_way is not None:
+            self._stay(refusal(*in_the_way))
+        elif ranks.isdigit() and int(ranks) > 1:
             hint = "start the job with hegmctl run --allow-restart, which has all of them leave at one boundary"
             self._stay(refusal(f"it is one of {ranks} ranks, which have to leave together", hint))
         elif launcher.isdigit() and int(launcher) != os.getppid():
@@ -152,6 +156,7 @@ class Departure:
     def _go(self) -> None:
         self._gate.let_others_go()  # one of them may have a lock that the script's own code needs here
         try:
+            enabled.note_command(self._environ, write_whole)
             write_whole(self._environ["HEGM_CHECKPOINT_PATH"], self._restarts.save)
         except HegmError as error:
             self._stay(error)

@@ -81,6 +81,7 @@ GLOBAL_OPTIONS: tuple[Option, ...] = (
 )
 
 GROUPS: dict[str, str] = {
+    "hegm": "have plain `python train.py` save at SIGUSR1, as HeGM does",
     "images": "look at images of jobs on disk",
     "simulate": "make simulated GPUs hold memory or fail",
 }

@@ -9,7 +9,20 @@ _JOBS = Argument("PID", many=True, kind=PID, complete=PIDS, doc="the processes; 
 # When the next Python of a restart imports PyTorch.
 READY_WHEN = ("in-turn", "beforehand", "always")
 
+_VENV = Option("--venv", kind=PATH, metavar="DIR", complete=FILES, doc="the environment; else the one in VIRTUAL_ENV")
 MOVING = (
+    Verb(
+        "hegm enable",
+        "have every Python of an environment that trains save its state at SIGUSR1",
+        "As after `pip install hegm`: `python train.py` needs no launcher. SIGUSR1 saves the state at the next batch "
+        "boundary to HEGM_CHECKPOINT_PATH, else /checkpoint/latest.pt, and ends the training with HEGM_EXIT_CODE, else "
+        "99; the same command in the same folder goes on from there. Two files are added to the environment. A Python "
+        "that imports no PyTorch is left alone.",
+        options=(_VENV,),
+        examples=(("hegmctl hegm enable --venv .venv", "then: .venv/bin/python train.py & kill -USR1 $!"),),
+    ),
+    Verb("hegm disable", "take that away again", "Removes the two files, and nothing else.", options=(_VENV,)),
+    Verb("hegm status", "show whether an environment has it", options=(_VENV,)),
     Verb(
         "run",
         "run a command so that it can be moved",

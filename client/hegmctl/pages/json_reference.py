@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from hegmctl.answers import DoctorAnswer, PingAnswer, VersionAnswer
+from hegmctl.answers import DoctorAnswer, HegmAnswer, PingAnswer, VersionAnswer
 from hegmd.protocol.images import ImageRemoved, ImagesSeen, ImageVerified, Manifest
 from hegmd.protocol.messages import (
     ConfigReply,
@@ -48,6 +48,9 @@ PRINTED: tuple[tuple[str, type[Record], str], ...] = (
     ("config --reload", ReloadReply, _ONE),
     ("metrics", MetricsReply, _ONE),
     ("ping", PingAnswer, _ONE),
+    ("hegm enable", HegmAnswer, _ONE),
+    ("hegm disable", HegmAnswer, _ONE),
+    ("hegm status", HegmAnswer, _ONE),
     ("simulate hold", HoldReply, _ONE),
     ("simulate fault", FaultReply, _ONE),
     ("migrate", OperationReply, _AFTER_PROGRESS),

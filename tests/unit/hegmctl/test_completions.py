@@ -21,7 +21,7 @@ from tests.unit.hegmctl.fake_daemon import FakeDaemon
 from tests.unit.hegmctl.running import environment
 
 VERBS = {"gpus", "ps", "events", "doctor", "version", "config", "metrics", "ping", "simulate", "help"}
-VERBS |= {"run", "migrate", "suspend", "resume", "drain", "swap", "ops", "op", "cancel", "adopt", "images"}
+VERBS |= {"run", "migrate", "suspend", "resume", "drain", "swap", "ops", "op", "cancel", "adopt", "images", "hegm"}
 VERBS |= {"checkpoint", "restore", "quiesce", "offload", "handoff"}
 GLOBALS = {"--socket", "--json", "-q", "--quiet", "--color", "--no-color", "--timeout", "-h", "--help", "--version"}
 
